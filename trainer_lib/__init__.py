@@ -1,0 +1,52 @@
+"""trainer_lib: train PyTorch models on one process or many, exactly.
+
+The names below are imported when they are first used, so `import trainer_lib` costs next to nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+from trainer_lib.foundation.lazy import lazy_names
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator import Accelerator as Accelerator
+    from trainer_lib.data_loader import skip_first_batches as skip_first_batches
+    from trainer_lib.foundation.errors import TrainerLibError as TrainerLibError
+    from trainer_lib.launchers import debug_launcher as debug_launcher
+    from trainer_lib.launchers import notebook_launcher as notebook_launcher
+    from trainer_lib.logging import get_logger as get_logger
+    from trainer_lib.options.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from trainer_lib.options.data import DataLoaderConfiguration as DataLoaderConfiguration
+    from trainer_lib.options.distributed import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from trainer_lib.options.distributed import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from trainer_lib.options.kinds import DistributedType as DistributedType
+    from trainer_lib.options.precision import AutocastKwargs as AutocastKwargs
+    from trainer_lib.options.precision import GradScalerKwargs as GradScalerKwargs
+    from trainer_lib.seeding import set_seed as set_seed
+    from trainer_lib.state import AcceleratorState as AcceleratorState
+    from trainer_lib.state import GradientState as GradientState
+    from trainer_lib.state import PartialState as PartialState
+
+_HOMES = {
+    "Accelerator": "trainer_lib.accelerator",
+    "AcceleratorState": "trainer_lib.state",
+    "AutocastKwargs": "trainer_lib.options.precision",
+    "DataLoaderConfiguration": "trainer_lib.options.data",
+    "DistributedDataParallelKwargs": "trainer_lib.options.distributed",
+    "DistributedType": "trainer_lib.options.kinds",
+    "GradScalerKwargs": "trainer_lib.options.precision",
+    "GradientAccumulationPlugin": "trainer_lib.options.accumulation",
+    "GradientState": "trainer_lib.state",
+    "InitProcessGroupKwargs": "trainer_lib.options.distributed",
+    "PartialState": "trainer_lib.state",
+    "TrainerLibError": "trainer_lib.foundation.errors",
+    "debug_launcher": "trainer_lib.launchers",
+    "get_logger": "trainer_lib.logging",
+    "notebook_launcher": "trainer_lib.launchers",
+    "set_seed": "trainer_lib.seeding",
+    "skip_first_batches": "trainer_lib.data_loader",
+}
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

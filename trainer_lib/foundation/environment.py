@@ -1,0 +1,294 @@
+"""This file is the only reader of the process environment.
+
+Launchers speak to the processes they start through variables: torchrun's, SLURM's, MPI's, and the `ACCELERATE_*`
+ones of Accelerate's launcher. What they mean is settled here and nowhere else.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+
+_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
+_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+
+# srun numbers its steps from 0; the batch script, an interactive shell and the extern step have numbers above these.
+_FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The place of this process among those started with it, as its launcher described it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Read a yes or no as people write it: y, yes, t, true, on, 1 and their opposites.
+
+    Returns 1 or 0, or a `bool` with `to_bool`.
+    """
+    lowered = value.lower()
+    if lowered not in _TRUE | _FALSE:
+        raise ConfigurationError(f"{value!r} is neither yes nor no. Known: {', '.join(sorted(_TRUE | _FALSE))}.")
+    answer = lowered in _TRUE
+    return answer if to_bool else int(answer)
+
+
+def get_int_from_env(env_keys: list[str] | tuple[str, ...], default: int) -> int:
+    """Return the first of `env_keys` that is set to a non-negative integer, else `default`."""
+    for key in env_keys:
+        value = os.environ.get(key)
+        if value is not None and _whole_number(key, value) >= 0:
+            return int(value)
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return the yes or no in variable `key`, else `default`."""
+    return bool(str_to_bool(os.environ[key])) if os.environ.get(key) else default
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the text in variable `key`, else `default`."""
+    return os.environ.get(key, default)
+
+
+def debug_mode() -> bool:
+    """Whether collectives verify first that all processes hand in the same shapes."""
+    return parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+
+
+def cpu_requested() -> bool:
+    """Whether the launcher asked to stay on the CPU."""
+    return parse_flag_from_env("ACCELERATE_USE_CPU")
+
+
+def device_requested() -> str | None:
+    """The device named by the launcher, if any."""
+    return os.environ.get("ACCELERATE_TORCH_DEVICE") or None
+
+
+def mixed_precision_requested() -> str:
+    """The precision named by the launcher, or "no"."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+
+
+def accumulation_steps_requested() -> int:
+    """The accumulation steps named by the launcher, or 1."""
+    return get_int_from_env(["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], 1)
+
+
+def refuse_unsupported_engines() -> None:
+    """Raise if a launcher asks for an engine this version does not have, so that it is not silently left out."""
+    engines = {
+        "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+        "ACCELERATE_USE_FSDP": "FSDP",
+        "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+        "ACCELERATE_USE_TP": "tensor parallelism",
+    }
+    for key, engine in engines.items():
+        if parse_flag_from_env(key):
+            raise UnsupportedError(f"{key} asks for {engine}, which this version does not support. Unset {key}.")
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() not in {"", "no"}:
+        raise UnsupportedError(
+            f"ACCELERATE_DYNAMO_BACKEND={backend} asks for torch.compile, which this version does not apply for you. "
+            "Call model.compile() yourself and unset it."
+        )
+
+
+def expected_world_size() -> int | None:
+    """The number of processes our launcher started, for comparison with the world that formed."""
+    size = get_int_from_env(["TRAINER_LIB_WORLD_SIZE"], 0)
+    return size or None
+
+
+def launched_by_fork() -> bool:
+    """Whether `notebook_launcher` or `debug_launcher` forked this process."""
+    return parse_flag_from_env("FORK_LAUNCHED")
+
+
+def elastic_attempt() -> str | None:
+    """The number of the restart under torch's elastic agent if it lends its store, else `None`."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def read_world() -> World | None:
+    """Return this process's place in the world its launcher made, or `None` if it runs alone.
+
+    torchrun's variables beat SLURM's, which beat MPI's.
+    """
+    return _torchrun_world(os.environ) or _slurm_world(os.environ) or _mpi_world(os.environ)
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Set variables (names are upper-cased) for the length of a `with` block.
+
+    Example:
+        >>> with patch_environment(accelerate_use_cpu="1"):
+        ...     cpu_requested()
+        True
+    """
+    before = {key.upper(): os.environ.get(key.upper()) for key in kwargs}
+    os.environ.update({key.upper(): str(value) for key, value in kwargs.items()})
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Empty the environment for the length of a `with` block; what is set inside is gone after it."""
+    before = os.environ.copy()
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Decorate a function, or every test of a class, so that no `ACCELERATE_*` variable it sets outlives it."""
+    if isinstance(func_or_cls, type):
+        for name, member in list(vars(func_or_cls).items()):
+            if callable(member) and name.startswith("test"):
+                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        return func_or_cls
+    function: Callable[..., Any] = func_or_cls
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before = {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+                del os.environ[key]
+            os.environ.update(before)
+
+    return wrapped
+
+
+def _torchrun_world(env: Mapping[str, str]) -> World | None:
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        if "LOCAL_RANK" in env and env["LOCAL_RANK"] != "-1":
+            raise ConfigurationError(
+                f"LOCAL_RANK={env['LOCAL_RANK']} is set but RANK and WORLD_SIZE are not. "
+                "Start with torchrun or `trainer-lib launch`, which set all three, or unset LOCAL_RANK."
+            )
+        return None
+    missing = [key for key in ("RANK", "WORLD_SIZE") if key not in env]
+    if missing:
+        raise ConfigurationError(
+            f"{missing[0]} is missing while {'WORLD_SIZE' if missing[0] == 'RANK' else 'RANK'} is set. "
+            "Set both (torchrun and `trainer-lib launch` do), or neither."
+        )
+    rank, size = _whole_number("RANK", env["RANK"]), _whole_number("WORLD_SIZE", env["WORLD_SIZE"])
+    local_size = _whole_number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE", str(size)))
+    local_rank = _whole_number("LOCAL_RANK", env.get("LOCAL_RANK", str(rank % max(local_size, 1))))
+    return _checked(World(
+        rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher="torchrun", **_master(env)
+    ))  # fmt: skip
+
+
+def _slurm_world(env: Mapping[str, str]) -> World | None:
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    if not step.isdigit() or int(step) >= _FIRST_SPECIAL_SLURM_STEP or "SLURM_PROCID" not in env:
+        return None
+    size_key = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    size = _whole_number(size_key, env.get(size_key, "1"))
+    if size == 1:
+        return None
+    master = _master(env)
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+    if master["master_addr"] is None and nodes:
+        master["master_addr"] = first_slurm_node(nodes)
+    if master["master_port"] is None:
+        # All tasks of a job derive the same port, and two jobs on one node rarely meet.
+        master["master_port"] = 15000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
+    tasks_here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(size))))
+    return _checked(World(
+        rank=_whole_number("SLURM_PROCID", env["SLURM_PROCID"]),
+        size=size,
+        local_rank=_whole_number("SLURM_LOCALID", env.get("SLURM_LOCALID", "0")),
+        local_size=int(tasks_here.group()) if tasks_here else size,
+        launcher="srun",
+        **master,
+    ))  # fmt: skip
+
+
+def first_slurm_node(nodes: str) -> str:
+    """Return the first host of a SLURM node list.
+
+    Example:
+        >>> first_slurm_node("gpu[07-09,12],login1")
+        'gpu07'
+    """
+    bracket = re.match(r"([^\[,]+)\[([^\],-]+)[^\]]*\]([^,]*)", nodes)
+    return bracket.group(1) + bracket.group(2) + bracket.group(3) if bracket else nodes.split(",")[0]
+
+
+def _mpi_world(env: Mapping[str, str]) -> World | None:
+    for rank_key, size_key, local_rank_key, local_size_key in (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):
+        if rank_key in env and size_key in env:
+            rank, size = _whole_number(rank_key, env[rank_key]), _whole_number(size_key, env[size_key])
+            if size == 1:
+                return None
+            return _checked(World(
+                rank=rank,
+                size=size,
+                local_rank=_whole_number(local_rank_key, env.get(local_rank_key, str(rank))),
+                local_size=_whole_number(local_size_key, env.get(local_size_key, str(size))),
+                launcher="mpirun",
+                **_master(env),
+            ))  # fmt: skip
+    return None
+
+
+def _master(env: Mapping[str, str]) -> dict[str, Any]:
+    port = env.get("MASTER_PORT")
+    return {
+        "master_addr": env.get("MASTER_ADDR"),
+        "master_port": None if port is None else _whole_number("MASTER_PORT", port),
+    }
+
+
+def _checked(world: World) -> World:
+    if not 0 <= world.rank < world.size:
+        raise ConfigurationError(f"Rank {world.rank} does not fit a world of {world.size} ({world.launcher}).")
+    return world
+
+
+def _whole_number(key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigurationError(f"{key}={value!r} is not a whole number.") from None
+
+

@@ -1,0 +1,56 @@
+"""This file is every error the library raises in its own words.
+
+Each is also the built-in error a caller would expect, so `except ValueError` keeps working.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class TrainerLibError(Exception):
+    """The base of all errors of this library."""
+
+
+class ConfigurationError(TrainerLibError, ValueError):
+    """An argument, option or environment variable that is unknown, contradictory or out of range."""
+
+
+class UnsupportedError(TrainerLibError, NotImplementedError):
+    """Something asked for that this version or this machine cannot do."""
+
+
+class PreparationError(TrainerLibError, ValueError):
+    """An object that cannot be prepared: prepared already, or unrelated to what it is prepared with."""
+
+
+class WorldError(TrainerLibError, RuntimeError):
+    """A world of processes that does not form, or is not the one asked for."""
+
+
+class DistributedOperationException(TrainerLibError, RuntimeError):
+    """A collective whose inputs disagree between processes (the name Accelerate's users know)."""
+
+
+class StateError(TrainerLibError, RuntimeError):
+    """A state that does not fit the object it is loaded into."""
+
+
+class MissingPackageError(TrainerLibError, ImportError):
+    """An optional package that is needed here and not installed."""
+
+
+def did_you_mean(given: object, known: Iterable[object]) -> str:
+    """Return ` Did you mean 'x'?` for the known name nearest to `given`, or an empty string."""
+    nearest = get_close_matches(str(given), [str(name) for name in known], n=1)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def unknown(kind: str, given: object, known: Iterable[object]) -> str:
+    """Say that `given` is not a known `kind`, what is, and what it may have been.
+
+    Example:
+        >>> unknown("precision", "bf61", ["no", "fp16", "bf16"])
+        "Unknown precision 'bf61'. Known: bf16, fp16, no. Did you mean 'bf16'?"
+    """
+    names = sorted(str(name) for name in known)
+    return f"Unknown {kind} {given!r}. Known: {', '.join(names)}.{did_you_mean(given, names)}"

@@ -1,0 +1,160 @@
+"""This file is the questions about optional packages: is it installed, and if not, how to get it."""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import operator
+from collections.abc import Callable
+from types import ModuleType
+
+from packaging.version import Version, parse
+
+from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError
+
+_COMPARISONS: dict[str, Callable[[Version, Version], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+
+@functools.cache
+def is_package_available(module: str, distribution: str | None = None) -> bool:
+    """Whether `module` can be imported, without importing it.
+
+    Args:
+        module: The name in the import statement.
+        distribution: The name it is installed under, if a folder of that module name may lie about without it.
+    """
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+    if not found or distribution is None:
+        return found
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional package, or say which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"{module} is not installed. Install it with `pip install {module}` or `pip install trainer-lib[{extra}]`."
+        ) from error
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Whether the version of an installed library (or a version) stands in `operation` to another.
+
+    Example:
+        >>> compare_versions("torch", ">=", "2.0")
+        True
+    """
+    if operation not in _COMPARISONS:
+        raise ConfigurationError(f"Unknown comparison {operation!r}. Known: {', '.join(_COMPARISONS)}.")
+    if isinstance(library_or_version, str):
+        library_or_version = parse(importlib.metadata.version(library_or_version))
+    return _COMPARISONS[operation](library_or_version, parse(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether the installed torch stands in `operation` to `version`."""
+    return compare_versions("torch", operation, version)
+
+
+def _package(module: str, distribution: str | None = None) -> Callable[[], bool]:
+    def is_available() -> bool:
+        return is_package_available(module, distribution)
+
+    is_available.__doc__ = f"Whether the package {module} is installed."
+    return is_available
+
+
+def _accelerator(kind: str) -> Callable[..., bool]:
+    def is_available(check_device: bool = False) -> bool:
+        import torch
+
+        del check_device  # a device is what is asked for, always
+        device = torch.accelerator.current_accelerator(check_available=True)
+        return device is not None and device.type == kind
+
+    is_available.__doc__ = f"Whether a device of the kind {kind} is there."
+    return is_available
+
+
+is_aim_available = _package("aim")
+is_bnb_available = _package("bitsandbytes")
+is_boto3_available = _package("boto3")
+is_clearml_available = _package("clearml")
+is_comet_ml_available = _package("comet_ml")
+is_datasets_available = _package("datasets")
+is_deepspeed_available = _package("deepspeed", "deepspeed")
+is_dvclive_available = _package("dvclive")
+is_lomo_available = _package("lomo_optim")
+is_matplotlib_available = _package("matplotlib")
+is_megatron_lm_available = _package("megatron")
+is_mlflow_available = _package("mlflow")
+is_msamp_available = _package("msamp", "ms-amp")
+is_pandas_available = _package("pandas")
+is_peft_available = _package("peft")
+is_pynvml_available = _package("pynvml")
+is_pytest_available = _package("pytest")
+is_rich_available = _package("rich")
+is_sagemaker_available = _package("sagemaker")
+is_schedulefree_available = _package("schedulefree")
+is_swanlab_available = _package("swanlab")
+is_tensorboard_available = _package("tensorboard")
+is_timm_available = _package("timm")
+is_torch_xla_available = _package("torch_xla")
+is_torchao_available = _package("torchao")
+is_torchdata_available = _package("torchdata")
+is_torchvision_available = _package("torchvision")
+is_trackio_available = _package("trackio")
+is_transformer_engine_available = _package("transformer_engine")
+is_transformers_available = _package("transformers")
+is_triton_available = _package("triton")
+is_wandb_available = _package("wandb")
+
+is_cuda_available = _accelerator("cuda")
+is_hpu_available = _accelerator("hpu")
+is_mlu_available = _accelerator("mlu")
+is_mps_available = _accelerator("mps")
+is_musa_available = _accelerator("musa")
+is_npu_available = _accelerator("npu")
+is_sdaa_available = _accelerator("sdaa")
+is_xpu_available = _accelerator("xpu")
+
+
+def is_rocm_available() -> bool:
+    """Whether this torch was built for AMD's ROCm."""
+    import torch
+
+    return torch.version.hip is not None
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether bf16 can be computed with here: on any CPU, and on accelerators that say so."""
+    import torch
+
+    del ignore_tpu  # there is no TPU in this version
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+
+
+def is_fp16_available() -> bool:
+    """Whether fp16 can be computed with here: torch can everywhere."""
+    return True
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Whether torchdata's StatefulDataLoader is installed."""
+    return is_torchdata_available() and is_package_available("torchdata.stateful_dataloader")

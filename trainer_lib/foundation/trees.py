@@ -1,0 +1,251 @@
+"""This file is functions over trees of tensors: tuples, lists, mappings, dataclasses, and tensors at the leaves."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Leaves that a walk leaves alone without asking anything else about them.
+_PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
+
+
+@dataclass
+class TensorInformation:
+    """The shape and type of a tensor, without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether `tensor` is a tensor."""
+    return isinstance(tensor, Tensor)
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether `tensor_info` stands for a tensor."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether `data` is a tuple with named fields."""
+    return isinstance(data, tuple) and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Any) -> Any:
+    """Return the values of `generator` in a sequence of the type of `obj`."""
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `tree` with `function` applied to whatever is not a container; the containers keep their types."""
+    kind = type(tree)
+    if kind is Tensor or kind in _PLAIN:
+        return function(tree)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(function, value) for value in tree])
+    if kind is dict:
+        return {key: map_leaves(function, value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return honor_type(tree, [map_leaves(function, value) for value in tree])
+    if isinstance(tree, Mapping):
+        return _rebuilt_mapping(tree, {key: map_leaves(function, value) for key, value in tree.items()})
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, TensorInformation)):
+        return _rebuilt_dataclass(tree, function)
+    return function(tree)
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return `tree` with `function` applied to its tensors; everything else stays as it is."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield whatever is not a container, in order."""
+    if isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from leaves(value)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves(value)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, (type, TensorInformation)):
+        for field in dataclasses.fields(tree):
+            yield from leaves(getattr(tree, field.name))
+    else:
+        yield tree
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of `tree`, in order."""
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply `func(leaf, *args, **kwargs)` to every leaf of `data` that passes `test_type`.
+
+    Raises:
+        TypeError: For another leaf, if `error_on_other_type`.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(
+                f"{getattr(func, '__name__', func)} got a {type(leaf).__name__} inside a {type(data).__name__}. "
+                "Only tensors, and tuples, lists, mappings and dataclasses of tensors, are allowed here."
+            )
+        return leaf
+
+    return map_leaves(apply, data)
+
+
+def send_to_device(
+    tensor: Any,
+    device: Any,
+    non_blocking: bool = False,
+    skip_keys: str | list[str] | None = None,
+) -> Any:
+    """Return `tensor` (or a tree of tensors, or any object with a `to` method) on `device`.
+
+    Args:
+        tensor: What to move.
+        device: Where to.
+        non_blocking: Do not wait for the copy; of use where the source is pinned memory.
+        skip_keys: Keys of mappings whose values stay where they are.
+    """
+    skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
+    return _sent(tensor, device, non_blocking, skipped)
+
+
+def find_batch_size(data: Any) -> int | None:
+    """Return the size of the first dimension of the first tensor in `data`.
+
+    Raises:
+        TypeError: If there is no tensor in `data`.
+    """
+    first = next(tensors(data), None)
+    if first is None:
+        raise TypeError(f"There is no tensor in this {type(data).__name__} to take a batch size from.")
+    return first.shape[0] if first.ndim else None
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Like `find_batch_size`, but `None` where there is no tensor."""
+    first = next(tensors(data), None)
+    return first.shape[0] if first is not None and first.ndim else None
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Return the device of the first tensor in `data`, or `None`."""
+    first = next(tensors(data), None)
+    return None if first is None else first.device
+
+
+def listify(data: Any) -> Any:
+    """Return `data` with its tensors as lists of numbers."""
+    return map_tensors(lambda tensor: tensor.detach().cpu().tolist(), data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Return `tensor` (or a tree of tensors) with fp16 and bf16 values as fp32."""
+    return map_tensors(_as_fp32, tensor)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """Concatenate a list of trees of the same shape, tensor by tensor, along `dim`."""
+    first = data[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(data), dim=dim)
+    if isinstance(first, (tuple, list)):
+        return honor_type(first, [concatenate([tree[i] for tree in data], dim) for i in range(len(first))])
+    if isinstance(first, Mapping):
+        return _rebuilt_mapping(first, {key: concatenate([tree[key] for tree in data], dim) for key in first})
+    raise TypeError(
+        f"A {type(first).__name__} cannot be concatenated; only tensors, and tuples, lists and mappings of them, can."
+    )
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Return `data` with each tensor cut to `tensor_slice` of its first dimension.
+
+    The last two arguments are for slice functions of the same signature that depend on the process.
+    """
+    del process_index, num_processes
+    return map_tensors(lambda tensor: tensor[tensor_slice], data)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Return `data` with a `TensorInformation` in place of each tensor."""
+    return map_tensors(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Return `data_structure` with an empty tensor in place of each `TensorInformation`."""
+    return map_leaves(
+        lambda leaf: torch.empty(*leaf.shape, dtype=leaf.dtype) if isinstance(leaf, TensorInformation) else leaf,
+        data_structure,
+    )
+
+
+def _as_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.float16 or tensor.dtype is torch.bfloat16 else tensor
+
+
+def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -> Any:
+    kind = type(tree)
+    if kind is Tensor:
+        return tree.to(device, non_blocking=non_blocking)
+    if kind in _PLAIN:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([_sent(value, device, non_blocking, skipped) for value in tree])
+    if kind is dict and not skipped:
+        return {key: _sent(value, device, non_blocking, skipped) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return honor_type(tree, [_sent(value, device, non_blocking, skipped) for value in tree])
+    if hasattr(tree, "to") and not skipped:
+        try:
+            return tree.to(device, non_blocking=non_blocking)
+        except TypeError:  # a `to` of its own, that takes the device only
+            return tree.to(device)
+    if isinstance(tree, Mapping):
+        return _rebuilt_mapping(
+            tree,
+            {key: value if key in skipped else _sent(value, device, non_blocking, skipped) for key, value in tree.items()},
+        )
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _rebuilt_dataclass(tree, lambda value: _sent(value, device, non_blocking, skipped), whole_fields=True)
+    return tree
+
+
+def _rebuilt_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    if isinstance(original, MutableMapping):
+        # A copy keeps what a constructor would not know: a default factory, a tokenizer's encodings.
+        rebuilt = copy.copy(original)
+        for key, value in values.items():
+            rebuilt[key] = value
+        return rebuilt
+    return type(original)(values)  # type: ignore[call-arg]
+
+
+def _rebuilt_dataclass(original: Any, function: Callable[[Any], Any], whole_fields: bool = False) -> Any:
+    rebuilt = copy.copy(original)
+    for field in dataclasses.fields(original):
+        value = getattr(original, field.name)
+        # object.__setattr__, since the dataclass may be frozen.
+        object.__setattr__(rebuilt, field.name, function(value) if whole_fields else map_leaves(function, value))
+    return rebuilt
