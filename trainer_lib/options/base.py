@@ -1,0 +1,82 @@
+"""This file is what all options share: reading back what differs from the defaults, and checking values."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterable
+from enum import Enum, EnumMeta
+from typing import Any
+
+from trainer_lib.foundation.errors import ConfigurationError, unknown
+
+
+class _ContainsValues(EnumMeta):
+    def __contains__(cls, item: object) -> bool:
+        return item in cls.list()  # type: ignore[attr-defined]
+
+
+class BaseEnum(str, Enum, metaclass=_ContainsValues):
+    """Names that are also their text: `DistributedType.NO == "NO"`, and `"NO" in DistributedType`."""
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """Return all texts."""
+        return [str(member.value) for member in cls]
+
+    @classmethod
+    def read(cls, kind: str, value: Any) -> "BaseEnum":
+        """Return the member for a text (case does not matter), or say which there are."""
+        for member in cls:
+            if str(value).lower() == str(member.value).lower():
+                return member
+        raise ConfigurationError(unknown(kind, value, cls.list()))
+
+
+class KwargsHandler:
+    """A dataclass of options that can tell which of them differ from the defaults."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all options by name."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the options that differ from the defaults, by name."""
+        default = type(self)().to_dict()
+        return {key: value for key, value in self.to_dict().items() if default[key] != value}
+
+
+def check_choice(option: str, value: object, known: Iterable[object]) -> None:
+    """Raise unless `value` is one of `known`."""
+    known = list(known)
+    if value not in known:
+        raise ConfigurationError(unknown(option, value, known))
+
+
+def check_count(option: str, value: object, at_least: int = 1) -> None:
+    """Raise unless `value` is a whole number of at least `at_least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigurationError(f"{option} must be a whole number of at least {at_least}, got {value!r}.")
+
+
+def check_positive(option: str, value: object) -> None:
+    """Raise unless `value` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigurationError(f"{option} must be a finite number above 0, got {value!r}.")
+
+
+def check_flag(option: str, value: object) -> None:
+    """Raise unless `value` is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{option} must be True or False, got {value!r}.")
+
+
+def check_fields_are_default(options: Any, names: Iterable[str], why: str) -> None:
+    """Raise for each field of a dataclass named in `names` that is not left at its default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    for name in names:
+        if getattr(options, name) != defaults[name]:
+            raise ConfigurationError(f"{type(options).__name__}({name}={getattr(options, name)!r}): {why}")
