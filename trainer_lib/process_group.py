@@ -1,0 +1,240 @@
+"""This file is the processes that work together, and what they can say to one another.
+
+There is always a group: `LoneProcess` is a world of one, so nobody has to ask whether there are others.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.environment import World
+from trainer_lib.foundation.errors import ConfigurationError, WorldError
+from trainer_lib.options.distributed import InitProcessGroupKwargs
+
+
+class ProcessGroup(Protocol):
+    """What processes can do together. Tensors are of one shape and type on all of them."""
+
+    rank: int
+    size: int
+    backend: str | None
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce over the processes by `sum`, `max` or `min`, in place."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all processes."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite the tensor with that of one process."""
+        ...
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Return the objects of all processes."""
+        ...
+
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+        """Overwrite the list with that of one process."""
+        ...
+
+    def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
+        """Return this process's one of the objects that process `source` gives."""
+        ...
+
+    def destroy(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class LoneProcess:
+    """A world of one."""
+
+    rank = 0
+    size = 1
+    backend: str | None = None
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Return the tensor."""
+        del op
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return a list of the tensor."""
+        return [tensor]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Return the tensor."""
+        _check_rank(source, self.size)
+        return tensor
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Return a list of the object."""
+        return [value]
+
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+        """Return the list."""
+        _check_rank(source, self.size)
+        return values
+
+    def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
+        """Return the only object."""
+        _check_rank(source, self.size)
+        assert values is not None
+        return values[0]
+
+    def destroy(self) -> None:
+        """Return at once."""
+
+
+class TorchProcesses:
+    """The processes of torch's default group."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.backend: str | None = dist.get_backend()
+        self._operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        if "nccl" in str(self.backend):
+            dist.barrier(device_ids=[torch.accelerator.current_device_index()])
+        else:
+            dist.barrier()
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce over the processes, in place."""
+        dist.all_reduce(tensor, self._operations[op])
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all processes."""
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite the tensor with that of one process."""
+        _check_rank(source, self.size)
+        dist.broadcast(tensor, src=source)
+        return tensor
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Return the objects of all processes."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
+        """Overwrite the list with that of one process."""
+        _check_rank(source, self.size)
+        dist.broadcast_object_list(values, src=source)
+        return values
+
+    def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
+        """Return this process's one of the objects that process `source` gives."""
+        _check_rank(source, self.size)
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, None if values is None else list(values), src=source)
+        return received[0]
+
+    def destroy(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+
+def form(world: World, device: torch.device, options: InitProcessGroupKwargs) -> ProcessGroup:
+    """Bring the processes of `world` together; what torch has brought together already is taken over.
+
+    Raises:
+        WorldError: If they do not find one another, or are not as many as asked for.
+    """
+    if not dist.is_initialized():
+        _bring_together(world, options, _backend(device, options.backend))
+    group = TorchProcesses()
+    expected = environment.expected_world_size()
+    if group.size != world.size or expected not in (None, group.size):
+        size = group.size
+        group.destroy()
+        raise WorldError(
+            f"{expected or world.size} processes were asked for and a world of {size} formed. "
+            "Another launcher's variables, or a script that calls init_process_group itself, got in between."
+        )
+    return group
+
+
+def adopted() -> ProcessGroup | None:
+    """Return the group that the script itself formed, if it did."""
+    return TorchProcesses() if dist.is_available() and dist.is_initialized() else None
+
+
+def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str) -> None:
+    timeout: dict[str, timedelta] = {} if options.timeout is None else {"timeout": options.timeout}
+    try:
+        if options.init_method is not None:
+            where: dict[str, Any] = {"init_method": options.init_method}
+        else:
+            where = {"store": _store(world, timeout)}
+        dist.init_process_group(backend, rank=world.rank, world_size=world.size, **where, **timeout)
+    except (dist.DistError, ValueError, RuntimeError) as error:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        raise WorldError(
+            f"Process {world.rank} could not join the world of {world.size} at "
+            f"{options.init_method or f'{world.master_addr}:{world.master_port}'} ({world.launcher}, {backend}): "
+            f"{str(error).splitlines()[0]} Check that all {world.size} processes are started, that they can reach "
+            "that address, and that no other program uses the port."
+        ) from error
+
+
+def _store(world: World, timeout: dict[str, timedelta]) -> dist.Store:
+    if world.size > 1 and (world.master_addr is None or world.master_port is None) and world.size > world.local_size:
+        raise ConfigurationError(
+            "MASTER_ADDR and MASTER_PORT are not set, so processes on several machines cannot find one another. "
+            "Set both to the first machine's address and a free port."
+        )
+    attempt = environment.elastic_attempt()
+    default_port = 29500 if world.size > 1 else 0
+    store = dist.TCPStore(
+        world.master_addr or "127.0.0.1",
+        default_port if world.master_port is None else world.master_port,
+        world.size,
+        is_master=world.rank == 0 and attempt is None,
+        wait_for_workers=False,
+        multi_tenant=True,
+        **timeout,
+    )
+    # Torch's agent lends one store to all restarts; keys of a dead attempt would mislead the next one.
+    return store if attempt is None else dist.PrefixStore(f"attempt_{attempt}", store)
+
+
+def _backend(device: torch.device, asked_for: str | None) -> str:
+    fitting = "gloo" if device.type in ("cpu", "mps") else dist.get_default_backend_for_device(device)
+    if asked_for is None:
+        # With a backend for each kind of device, counts and flags need not travel over the accelerator.
+        return fitting if fitting == "gloo" else f"cpu:gloo,{device.type}:{fitting}"
+    if device.type == "cpu" and "nccl" in asked_for:
+        raise ConfigurationError(f"backend={asked_for!r} cannot work on the CPU. Use 'gloo', or leave it out.")
+    return asked_for
+
+
+def _check_rank(source: int, size: int) -> None:
+    if not 0 <= source < size:
+        raise ConfigurationError(f"There is no process {source} in a world of {size}. Known: 0 to {size - 1}.")
+

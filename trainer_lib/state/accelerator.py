@@ -1,0 +1,112 @@
+"""This file is what the engine is set to: precision on top of the place of the process."""
+
+from typing import Any, ClassVar
+
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.options.kinds import PrecisionType
+from trainer_lib.state.control import ProcessControl
+from trainer_lib.state.process import PartialState
+
+
+class AcceleratorState(ProcessControl):
+    """The settings of the engine, on top of `PartialState`. All instances are one.
+
+    Args:
+        mixed_precision: "no", "fp16" or "bf16"; by default what the launcher says.
+        cpu: Stay on the CPU even if there is an accelerator.
+        **kwargs: The fields of `InitProcessGroupKwargs`.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    _mixed_precision: str
+    _partial: PartialState
+    _replaceable: bool
+
+    def __init__(
+        self,
+        mixed_precision: str | PrecisionType | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = self._shared_state
+        refuse_engines(
+            dynamo_plugin=dynamo_plugin,
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+        )
+        partial = PartialState(cpu, **kwargs)
+        if not self.initialized or self._replaceable:
+            environment.refuse_unsupported_engines()
+            self._mixed_precision = _precision(mixed_precision or environment.mixed_precision_requested())
+            self._partial = partial
+            self._replaceable = False
+        elif mixed_precision is not None and _precision(mixed_precision) != self._mixed_precision:
+            raise ConfigurationError(
+                f"mixed_precision={str(mixed_precision)!r} came too late: this process already trains with "
+                f"{self._mixed_precision!r}. Call `accelerator.free_memory()` on the first Accelerator before making "
+                "one with other settings."
+            )
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the engine's settings are made."""
+        return "_partial" in self._shared_state
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision: "no", "fp16" or "bf16"."""
+        return self._mixed_precision
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the world (or only `group`)."""
+        self._partial.destroy_process_group(group)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what `PartialState` knows: the device, the rank, the world."""
+        partial = self.__dict__.get("_partial")
+        if partial is None or name.startswith("__"):
+            raise AttributeError(f"AcceleratorState has no {name!r}; it is made by `AcceleratorState()`.")
+        return getattr(partial, name)
+
+    def __repr__(self) -> str:
+        """Return place and settings in one line a fact."""
+        return f"{self._partial!r}Mixed precision type: {self.mixed_precision}\n"
+
+    def release(self) -> None:
+        """Let the next `AcceleratorState` have other settings; the process keeps its place and device."""
+        self._replaceable = True
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget the settings, and with `reset_partial_state` the place too; for tests."""
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+
+def refuse_engines(**plugins: Any) -> None:
+    """Raise for a plugin of an engine that this version does not have."""
+    for name, plugin in plugins.items():
+        if plugin is not None:
+            raise UnsupportedError(f"{name}={plugin!r}: this version trains on one process or with DDP. Leave it out.")
+
+
+def _precision(name: str | PrecisionType) -> str:
+    text = str(name).lower()
+    if text == "fp8":
+        raise UnsupportedError("mixed_precision='fp8' is not supported by this version. Known: no, fp16, bf16.")
+    if text not in ("no", "fp16", "bf16"):
+        raise ConfigurationError(unknown("precision", name, ["no", "fp16", "bf16"]))
+    return text

@@ -1,0 +1,174 @@
+"""This file is who may do what and when: rank gates, ordering, sharing inputs out."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.process_group import ProcessGroup
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Take anything, do nothing."""
+
+
+class ProcessControl:
+    """Rank gates and ordering for whatever knows its place among the processes."""
+
+    process_index: int
+    local_process_index: int
+    num_processes: int
+    group: ProcessGroup
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are other processes."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all processes are here."""
+        self.group.barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let the main process through a `with` block before the others.
+
+        Example:
+            >>> from trainer_lib import PartialState
+            >>> with PartialState().main_process_first():
+            ...     print("download and cache once, read many times")
+            download and cache once, read many times
+        """
+        with self._goes_first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Let the main process of each machine through a `with` block before the others."""
+        with self._goes_first(self.is_local_main_process):
+            yield
+
+    def on_main_process(self, function: Function | None = None) -> Any:
+        """Decorate a function so that only the main process runs it; it returns `None` on the others."""
+        return self._gated(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Function | None = None) -> Any:
+        """Decorate a function so that only the main process of each machine runs it."""
+        return self._gated(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Function | None = None) -> Any:
+        """Decorate a function so that only the last process runs it."""
+        return self._gated(function, lambda: self.is_last_process)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
+        """Decorate a function so that only process `process_index` runs it."""
+        index = _given("process_index", process_index)
+        return self._gated(function, lambda: self.process_index == index)
+
+    def on_local_process(
+        self,
+        function: Function | None = None,
+        local_process_index: int | None = None,
+        *,
+        local_process_idx: int | None = None,
+    ) -> Any:
+        """Decorate a function so that only process `local_process_index` of each machine runs it."""
+        index = _given("local_process_index", local_process_idx if local_process_index is None else local_process_index)
+        return self._gated(function, lambda: self.local_process_index == index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once a machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Hand each process its part of `inputs` for the length of a `with` block.
+
+        Args:
+            inputs: A list, tuple, tensor, dataset with `select`, or a dict of those of one length.
+            apply_padding: Repeat the last input so that all processes get as many.
+
+        Example:
+            >>> from trainer_lib import PartialState
+            >>> with PartialState().split_between_processes(["a dog", "a cat"]) as prompts:
+            ...     print(prompts)
+            ['a dog', 'a cat']
+        """
+        yield self._part_of(inputs, apply_padding)
+
+    def _part_of(self, inputs: Any, apply_padding: bool) -> Any:
+        total = _common_length(inputs)
+        if self.num_processes == 1:
+            return inputs
+        share, rest = divmod(total, self.num_processes)
+        start = self.process_index * share + min(self.process_index, rest)
+        indices = list(range(start, start + share + (self.process_index < rest)))
+        if apply_padding and total:
+            indices += [total - 1] * (share + (rest > 0) - len(indices))
+        return _picked(inputs, indices)
+
+    @contextmanager
+    def _goes_first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.wait_for_everyone()
+        yield
+        if is_first:
+            self.wait_for_everyone()
+
+    def _gated(self, function: Function | None, may_run: Callable[[], bool]) -> Any:
+        if function is None:
+            return functools.partial(self._gated, may_run=may_run)
+
+        @functools.wraps(function)
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if may_run() else None
+
+        return gated
+
+
+def _given(name: str, value: int | None) -> int:
+    if value is None:
+        raise ConfigurationError(f"Say which process: {name}=0, for example.")
+    return value
+
+
+def _common_length(inputs: Any) -> int:
+    if not isinstance(inputs, Mapping):
+        return len(inputs)
+    lengths = {key: len(value) for key, value in inputs.items()}
+    if len(set(lengths.values())) > 1:
+        raise ConfigurationError(f"The values to split between processes differ in length: {lengths}.")
+    return next(iter(lengths.values()), 0)
+
+
+def _picked(inputs: Any, indices: list[int]) -> Any:
+    if isinstance(inputs, Mapping):
+        return {key: _picked(value, indices) for key, value in inputs.items()}
+    if isinstance(inputs, Tensor):
+        return inputs[torch.tensor(indices, dtype=torch.long, device=inputs.device)]
+    if hasattr(inputs, "select"):
+        return inputs.select(indices)
+    picked = [inputs[index] for index in indices]
+    return tuple(picked) if isinstance(inputs, tuple) else picked

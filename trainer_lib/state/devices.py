@@ -1,0 +1,46 @@
+"""This file is the choice of a device, by torch's own device-generic API."""
+
+import torch
+
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.environment import World
+from trainer_lib.foundation.errors import ConfigurationError, WorldError
+
+
+def choose_device(cpu: bool, world: World | None) -> torch.device:
+    """Return the device of this process: the accelerator of its local rank if there is one, else the CPU."""
+    requested = environment.device_requested()
+    if cpu or environment.cpu_requested():
+        return torch.device("cpu")
+    if requested is not None:
+        return _requested_device(requested)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or (accelerator.type == "mps" and world is not None and world.size > 1):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, _index(accelerator.type, world))
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the current one of its kind."""
+    if device.type not in ("cpu", "mps", "meta") and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def _requested_device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"ACCELERATE_TORCH_DEVICE={name!r} is no device: {error}") from error
+
+
+def _index(kind: str, world: World | None) -> int:
+    if world is None:
+        return torch.accelerator.current_device_index()
+    count = torch.accelerator.device_count()
+    if world.local_rank >= count:
+        raise WorldError(
+            f"Process {world.rank} would need {kind} device {world.local_rank}, and this machine has {count}. "
+            f"Start at most {count} processes a machine, or train on the CPU: "
+            "`trainer-lib launch --cpu` or ACCELERATE_USE_CPU=1."
+        )
+    return world.local_rank
