@@ -1,0 +1,7 @@
+"""This package is the number formats to train in. There is always one: full precision is an object too."""
+
+from trainer_lib.precision.autocast import Autocast, ScaledAutocast
+from trainer_lib.precision.base import FullPrecision
+from trainer_lib.precision.registry import choose_precision
+
+__all__ = ["Autocast", "FullPrecision", "ScaledAutocast", "choose_precision"]

@@ -1,0 +1,128 @@
+"""This file is mixed precision by autocast: bf16, and fp16 with its loss scaler."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.trees import convert_to_fp32
+from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
+from trainer_lib.precision.base import FullPrecision
+
+
+class Autocast(FullPrecision):
+    """Weights in fp32, arithmetic in a 16-bit type where that is safe."""
+
+    def __init__(self, name: str, dtype: torch.dtype, device_type: str, options: AutocastKwargs) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.device_type = device_type
+        self.options = options
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return a `torch.autocast` context with the options of `handler`, or else of the engine."""
+        options = handler or self.options
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
+        )
+
+    def wrap_forward(self, model: nn.Module) -> None:
+        """Let the model's own forward run under autocast and return fp32."""
+        original = model.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                outputs = original(*args, **kwargs)
+            return convert_to_fp32(outputs)
+
+        model._original_forward = original  # type: ignore[assignment]
+        model.forward = forward
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """Give the model its own forward back."""
+        original: Any = model.__dict__.pop("_original_forward", None)
+        if original is None:
+            return
+        if getattr(original, "__func__", None) is type(model).forward:
+            del model.__dict__["forward"]
+        else:
+            model.forward = original
+
+
+class ScaledAutocast(Autocast):
+    """fp16: the loss is scaled up so that small gradients survive, and an update that overflows is skipped."""
+
+    def __init__(self, device_type: str, options: AutocastKwargs, scaler_options: GradScalerKwargs) -> None:
+        super().__init__("fp16", torch.float16, device_type, options)
+        if device_type == "cpu" and not scaler_options.enabled:
+            raise ConfigurationError(
+                "GradScalerKwargs(enabled=False) with fp16 on the CPU: small gradients would vanish. "
+                "Leave the scaler on, or use mixed_precision='bf16'."
+            )
+        self.scaler = torch.amp.GradScaler(device_type, **scaler_options.to_dict())
+        self._update_is_due = False
+        # For each optimizer that stepped: the flags that tell, on the device, whether it overflowed.
+        self._overflow_flags: dict[int, list[Tensor]] = {}
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse trainable weights in fp16, whose gradients cannot be unscaled."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype is torch.float16:
+                raise ConfigurationError(
+                    f"{name} is a trainable fp16 weight, and mixed_precision='fp16' needs fp32 weights. "
+                    "Load the model in fp32 (model.float()), or freeze its fp16 weights."
+                )
+
+    def backward(self, loss: Tensor, begins_window: bool, **kwargs: Any) -> None:
+        """Compute scaled gradients."""
+        # The scale may only move while no optimizer holds gradients made with the old one.
+        if begins_window:
+            self._update_scale()
+        self.scaler.scale(loss).backward(**kwargs)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, once an update."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Update the weights unless a gradient overflowed."""
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure) cannot work with fp16: the scaler has to look at the gradients in between. "
+                "Use mixed_precision='bf16' or 'no'."
+            )
+        result = self.scaler.step(optimizer)
+        if self.scaler.is_enabled():
+            self._overflow_flags[id(optimizer)] = self._flags_of(optimizer)
+            self._update_is_due = True
+        return result
+
+    def was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last step overflowed; asks the device where the optimizer skips there."""
+        return any(flag.item() for flag in self._overflow_flags.get(id(optimizer), ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and its history."""
+        self._update_scale()
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up scale and history."""
+        self._update_is_due = False
+        self.scaler.load_state_dict(state)
+
+    def _flags_of(self, optimizer: Optimizer) -> list[Tensor]:
+        # There is no public way to learn it: step() returns None for a skipped and for a normal update.
+        return list(self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+    def _update_scale(self) -> None:
+        if self._update_is_due:
+            self._update_is_due = False
+            self.scaler.update()

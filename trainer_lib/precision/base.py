@@ -1,0 +1,56 @@
+"""This file is full precision, and with it what every precision can be asked to do."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_lib.options.precision import AutocastKwargs
+
+
+class FullPrecision:
+    """Forward, backward and step in the type of the weights; other precisions state what they do differently."""
+
+    name = "no"
+    scaler: Any = None
+
+    def check(self, model: nn.Module) -> None:
+        """Raise if `model` cannot be trained in this precision."""
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return the context for the arithmetic of a forward."""
+        del handler
+        return nullcontext()
+
+    def wrap_forward(self, model: nn.Module) -> None:
+        """Let the model's own forward run in the context of `autocast`, and return fp32."""
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """Undo `wrap_forward`."""
+
+    def backward(self, loss: Tensor, begins_window: bool, **kwargs: Any) -> None:
+        """Compute the gradients; `begins_window` says that none are pending from before."""
+        del begins_window
+        loss.backward(**kwargs)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring the gradients to their true scale."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Update the weights, if the gradients allow it."""
+        return optimizer.step(closure) if closure is not None else optimizer.step()
+
+    def was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last `step` of the optimizer left the weights alone."""
+        del optimizer
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this precision has learned, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        del state

@@ -1,0 +1,29 @@
+"""This file is the choice of a precision by name."""
+
+import torch
+
+from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
+from trainer_lib.precision.autocast import Autocast, ScaledAutocast
+from trainer_lib.precision.base import FullPrecision
+
+
+def choose_precision(
+    name: str, device_type: str, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
+) -> FullPrecision:
+    """Return the precision called `name` ("no", "bf16", "fp16") on a type of device.
+
+    Raises:
+        ConfigurationError: If there is none, or the options contradict it.
+    """
+    if scaler is not None and name != "fp16":
+        raise ConfigurationError(
+            f"GradScalerKwargs belong to mixed_precision='fp16', and this run has {name!r}. Leave them out."
+        )
+    if name == "no":
+        return FullPrecision()
+    if name == "bf16":
+        return Autocast(name, torch.bfloat16, device_type, autocast or AutocastKwargs())
+    if name == "fp16":
+        return ScaledAutocast(device_type, autocast or AutocastKwargs(), scaler or GradScalerKwargs())
+    raise ConfigurationError(unknown("precision", name, ["no", "bf16", "fp16"]))
