@@ -1,0 +1,564 @@
+"""This file is the engine: what a training loop hands its models, loaders, losses and gradients to."""
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from trainer_lib.accelerator import build
+from trainer_lib.accelerator.processes import Processes
+from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError
+from trainer_lib.logging import get_logger
+from trainer_lib.options.accumulation import GradientAccumulationPlugin, accumulation_plugin
+from trainer_lib.options.base import KwargsHandler, check_count, check_flag
+from trainer_lib.options.data import DataLoaderConfiguration
+from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from trainer_lib.options.kinds import PrecisionType
+from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
+from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.precision import choose_precision
+from trainer_lib.scheduler import AcceleratedScheduler
+from trainer_lib.state.accelerator import AcceleratorState
+from trainer_lib.state.gradients import GradientState
+from trainer_lib.state.window import GradientWindow, Share
+from trainer_lib.strategies import choose_strategy
+
+_logger = get_logger(__name__)
+
+
+class Accelerator(Processes):
+    """One object for device placement, mixed precision, accumulation, clipping and several processes.
+
+    Args:
+        device_placement: Bring prepared models and batches to this process's device.
+        split_batches: See `DataLoaderConfiguration`, which takes it too.
+        mixed_precision: "no", "fp16" or "bf16"; by default what the launcher says.
+        gradient_accumulation_steps: The micro-batches of one update, with `accumulate`.
+        cpu: Stay on the CPU even if there is an accelerator.
+        dataloader_config: The options of data loading.
+        rng_types: Generators to make equal on all processes at the start of each pass over a prepared loader.
+        gradient_accumulation_plugin: The options of accumulation.
+        step_scheduler_with_optimizer: Whether schedules move with the optimizer; else each `step` moves them.
+        scheduler_steps_per_process: Move schedules once for each process instead of once an update, as Accelerate does.
+        kwargs_handlers: `AutocastKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `DistributedDataParallelKwargs`.
+        **older_arguments: Names of earlier versions of Accelerate, and of capabilities that this version lacks, which
+            are refused with a reason.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(4, 2)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> accelerator.backward(model(torch.ones(3, 4)).square().mean())
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        rng_types: list[str] | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        *,
+        scheduler_steps_per_process: bool = False,
+        **older_arguments: Any,
+    ) -> None:
+        build.check_names(older_arguments, Accelerator.__init__)
+        build.refuse_unsupported(older_arguments)
+        if split_batches is not None:
+            older_arguments["split_batches"] = split_batches
+        for name, flag in (("device_placement", device_placement), ("cpu", cpu)):
+            check_flag(name, flag)
+        handlers = build.Handlers(kwargs_handlers or [])
+        self.dataloader_config = build.data_configuration(dataloader_config, older_arguments)
+        plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
+        group_options = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
+        self.state = AcceleratorState(
+            build.precision_name(mixed_precision, older_arguments), cpu, **group_options.to_kwargs()
+        )
+        self.gradient_state = GradientState(plugin)
+        self.precision = choose_precision(
+            self.state.mixed_precision, self.device.type, handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
+        )
+        self.strategy = choose_strategy(
+            self.distributed_type, self.group, self.device, handlers.get(DistributedDataParallelKwargs)
+        )
+        self.device_placement = device_placement
+        self.rng_types = rng_types
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scheduler_steps_per_process = scheduler_steps_per_process
+        self._window = GradientWindow(self.gradient_state)
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[Any] = []
+
+    # -- settings ------------------------------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision: "no", "fp16" or "bf16"."""
+        return self.precision.name
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler of fp16, else `None`."""
+        return self.precision.scaler
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-batch in hand is the one that updates."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """The micro-batches of one update."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        check_count("gradient_accumulation_steps", steps)
+        self.gradient_state.plugin.num_steps = steps
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any optimizer left the weights alone because a gradient overflowed (fp16)."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the first process reads for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round of batches is filled up."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of shuffled loaders is a function of seed and epoch: always."""
+        return True
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether prepared loaders have a state: always."""
+        return True
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device are not waited for."""
+        return self.dataloader_config.non_blocking
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedules, and return them in the order given.
+
+        Whatever else is given comes back as it is.
+
+        Args:
+            *args: What to prepare, in any number and order.
+            device_placement: For each, whether to bring it to the device.
+        """
+        if device_placement is None:
+            device_placement = [None] * len(args)
+        elif len(device_placement) != len(args):
+            raise ConfigurationError(
+                f"device_placement has {len(device_placement)} values for {len(args)} objects. Give one for each."
+            )
+        self._check_not_prepared(args)
+        # Schedules last: they are bound to the prepared optimizers.
+        prepared = [self._prepare_one(value, place) for value, place in zip(args, device_placement, strict=True)]
+        prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) else v for v in prepared]
+        self._check_optimizers_fit([value for value in prepared if isinstance(value, AcceleratedOptimizer)])
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Bring a model to the device, its forward into the precision, and its gradients to all processes.
+
+        Args:
+            model: The model.
+            device_placement: Whether to bring it to the device; by default as the `Accelerator` says.
+            evaluation_mode: The model is only evaluated, so its gradients need not be shared.
+        """
+        self._check_not_prepared([model])
+        if self.verify_device_map(model) and self.use_distributed:
+            raise PreparationError(
+                "This model is spread over several devices (device_map), and each of several processes needs one of "
+                "its own. Load it without device_map, or start one process."
+            )
+        self.precision.check(model)
+        if (self.device_placement if device_placement is None else device_placement) and not self.verify_device_map(
+            model
+        ):
+            model = self.strategy.place(model)
+        self.precision.wrap_forward(model)
+        if not evaluation_mode:
+            model = self.strategy.distribute(model)
+        self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Wrap an optimizer so that it waits for the micro-batch that updates."""
+        self._check_not_prepared([optimizer])
+        place = self.device_placement if device_placement is None else device_placement
+        prepared = AcceleratedOptimizer(optimizer, place, precision=self.precision, window=self._window)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Wrap a schedule so that it moves with its optimizer."""
+        self._check_not_prepared([scheduler])
+        if self.use_distributed and self.step_scheduler_with_optimizer and not self.scheduler_steps_per_process:
+            _logger.warning_once(
+                "Schedules move once an update, whatever the number of processes. A script that multiplied its "
+                "warm-up and total steps by it, as Accelerate needs, should not; "
+                "Accelerator(scheduler_steps_per_process=True) brings that habit back."
+            )
+        own = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            own or self._optimizers,
+            self.step_scheduler_with_optimizer,
+            self.split_batches,
+            once_per_process=self.scheduler_steps_per_process,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Wrap a loader so that this process reads its part, on its device, in an order all processes agree on."""
+        self._check_not_prepared([data_loader])
+        config = self.dataloader_config
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            split_batches=config.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types,
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            seed_each_sample=config.seed_each_sample,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader whose next pass starts `num_batches` batches in; later passes are whole."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model is spread over several devices."""
+        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's model inside a prepared one.
+
+        Args:
+            model: The prepared model.
+            keep_fp32_wrapper: Leave its forward in mixed precision.
+            keep_torch_compile: Leave it compiled.
+        """
+        model = self.strategy.unwrap(model)
+        if not keep_torch_compile and hasattr(model, "_orig_mod"):
+            model = self.strategy.unwrap(model._orig_mod)  # type: ignore[arg-type]
+        if not keep_fp32_wrapper:
+            self.precision.unwrap_forward(model)
+        return model
+
+    # -- one update ----------------------------------------------------------------------------------------------
+
+    def accumulate(self, *models: nn.Module) -> "_MicroBatch":
+        """Return the context of one micro-batch: gradients stay here, and steps wait, until the window is complete.
+
+        Args:
+            *models: The prepared models that are trained on it; all, by default.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            >>> for _ in range(2):
+            ...     with accelerator.accumulate():
+            ...         print(accelerator.sync_gradients)
+            False
+            True
+        """
+        return _MicroBatch(self, models or tuple(self._models))
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which `backward` keeps gradients to this process."""
+        return self.strategy.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which `backward` shares the gradients of a forward that ran in `no_sync`."""
+        return self.strategy.force_sync(model)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return the context for arithmetic in mixed precision, outside of a prepared model's forward."""
+        return self.precision.autocast(autocast_handler)
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        optimizer: AcceleratedOptimizer | Sequence[AcceleratedOptimizer] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Compute gradients.
+
+        Without `weight`, `loss` is a mean, and each micro-batch counts as much as the others. With it, `loss` is a sum
+        over `weight` items (tokens, samples), and the update is that of the mean over all items of the window and of
+        all processes, however they are spread.
+
+        Args:
+            loss: The loss of this micro-batch: a mean, or with `weight` a sum.
+            weight: How many items it sums over; a number, or a tensor of one.
+            optimizer: Whose gradients these are; of need with `weight` where several are prepared.
+            **kwargs: Passed on to `torch.Tensor.backward`.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = torch.nn.Linear(4, 2)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> losses = model(torch.ones(3, 4)).square().sum(dim=1)
+            >>> accelerator.backward(losses.sum(), weight=len(losses))
+        """
+        window = self._window
+        if weight is not None:
+            self._weighted_backward(loss, weight, optimizer, kwargs)
+            return
+        if len(self._optimizers) == 1 and window.has_weights(self._optimizers[0]):
+            raise ConfigurationError("A loss without weight= joins weighted ones in one update. Weigh all, or none.")
+        steps = self.gradient_state.num_steps
+        window.backwards += 1
+        self.precision.backward(loss if steps == 1 else loss / steps, window.is_first_micro_batch, **kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Bring gradients to their true size now: unscaled, and divided by what their window weighs."""
+        if self.sync_gradients:
+            chosen = self._optimizers if optimizer is None else _listed(optimizer)
+            for prepared in self._optimizers:
+                if any(prepared is one or prepared.optimizer is one for one in chosen):
+                    prepared.finalize_gradients()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Shrink the gradients of `parameters` to a norm of at most `max_norm`, and return the norm before.
+
+        On a micro-batch that does not update nothing is clipped; the norm is that of the gradients as they stand.
+        """
+        parameters = _listed(parameters)
+        if not self.gradient_state.sync_gradients:
+            return self.strategy.grad_norm(parameters, norm_type)
+        self._finalize_gradients_of(parameters)
+        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Cut each gradient of `parameters` to at most `clip_value`; nothing on a micro-batch that does not update."""
+        if self.gradient_state.sync_gradients:
+            parameters = _listed(parameters)
+            self._finalize_gradients_of(parameters)
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Let go of all prepared objects, and return a `None` for each of `objects` to overwrite it with.
+
+        Afterwards an `Accelerator` with other settings may be made.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 2))
+            >>> (model,) = accelerator.free_memory(model)
+        """
+        self._models.clear()
+        self._optimizers.clear()
+        self._schedulers.clear()
+        self._dataloaders.clear()
+        self._window.reset()
+        self.gradient_state.sync_gradients = True
+        self.strategy.release()
+        self.state.release()
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+        return [None for _ in objects]
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """Do as `free_memory` does."""
+        return self.free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Leave the world of processes; the last call of a script."""
+        self.state.destroy_process_group()
+
+    # -- private -------------------------------------------------------------------------------------------------
+
+    def _prepare_one(self, value: Any, device_placement: bool | None) -> Any:
+        if isinstance(value, DataLoader):
+            return self.prepare_data_loader(value, device_placement)
+        if isinstance(value, nn.Module):
+            return self.prepare_model(value, device_placement)
+        if isinstance(value, Optimizer):
+            return self.prepare_optimizer(value, device_placement)
+        return value
+
+    def _check_not_prepared(self, values: Iterable[Any]) -> None:
+        known = {id(inner) for value in self._prepared() for inner in (value, _inside(value))}
+        known |= {id(self.strategy.unwrap(model)) for model in self._models}
+        seen: set[int] = set()
+        for value in values:
+            is_kind = isinstance(value, (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler))
+            if is_kind and (id(value) in known or id(value) in seen or _is_prepared(value)):
+                raise PreparationError(
+                    f"This {type(value).__name__} is prepared already. Use the object that prepare() returned, "
+                    "or call free_memory() before starting over."
+                )
+            seen.add(id(value))
+
+    def _prepared(self) -> Iterator[Any]:
+        yield from self._models
+        yield from self._optimizers
+        yield from self._schedulers
+        yield from self._dataloaders
+
+    def _check_optimizers_fit(self, optimizers: list[AcceleratedOptimizer]) -> None:
+        if not self._models:
+            return
+        known = {id(parameter) for model in self._models for parameter in model.parameters()}
+        for optimizer in optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            foreign = [parameter for parameter in parameters if id(parameter) not in known]
+            if foreign:
+                raise PreparationError(
+                    f"{len(foreign)} of the {len(parameters)} parameters of this {type(optimizer.optimizer).__name__} "
+                    f"are in no prepared model (the first has the shape {tuple(foreign[0].shape)}). Make the "
+                    "optimizer from the parameters of the model that is prepared with it."
+                )
+
+    def _weighted_backward(self, loss: Tensor, weight: Any, optimizer: Any, kwargs: dict[str, Any]) -> None:
+        window, updates = self._window, self.gradient_state.sync_gradients
+        share = self._weighed(weight, optimizer)
+        if updates:
+            self.strategy.carry([share.local])
+        window.backwards += 1
+        self.precision.backward(loss / share.nominal, window.is_first_micro_batch, **kwargs)
+        if updates:
+            (share.total,) = self.strategy.carried()
+
+    def _weighed(self, weight: Any, optimizer: Any) -> Share:
+        optimizers = tuple(self._optimizers if optimizer is None else _listed(optimizer))
+        if optimizer is None and len(optimizers) != 1:
+            raise ConfigurationError(
+                f"{len(optimizers)} optimizers are prepared, and weight= has to know whose gradients it weighs: "
+                "backward(loss_sum, weight=n, optimizer=the_prepared_optimizer)."
+            )
+        for one in optimizers:
+            if not isinstance(one, AcceleratedOptimizer):
+                raise ConfigurationError(f"optimizer={type(one).__name__} is not prepared. Give what prepare() returned.")
+            if not self._window.has_weights(one) and len(self._optimizers) == 1 and one.holds_gradients:
+                raise ConfigurationError("A weighted loss joins ones without weight= in one update. Weigh all, or none.")
+        return self._window.weigh(_checked_weight(weight), optimizers, self._nominal_weight)
+
+    def _nominal_weight(self) -> float:
+        loader = self.gradient_state.active_dataloader
+        batch = (getattr(loader, "total_batch_size", None) or self.num_processes) / self.num_processes
+        return batch * self.gradient_state.num_steps
+
+    def _finalize_gradients_of(self, parameters: list[Tensor]) -> None:
+        if len(self._optimizers) == 1:
+            self._optimizers[0].finalize_gradients()
+            return
+        clipped = {id(parameter) for parameter in parameters}
+        for optimizer in self._optimizers:
+            if any(id(parameter) in clipped for group in optimizer.param_groups for parameter in group["params"]):
+                optimizer.finalize_gradients()
+
+
+class _MicroBatch:
+    """The context of one micro-batch."""
+
+    __slots__ = ("_accelerator", "_local", "_models")
+
+    def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
+        self._accelerator = accelerator
+        self._models = models
+        self._local: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        accelerator = self._accelerator
+        accelerator._window.begin_micro_batch(self._models)
+        state = accelerator.gradient_state
+        if not state.sync_gradients and not state.plugin.sync_each_batch:
+            self._local = ExitStack()
+            for model in self._models:
+                self._local.enter_context(accelerator.strategy.no_sync(model))
+
+    def __exit__(self, *error: Any) -> None:
+        if self._local is not None:
+            self._local.close()
+        self._accelerator._window.end_micro_batch()
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, (Tensor, Optimizer)) else list(value)
+
+
+def _inside(value: Any) -> Any:
+    for name in ("optimizer", "scheduler"):
+        if name in getattr(value, "__dict__", ()):
+            return value.__dict__[name]
+    return value
+
+
+def _is_prepared(value: Any) -> bool:
+    return isinstance(value, (AcceleratedOptimizer, AcceleratedScheduler)) or getattr(
+        value, "_is_accelerate_prepared", False
+    )
+
+
+def _checked_weight(weight: Any) -> float | Tensor:
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ConfigurationError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}.")
+        return weight.detach().reshape(()).float()
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+        raise ConfigurationError(f"weight must be a finite number of at least 0, got {weight!r}.")
+    return float(weight)

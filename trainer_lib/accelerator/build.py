@@ -1,0 +1,90 @@
+"""This file is how the arguments of `Accelerator` become its parts, and which of them are refused."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.options.base import KwargsHandler, check_flag
+from trainer_lib.options.data import DataLoaderConfiguration
+from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
+
+_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
+_OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+_NOT_YET = {
+    "log_with": "trackers",
+    "logging_dir": "trackers",
+    "project_dir": "state on disk",
+    "project_config": "state on disk",
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "fsdp_plugin": "FSDP",
+    "torch_tp_plugin": "tensor parallelism",
+    "megatron_lm_plugin": "Megatron-LM",
+    "dynamo_backend": "torch.compile (call model.compile() yourself)",
+    "dynamo_plugin": "torch.compile (call model.compile() yourself)",
+    "parallelism_config": "parallelism other than DDP",
+}
+Handler = TypeVar("Handler", bound=KwargsHandler)
+
+
+class Handlers:
+    """The `kwargs_handlers` of an `Accelerator`, found by their type."""
+
+    def __init__(self, handlers: Sequence[KwargsHandler]) -> None:
+        self._by_type: dict[type, KwargsHandler] = {}
+        for handler in handlers:
+            if not isinstance(handler, _HANDLERS):
+                raise ConfigurationError(
+                    unknown("kwargs handler", type(handler).__name__, [kind.__name__ for kind in _HANDLERS])
+                )
+            if type(handler) in self._by_type:
+                raise ConfigurationError(f"{type(handler).__name__} is given twice in kwargs_handlers. Give one.")
+            self._by_type[type(handler)] = handler
+
+    def get(self, kind: type[Handler]) -> Handler | None:
+        """Return the handler of a type, if it was given."""
+        handler = self._by_type.get(kind)
+        return handler if isinstance(handler, kind) else None
+
+
+def refuse_unsupported(arguments: dict[str, Any]) -> None:
+    """Raise for an argument that asks for a capability this version lacks."""
+    for name, capability in _NOT_YET.items():
+        if arguments.get(name) is not None:
+            raise UnsupportedError(
+                f"Accelerator({name}=…) asks for {capability}, which this version does not have. Leave it out."
+            )
+
+
+def check_names(arguments: dict[str, Any], constructor: Any) -> None:
+    """Raise for an argument that the constructor does not know."""
+    known = [name for name in inspect.signature(constructor).parameters if name not in ("self", "older_arguments")]
+    for name in arguments:
+        if name not in (*_OLDER_DATA_OPTIONS, *_NOT_YET, "fp16"):
+            raise ConfigurationError(unknown("argument", name, known))
+
+
+def data_configuration(
+    given: DataLoaderConfiguration | None, older_arguments: dict[str, Any]
+) -> DataLoaderConfiguration:
+    """Return the data options, whether given as one object or by their older names."""
+    older = {name: older_arguments[name] for name in _OLDER_DATA_OPTIONS if name in older_arguments}
+    if given is not None and older:
+        raise ConfigurationError(
+            f"dataloader_config and {', '.join(older)} are both given. Put {', '.join(older)} into dataloader_config."
+        )
+    return given or DataLoaderConfiguration(**older)
+
+
+def precision_name(mixed_precision: Any, older_arguments: dict[str, Any]) -> Any:
+    """Return the precision asked for, whether by `mixed_precision` or by the older `fp16=True`."""
+    fp16 = older_arguments.get("fp16")
+    if fp16 is None:
+        return mixed_precision
+    check_flag("fp16", fp16)
+    asked = "fp16" if fp16 else "no"
+    if mixed_precision is not None and str(mixed_precision) != asked:
+        raise ConfigurationError(f"fp16={fp16} and mixed_precision={mixed_precision!r} contradict each other.")
+    return asked

@@ -1,0 +1,102 @@
+"""This file is the engine's side of process control and collectives: who am I, who may, and what have the others."""
+
+from typing import Any
+
+import torch
+
+from trainer_lib import collectives
+from trainer_lib.collectives.remainder import gather_real_objects, gather_real_rows
+from trainer_lib.foundation import trees
+from trainer_lib.options.kinds import DistributedType
+from trainer_lib.process_group import ProcessGroup
+from trainer_lib.state.accelerator import AcceleratorState
+from trainer_lib.state.control import ProcessControl
+from trainer_lib.state.gradients import GradientState
+
+
+class Processes(ProcessControl):
+    """What an `Accelerator` knows and does as one of several processes."""
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    _trigger: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.state.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:  # type: ignore[override]
+        """How many processes there are."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:  # type: ignore[override]
+        """The place of this process among all."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:  # type: ignore[override]
+        """The place of this process on its machine."""
+        return self.state.local_process_index
+
+    @property
+    def group(self) -> ProcessGroup:  # type: ignore[override]
+        """The processes."""
+        return self.state.group
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several accelerator devices work together."""
+        return self.use_distributed and self.device.type != "cpu"
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensors of all processes, concatenated along the first dimension."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather predictions and labels of a batch, without the samples that the loader repeated to fill it.
+
+        Tensors of any type, trees of them, and lists of objects; the processes may hold different numbers of rows.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.gather_for_metrics(torch.tensor([1, 0, 1]))
+            tensor([1, 0, 1])
+        """
+        loader = self.gradient_state.active_dataloader
+        rows = None if loader is None else loader.rows
+        if use_gather_object or not any(True for _ in trees.tensors(input_data)):
+            return gather_real_objects(input_data, rows)
+        return gather_real_rows(input_data, rows)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return the sum or mean of the tensors of all processes."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Return the tensor padded to the largest size along `dim` that any process has."""
+        return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag for all processes to see by `check_trigger`.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.set_trigger()
+            >>> accelerator.check_trigger(), accelerator.check_trigger()
+            (True, False)
+        """
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process raised its flag since the last check. All processes have to ask."""
+        flag = torch.tensor(int(self._trigger), dtype=torch.int32, device=self.device)
+        self._trigger = False
+        return bool(self.group.all_reduce(flag, "max").item())

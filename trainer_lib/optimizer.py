@@ -1,0 +1,171 @@
+"""This file is the prepared optimizer: it steps when a window of gradients is complete, and not before."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_lib.precision.base import FullPrecision
+from trainer_lib.state.gradients import GradientState
+from trainer_lib.state.window import GradientWindow
+
+
+class AcceleratedOptimizer(Optimizer):
+    """An optimizer whose `step` and `zero_grad` wait for the micro-batch that updates.
+
+    `Accelerator.prepare` makes it; state, parameter groups and everything else are those of the wrapped optimizer.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        device_placement: Bring its state to the device of its parameters.
+        scaler: Accepted under Accelerate's name; `precision` carries it.
+        precision: How to unscale and step.
+        window: The window of gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device_placement: bool = True,
+        scaler: Any = None,
+        *,
+        precision: FullPrecision | None = None,
+        window: GradientWindow | None = None,
+    ) -> None:
+        # Not super().__init__: there is one set of parameter groups, the wrapped optimizer's.
+        self.optimizer = optimizer
+        self.precision = precision or FullPrecision()
+        self.window = window or GradientWindow(GradientState())
+        self.scaler = self.precision.scaler if scaler is None else scaler
+        self._gradients_are_final = False
+        self._backwards_at_step = self.window.backwards
+        if device_placement and optimizer.state:
+            # torch knows which state belongs on the device and which stays on the host.
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step` left the weights alone because a gradient overflowed (fp16)."""
+        return self.precision.was_skipped(self.optimizer)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a loss was differentiated since the last update."""
+        return self._backwards_at_step != self.window.backwards
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the weights if the window is complete."""
+        if not self.window.state.sync_gradients:
+            return None
+        if not self._gradients_are_final:
+            self._apply_factor()
+        result = self.precision.step(self.optimizer, closure)
+        self._finish_round()
+        return result
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+        """Drop the gradients, unless they wait for the rest of their window."""
+        if not self.window.may_zero(self.holds_gradients):
+            return
+        self._finish_round()
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def finalize_gradients(self) -> None:
+        """Bring the gradients to their true size, once an update: unscaled, and divided by what the window weighs."""
+        if not self._gradients_are_final:
+            self._gradients_are_final = True
+            self.precision.unscale(self.optimizer)
+            self._apply_factor()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Switch an optimizer that has modes (schedule-free ones) to training."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Switch an optimizer that has modes (schedule-free ones) to evaluation."""
+        self._switch("eval")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the wrapped optimizer has."""
+        if name == "optimizer":  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up what `__getstate__` returned."""
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        """Return the wrapped optimizer's text."""
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def _apply_factor(self) -> None:
+        factor = self.window.factor(self)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            multiply(gradients, factor)
+
+    def _finish_round(self) -> None:
+        self._gradients_are_final = False
+        self._backwards_at_step = self.window.backwards
+        self.window.forget_weights(self)
+
+    def _switch(self, mode: str) -> None:
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
+
+
+@torch.no_grad()
+def multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients in place, without waiting for the device."""
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,81 @@
+"""This file is the prepared learning-rate schedule: it moves once an update, whatever the world."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from trainer_lib.state.gradients import GradientState
+from trainer_lib.state.process import PartialState
+
+
+class AcceleratedScheduler:
+    """A schedule that moves with its optimizers: not on micro-batches that do not update, not on skipped updates.
+
+    Args:
+        scheduler: The schedule to wrap.
+        optimizers: The prepared optimizers it belongs to.
+        step_with_optimizer: Whether `step` is called along with the optimizer's; else it always moves (once an epoch,
+            for example).
+        split_batches: Whether the batch size is that of all processes together; of meaning for `once_per_process` only.
+        once_per_process: Move once for each process instead of once an update, as Accelerate does.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Optimizer | Sequence[Optimizer],
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        once_per_process: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers: list[Any] = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        self.gradient_state = GradientState()
+        self._moves = PartialState().num_processes if once_per_process and not split_batches else 1
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the schedule if its optimizers updated."""
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+        elif not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                self.scheduler._step_count += 1
+        elif not any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
+            for _ in range(self._moves):
+                # A schedule with a fixed length would raise if it were moved past its end.
+                if self._moves == 1 or self._has_steps_left():
+                    self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates in force."""
+        return self.scheduler.get_last_lr()
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rates the schedule computes."""
+        return self.scheduler.get_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """Print the learning rates."""
+        self.scheduler.print_lr(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the schedule's state."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the wrapped schedule has."""
+        if name == "scheduler":  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def _has_steps_left(self) -> bool:
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is None or self.scheduler._step_count <= total
