@@ -12,7 +12,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator as Accelerator
     from trainer_lib.data_loader import skip_first_batches as skip_first_batches
+    from trainer_lib.foundation.errors import ConfigurationError as ConfigurationError
+    from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
+    from trainer_lib.foundation.errors import MissingPackageError as MissingPackageError
+    from trainer_lib.foundation.errors import PreparationError as PreparationError
+    from trainer_lib.foundation.errors import StateError as StateError
     from trainer_lib.foundation.errors import TrainerLibError as TrainerLibError
+    from trainer_lib.foundation.errors import UnsupportedError as UnsupportedError
+    from trainer_lib.foundation.errors import WorldError as WorldError
     from trainer_lib.launchers import debug_launcher as debug_launcher
     from trainer_lib.launchers import notebook_launcher as notebook_launcher
     from trainer_lib.logging import get_logger as get_logger
@@ -32,21 +39,53 @@ _HOMES = {
     "Accelerator": "trainer_lib.accelerator",
     "AcceleratorState": "trainer_lib.state",
     "AutocastKwargs": "trainer_lib.options.precision",
+    "ConfigurationError": "trainer_lib.foundation.errors",
     "DataLoaderConfiguration": "trainer_lib.options.data",
     "DistributedDataParallelKwargs": "trainer_lib.options.distributed",
+    "DistributedOperationException": "trainer_lib.foundation.errors",
     "DistributedType": "trainer_lib.options.kinds",
     "GradScalerKwargs": "trainer_lib.options.precision",
     "GradientAccumulationPlugin": "trainer_lib.options.accumulation",
     "GradientState": "trainer_lib.state",
     "InitProcessGroupKwargs": "trainer_lib.options.distributed",
+    "MissingPackageError": "trainer_lib.foundation.errors",
     "PartialState": "trainer_lib.state",
+    "PreparationError": "trainer_lib.foundation.errors",
+    "StateError": "trainer_lib.foundation.errors",
     "TrainerLibError": "trainer_lib.foundation.errors",
+    "UnsupportedError": "trainer_lib.foundation.errors",
+    "WorldError": "trainer_lib.foundation.errors",
     "debug_launcher": "trainer_lib.launchers",
     "get_logger": "trainer_lib.logging",
     "notebook_launcher": "trainer_lib.launchers",
     "set_seed": "trainer_lib.seeding",
     "skip_first_batches": "trainer_lib.data_loader",
 }
-__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "Accelerator",
+    "AcceleratorState",
+    "AutocastKwargs",
+    "ConfigurationError",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedOperationException",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "GradientState",
+    "InitProcessGroupKwargs",
+    "MissingPackageError",
+    "PartialState",
+    "PreparationError",
+    "StateError",
+    "TrainerLibError",
+    "UnsupportedError",
+    "WorldError",
+    "debug_launcher",
+    "get_logger",
+    "notebook_launcher",
+    "set_seed",
+    "skip_first_batches",
+]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

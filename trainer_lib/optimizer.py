@@ -55,7 +55,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # pyright: ignore
         """The wrapped optimizer's parameter groups."""
         return self.optimizer.param_groups
 

@@ -5,7 +5,6 @@ There is always a group: `LoneProcess` is a world of one, so nobody has to ask w
 
 import contextlib
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -185,7 +184,7 @@ def adopted() -> ProcessGroup | None:
 
 
 def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str) -> None:
-    timeout: dict[str, timedelta] = {} if options.timeout is None else {"timeout": options.timeout}
+    timeout: dict[str, Any] = {} if options.timeout is None else {"timeout": options.timeout}
     try:
         if options.init_method is not None:
             where: dict[str, Any] = {"init_method": options.init_method}
@@ -203,7 +202,7 @@ def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str)
         ) from error
 
 
-def _store(world: World, timeout: dict[str, timedelta]) -> dist.Store:
+def _store(world: World, timeout: dict[str, Any]) -> dist.Store:
     if world.size > 1 and (world.master_addr is None or world.master_port is None) and world.size > world.local_size:
         raise ConfigurationError(
             "MASTER_ADDR and MASTER_PORT are not set, so processes on several machines cannot find one another. "
@@ -237,4 +236,3 @@ def _backend(device: torch.device, asked_for: str | None) -> str:
 def _check_rank(source: int, size: int) -> None:
     if not 0 <= source < size:
         raise ConfigurationError(f"There is no process {source} in a world of {size}. Known: 0 to {size - 1}.")
-

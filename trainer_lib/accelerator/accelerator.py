@@ -16,13 +16,13 @@ from trainer_lib.accelerator.processes import Processes
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
+from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.options.accumulation import GradientAccumulationPlugin, accumulation_plugin
 from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 from trainer_lib.options.data import DataLoaderConfiguration
 from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer_lib.options.kinds import PrecisionType
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
-from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.precision import choose_precision
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accelerator import AcceleratorState
@@ -47,7 +47,7 @@ class Accelerator(Processes):
         gradient_accumulation_plugin: The options of accumulation.
         step_scheduler_with_optimizer: Whether schedules move with the optimizer; else each `step` moves them.
         scheduler_steps_per_process: Move schedules once for each process instead of once an update, as Accelerate does.
-        kwargs_handlers: `AutocastKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `DistributedDataParallelKwargs`.
+        kwargs_handlers: Options of autocast, the loss scaler, the process group, and DDP, each by its type.
         **older_arguments: Names of earlier versions of Accelerate, and of capabilities that this version lacks, which
             are refused with a reason.
 
@@ -492,9 +492,13 @@ class Accelerator(Processes):
             )
         for one in optimizers:
             if not isinstance(one, AcceleratedOptimizer):
-                raise ConfigurationError(f"optimizer={type(one).__name__} is not prepared. Give what prepare() returned.")
+                raise ConfigurationError(
+                    f"optimizer={type(one).__name__} is not prepared. Give what prepare() returned."
+                )
             if not self._window.has_weights(one) and len(self._optimizers) == 1 and one.holds_gradients:
-                raise ConfigurationError("A weighted loss joins ones without weight= in one update. Weigh all, or none.")
+                raise ConfigurationError(
+                    "A weighted loss joins ones without weight= in one update. Weigh all, or none."
+                )
         return self._window.weigh(_checked_weight(weight), optimizers, self._nominal_weight)
 
     def _nominal_weight(self) -> float:

@@ -7,7 +7,7 @@ ones of Accelerate's launcher. What they mean is settled here and nowhere else.
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -136,8 +136,13 @@ def read_world() -> World | None:
     return _torchrun_world(os.environ) or _slurm_world(os.environ) or _mpi_world(os.environ)
 
 
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables for the rest of this process, as a launcher does in those it forks."""
+    os.environ.update(variables)
+
+
 @contextmanager
-def patch_environment(**kwargs: Any) -> Iterator[None]:
+def patch_environment(**kwargs: Any) -> Generator[None]:
     """Set variables (names are upper-cased) for the length of a `with` block.
 
     Example:
@@ -158,7 +163,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 
 @contextmanager
-def clear_environment() -> Iterator[None]:
+def clear_environment() -> Generator[None]:
     """Empty the environment for the length of a `with` block; what is set inside is gone after it."""
     before = os.environ.copy()
     os.environ.clear()
@@ -290,5 +295,3 @@ def _whole_number(key: str, value: str) -> int:
         return int(value)
     except ValueError:
         raise ConfigurationError(f"{key}={value!r} is not a whole number.") from None
-
-

@@ -27,7 +27,7 @@ class WorldError(TrainerLibError, RuntimeError):
     """A world of processes that does not form, or is not the one asked for."""
 
 
-class DistributedOperationException(TrainerLibError, RuntimeError):
+class DistributedOperationException(TrainerLibError, RuntimeError):  # noqa: N818
     """A collective whose inputs disagree between processes (the name Accelerate's users know)."""
 
 

@@ -41,21 +41,33 @@ def honor_type(obj: Any, generator: Any) -> Any:
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return `tree` with `function` applied to whatever is not a container; the containers keep their types."""
+def never(tree: Any) -> bool:
+    """Answer no, whatever is asked about."""
+    del tree
+    return False
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = never) -> Any:
+    """Return `tree` with `function` applied to whatever is not a container; the containers keep their types.
+
+    Args:
+        function: What becomes of a leaf.
+        tree: The containers and leaves.
+        is_leaf: Which containers to take for leaves all the same.
+    """
     kind = type(tree)
-    if kind is Tensor or kind in _PLAIN:
+    if kind is Tensor or kind in _PLAIN or is_leaf(tree):
         return function(tree)
     if kind is tuple or kind is list:
-        return kind([map_leaves(function, value) for value in tree])
+        return kind([map_leaves(function, value, is_leaf) for value in tree])
     if kind is dict:
-        return {key: map_leaves(function, value) for key, value in tree.items()}
+        return {key: map_leaves(function, value, is_leaf) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)):
-        return honor_type(tree, [map_leaves(function, value) for value in tree])
+        return honor_type(tree, [map_leaves(function, value, is_leaf) for value in tree])
     if isinstance(tree, Mapping):
-        return _rebuilt_mapping(tree, {key: map_leaves(function, value) for key, value in tree.items()})
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, TensorInformation)):
-        return _rebuilt_dataclass(tree, function)
+        return _rebuilt_mapping(tree, {key: map_leaves(function, value, is_leaf) for key, value in tree.items()})
+    if is_dataclass_value(tree):
+        return _rebuilt_dataclass(tree, lambda value: map_leaves(function, value, is_leaf))
     return function(tree)
 
 
@@ -64,19 +76,36 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield whatever is not a container, in order."""
-    if isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from leaves(value)
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] = never) -> Iterator[Any]:
+    """Yield whatever is not a container, in the order of `map_leaves`."""
+    return (leaf for _, leaf in named_leaves(tree, is_leaf))
+
+
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = never, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield whatever is not a container with its way there.
+
+    Example:
+        >>> list(named_leaves({"scores": (1, 2), "loss": 3}))
+        [("['scores'][0]", 1), ("['scores'][1]", 2), ("['loss']", 3)]
+    """
+    if is_leaf(tree):
+        yield name, tree
+    elif isinstance(tree, (tuple, list)):
+        for index, value in enumerate(tree):
+            yield from named_leaves(value, is_leaf, f"{name}[{index}]")
     elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, (type, TensorInformation)):
+        for key, value in tree.items():
+            yield from named_leaves(value, is_leaf, f"{name}[{key!r}]")
+    elif is_dataclass_value(tree):
         for field in dataclasses.fields(tree):
-            yield from leaves(getattr(tree, field.name))
+            yield from named_leaves(getattr(tree, field.name), is_leaf, f"{name}.{field.name}")
     else:
-        yield tree
+        yield name, tree
+
+
+def is_dataclass_value(tree: Any) -> bool:
+    """Whether `tree` is a dataclass whose fields a walk goes through."""
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, (type, TensorInformation))
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
@@ -172,8 +201,12 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return honor_type(first, [concatenate([tree[i] for tree in data], dim) for i in range(len(first))])
     if isinstance(first, Mapping):
         return _rebuilt_mapping(first, {key: concatenate([tree[key] for tree in data], dim) for key in first})
+    if is_dataclass_value(first):
+        values = {f.name: concatenate([getattr(tree, f.name) for tree in data], dim) for f in dataclasses.fields(first)}
+        return dataclasses.replace(first, **values)
     raise TypeError(
-        f"A {type(first).__name__} cannot be concatenated; only tensors, and tuples, lists and mappings of them, can."
+        f"A {type(first).__name__} cannot be concatenated; only tensors, and tuples, lists, mappings and dataclasses "
+        "of them, can."
     )
 
 
@@ -225,10 +258,13 @@ def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
     if isinstance(tree, Mapping):
         return _rebuilt_mapping(
             tree,
-            {key: value if key in skipped else _sent(value, device, non_blocking, skipped) for key, value in tree.items()},
+            {
+                key: value if key in skipped else _sent(value, device, non_blocking, skipped)
+                for key, value in tree.items()
+            },
         )
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _rebuilt_dataclass(tree, lambda value: _sent(value, device, non_blocking, skipped), whole_fields=True)
+    if is_dataclass_value(tree):
+        return _rebuilt_dataclass(tree, lambda value: _sent(value, device, non_blocking, skipped))
     return tree
 
 
@@ -242,10 +278,9 @@ def _rebuilt_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any
     return type(original)(values)  # type: ignore[call-arg]
 
 
-def _rebuilt_dataclass(original: Any, function: Callable[[Any], Any], whole_fields: bool = False) -> Any:
+def _rebuilt_dataclass(original: Any, function: Callable[[Any], Any]) -> Any:
     rebuilt = copy.copy(original)
     for field in dataclasses.fields(original):
-        value = getattr(original, field.name)
         # object.__setattr__, since the dataclass may be frozen.
-        object.__setattr__(rebuilt, field.name, function(value) if whole_fields else map_leaves(function, value))
+        object.__setattr__(rebuilt, field.name, function(getattr(original, field.name)))
     return rebuilt

@@ -1,5 +1,6 @@
 """This file is the options of gradient accumulation."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from trainer_lib.foundation import environment
@@ -20,7 +21,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             more traffic, less memory where gradients are sharded.
     """
 
-    num_steps: int = None  # type: ignore[assignment]
+    num_steps: int | None = None
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
@@ -45,4 +46,4 @@ def accumulation_plugin(steps: int | None, plugin: GradientAccumulationPlugin | 
             "contradict each other. Give one of them."
         )
     num_steps = given or steps or environment.accumulation_steps_requested()
-    return GradientAccumulationPlugin(**{**(plugin.to_dict() if plugin else {}), "num_steps": num_steps})
+    return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=num_steps)

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterable
-from enum import Enum, EnumMeta
+from enum import EnumMeta, StrEnum
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
@@ -15,12 +15,8 @@ class _ContainsValues(EnumMeta):
         return item in cls.list()  # type: ignore[attr-defined]
 
 
-class BaseEnum(str, Enum, metaclass=_ContainsValues):
+class BaseEnum(StrEnum, metaclass=_ContainsValues):
     """Names that are also their text: `DistributedType.NO == "NO"`, and `"NO" in DistributedType`."""
-
-    def __str__(self) -> str:
-        """Return the text."""
-        return str(self.value)
 
     @classmethod
     def list(cls) -> list[str]:

@@ -1,17 +1,15 @@
 """This file is who may do what and when: rank gates, ordering, sharing inputs out."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.process_group import ProcessGroup
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -51,7 +49,7 @@ class ProcessControl:
         self.group.barrier()
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Generator[None]:
         """Let the main process through a `with` block before the others.
 
         Example:
@@ -64,31 +62,31 @@ class ProcessControl:
             yield
 
     @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> Generator[None]:
         """Let the main process of each machine through a `with` block before the others."""
         with self._goes_first(self.is_local_main_process):
             yield
 
-    def on_main_process(self, function: Function | None = None) -> Any:
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only the main process runs it; it returns `None` on the others."""
         return self._gated(function, lambda: self.is_main_process)
 
-    def on_local_main_process(self, function: Function | None = None) -> Any:
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only the main process of each machine runs it."""
         return self._gated(function, lambda: self.is_local_main_process)
 
-    def on_last_process(self, function: Function | None = None) -> Any:
+    def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only the last process runs it."""
         return self._gated(function, lambda: self.is_last_process)
 
-    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorate a function so that only process `process_index` runs it."""
         index = _given("process_index", process_index)
         return self._gated(function, lambda: self.process_index == index)
 
     def on_local_process(
         self,
-        function: Function | None = None,
+        function: Callable[..., Any] | None = None,
         local_process_index: int | None = None,
         *,
         local_process_idx: int | None = None,
@@ -100,10 +98,10 @@ class ProcessControl:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once a machine."""
         if self.is_local_main_process:
-            print(*args, **kwargs)
+            print(*args, **kwargs)  # noqa: T201 - to print is what was asked for
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
         """Hand each process its part of `inputs` for the length of a `with` block.
 
         Args:
@@ -130,14 +128,14 @@ class ProcessControl:
         return _picked(inputs, indices)
 
     @contextmanager
-    def _goes_first(self, is_first: bool) -> Iterator[None]:
+    def _goes_first(self, is_first: bool) -> Generator[None]:
         if not is_first:
             self.wait_for_everyone()
         yield
         if is_first:
             self.wait_for_everyone()
 
-    def _gated(self, function: Function | None, may_run: Callable[[], bool]) -> Any:
+    def _gated(self, function: Callable[..., Any] | None, may_run: Callable[[], bool]) -> Any:
         if function is None:
             return functools.partial(self._gated, may_run=may_run)
 

@@ -75,9 +75,7 @@ class GradientWindow:
             return True
         return self.state.sync_gradients and self.backwards > self._backwards_before
 
-    def weigh(
-        self, weight: Weight, optimizers: tuple[Hashable, ...], nominal_weight: Callable[[], float]
-    ) -> Share:
+    def weigh(self, weight: Weight, optimizers: tuple[Hashable, ...], nominal_weight: Callable[[], float]) -> Share:
         """Add `weight` to what the losses of `optimizers` weigh so far."""
         share = self._shares.get(optimizers)
         if share is None:

@@ -10,7 +10,6 @@ from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import SingleProcess
 from trainer_lib.strategies.replicate import Replicate
 
-
 # A new engine is a file in this package and a line here.
 _STRATEGIES: dict[str, Callable[..., SingleProcess]] = {"single": SingleProcess, "replicate": Replicate}
 

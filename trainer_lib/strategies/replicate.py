@@ -1,6 +1,6 @@
 """This file is replication (DDP): each process has the whole model, and gradients are averaged over all."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -93,7 +93,7 @@ def _summed(tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
 
 
 @contextmanager
-def _reducing(model: DistributedDataParallel) -> Iterator[None]:
+def _reducing(model: DistributedDataParallel) -> Generator[None]:
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
     # The forward ran without preparing the reducer; an empty list says that all parameters will be used.

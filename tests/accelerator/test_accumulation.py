@@ -1,0 +1,173 @@
+"""Accumulation: windows equal one big batch, in any order of the verbs, on one process and several."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.accelerator import toy
+from trainer_lib import Accelerator, ConfigurationError, GradientAccumulationPlugin
+from trainer_lib.launchers import run_forked
+
+
+def _loader(samples: int, batch_size: int) -> DataLoader:
+    inputs, targets, _ = toy.data()
+    return DataLoader(TensorDataset(inputs[:samples], targets[:samples]), batch_size=batch_size)
+
+
+def _windows(samples: int, batch_size: int, steps: int, zero_first: bool = False) -> list[list[torch.Tensor]]:
+    """Return the gradients of each update over one pass; the weights never move, so each can be made by hand."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    network = toy.model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, _loader(samples, batch_size))
+    updates = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(network):
+            if zero_first:
+                optimizer.zero_grad()
+            accelerator.backward(toy.losses(network, inputs, targets).mean())
+            optimizer.step()
+            if accelerator.sync_gradients:
+                updates.append(toy.gradients(network))
+            if not zero_first:
+                optimizer.zero_grad()
+    return updates
+
+
+@pytest.mark.parametrize("zero_first", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 100])
+def test_each_window_equals_one_big_batch(steps: int, zero_first: bool) -> None:
+    updates = _windows(samples=40, batch_size=4, steps=steps, zero_first=zero_first)
+    size = min(4 * steps, 40)
+    expected = [toy.mean_gradients(list(range(start, min(start + size, 40)))) for start in range(0, 40, size)]
+    assert len(updates) == len(expected)
+    for ours, theirs in zip(updates, expected, strict=True):
+        toy.assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_windows_on_several_processes_equal_one_big_batch(processes: int, steps: int) -> None:
+    batch_size = 8 // processes
+    results = run_forked(_windows, (40, batch_size, steps), processes, timeout=60)
+    size = 8 * steps
+    expected = [toy.mean_gradients(list(range(start, min(start + size, 40)))) for start in range(0, 40, size)]
+    for updates in results:
+        assert len(updates) == len(expected)
+        for ours, theirs in zip(updates, expected, strict=True):
+            toy.assert_same(ours, theirs)
+
+
+def test_a_window_may_go_on_into_the_next_pass() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    loader = accelerator.prepare(_loader(16, 4))
+    updating = []
+    for _ in range(3):
+        for _ in loader:
+            with accelerator.accumulate():
+                updating.append(accelerator.sync_gradients)
+    assert updating == [False, False, True] * 4
+
+
+def test_gradients_of_a_discarded_window_do_not_leak_into_the_next() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, _ = toy.data()
+    for start in (0, 4):
+        with accelerator.accumulate(network):
+            accelerator.backward(toy.losses(network, inputs[start : start + 4], targets[start : start + 4]).mean())
+            if accelerator.sync_gradients:
+                optimizer.zero_grad()  # instead of a step
+    for start in (8, 12):
+        with accelerator.accumulate(network):
+            accelerator.backward(toy.losses(network, inputs[start : start + 4], targets[start : start + 4]).mean())
+            optimizer.step()
+    toy.assert_same(toy.gradients(network), toy.mean_gradients(list(range(8, 16))))
+
+
+def _no_sync_traffic(sync_each_batch: bool) -> list[bool]:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    network = accelerator.prepare(toy.model())
+    inputs, targets, _ = toy.data()
+    mine = slice(accelerator.process_index * 4, accelerator.process_index * 4 + 4)
+    equal = []
+    for _ in range(2):
+        with accelerator.accumulate(network):
+            accelerator.backward(toy.losses(network, inputs[mine], targets[mine]).mean())
+        both = accelerator.gather(toy.gradients(network)[0].flatten()[None])
+        equal.append(torch.equal(both[0], both[1]))
+    return equal
+
+
+@pytest.mark.parametrize(("sync_each_batch", "expected"), [(False, [False, True]), (True, [True, True])])
+def test_gradients_travel_once_a_window_unless_asked(sync_each_batch: bool, expected: list[bool]) -> None:
+    assert run_forked(_no_sync_traffic, (sync_each_batch,), 2, timeout=60) == [expected, expected]
+
+
+def test_two_models_that_take_turns_each_keep_their_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    one, other = accelerator.prepare(toy.model(0), toy.model(1))
+    seen = []
+    for _ in range(4):
+        with accelerator.accumulate(one):
+            seen.append(("one", accelerator.sync_gradients))
+        with accelerator.accumulate(other):
+            seen.append(("other", accelerator.sync_gradients))
+    assert seen == [("one", False), ("other", False), ("one", True), ("other", True)] * 2
+
+
+def test_the_number_of_steps_can_change_between_windows() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator.gradient_accumulation_steps = 3
+    updating = []
+    for _ in range(3):
+        with accelerator.accumulate():
+            updating.append(accelerator.sync_gradients)
+    assert updating == [False, False, True]
+
+
+def _sync_forced() -> tuple[bool, bool]:
+    accelerator = Accelerator(cpu=True)
+    network = accelerator.prepare(toy.model())
+    inputs, targets, _ = toy.data()
+    mine = slice(accelerator.process_index * 4, accelerator.process_index * 4 + 4)
+
+    def gradients_agree() -> bool:
+        both = accelerator.gather(torch.cat([g.flatten() for g in toy.gradients(network)])[None])
+        return torch.equal(both[0], both[1])
+
+    with accelerator.no_sync(network):
+        first = toy.losses(network, inputs[mine], targets[mine]).mean()
+        second = toy.losses(network, inputs[mine] + 1, targets[mine]).mean()
+        accelerator.backward(first)
+        local = gradients_agree()
+        with accelerator.trigger_sync_in_backward(network):
+            accelerator.backward(second)
+    return local, gradients_agree()
+
+
+def test_a_reduction_can_be_forced_after_a_forward_in_no_sync() -> None:
+    assert run_forked(_sync_forced, (), 2, timeout=60) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "2", True])
+def test_impossible_numbers_of_steps_are_refused(steps: object) -> None:
+    with pytest.raises(ConfigurationError, match="whole number of at least 1"):
+        Accelerator(cpu=True, gradient_accumulation_steps=steps)  # type: ignore[arg-type]
+
+
+def test_two_contradicting_numbers_of_steps_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="contradict"):
+        Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=3,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
+        )
+
+
+def test_the_launcher_may_give_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 5

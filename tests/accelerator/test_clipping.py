@@ -1,0 +1,70 @@
+"""Clipping: of what, when, and how much."""
+
+import torch
+
+from tests.accelerator import toy
+from trainer_lib import Accelerator
+
+
+def _prepared(steps: int = 1) -> tuple:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    return accelerator, network, optimizer
+
+
+def test_clipping_by_norm_is_torchs() -> None:
+    accelerator, network, _ = _prepared()
+    inputs, targets, _ = toy.data()
+    accelerator.backward(toy.losses(network, inputs, targets).mean())
+    reference = toy.model()
+    toy.losses(reference, inputs, targets).mean().backward()
+    ours = accelerator.clip_grad_norm_(network.parameters(), 0.1)
+    theirs = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    assert torch.equal(ours, theirs)
+    toy.assert_same(toy.gradients(network), toy.gradients(reference), rtol=0)
+
+
+def test_clipping_by_value_is_torchs() -> None:
+    accelerator, network, _ = _prepared()
+    inputs, targets, _ = toy.data()
+    accelerator.backward(toy.losses(network, inputs, targets).mean())
+    accelerator.clip_grad_value_(network.parameters(), 0.01)
+    assert max(float(g.abs().max()) for g in toy.gradients(network)) == torch.tensor(0.01)
+
+
+def test_one_tensor_can_be_clipped() -> None:
+    accelerator, network, _ = _prepared()
+    accelerator.backward(network(torch.ones(2, 8)).sum())
+    accelerator.clip_grad_norm_(network[0].weight, 1e-3)
+    assert float(network[0].weight.grad.norm()) < 1.1e-3 < float(network[2].weight.grad.norm())
+
+
+def test_a_micro_batch_that_does_not_update_is_not_clipped() -> None:
+    accelerator, network, optimizer = _prepared(steps=2)
+    inputs, targets, _ = toy.data()
+    for start in (0, 24):
+        with accelerator.accumulate(network):
+            accelerator.backward(toy.losses(network, inputs[start : start + 24], targets[start : start + 24]).mean())
+            norm = accelerator.clip_grad_norm_(network.parameters(), 1e-3 if start == 0 else 1e9)
+            accelerator.clip_grad_value_(network.parameters(), 1e-6 if start == 0 else 1e9)
+            optimizer.step()
+    expected = toy.mean_gradients(list(range(48)))
+    toy.assert_same(toy.gradients(network), expected)
+    torch.testing.assert_close(norm, torch.stack([g.norm() for g in expected]).norm(), rtol=1e-6, atol=0)
+
+
+def test_clipping_one_model_leaves_the_scale_of_another_alone() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    one, other = toy.model(), toy.model()
+    one, other, first, second = accelerator.prepare(
+        one, other, torch.optim.SGD(one.parameters(), lr=0.0), torch.optim.SGD(other.parameters(), lr=0.0)
+    )
+    accelerator.backward(one(torch.ones(1, 8)).sum() + other(torch.ones(1, 8)).sum())
+    accelerator.clip_grad_norm_(one.parameters(), 1e9)
+    ratio = other[0].weight.grad / one[0].weight.grad
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 65536.0))
+    accelerator.clip_grad_norm_(other.parameters(), 1e9)
+    torch.testing.assert_close(other[0].weight.grad, one[0].weight.grad)
+    first.step(), second.step()
+    assert not accelerator.optimizer_step_was_skipped

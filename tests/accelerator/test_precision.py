@@ -1,0 +1,223 @@
+"""Mixed precision: what runs in which type, and updates that overflow."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import toy
+from trainer_lib import (
+    Accelerator,
+    AutocastKwargs,
+    ConfigurationError,
+    GradScalerKwargs,
+    UnsupportedError,
+)
+from trainer_lib.launchers import run_forked
+
+
+class Spy(nn.Module):
+    """A layer that remembers the type it computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: torch.dtype | None = None
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.layer(inputs)
+        self.seen = outputs.dtype
+        return {"outputs": outputs, "labels": torch.zeros(1, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_forward_computes_in_the_type_and_returns_fp32(name: str, dtype: torch.dtype) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=name)
+    network = accelerator.prepare(Spy())
+    outputs = network(torch.ones(2, 4))
+    assert network.seen is dtype
+    assert outputs["outputs"].dtype is torch.float32
+    assert outputs["labels"].dtype is torch.long
+    assert next(network.parameters()).dtype is torch.float32
+
+
+def test_the_launcher_may_name_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert Accelerator(cpu=True).mixed_precision == "bf16"
+
+
+def test_autocast_covers_arithmetic_outside_the_model() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    layer = nn.Linear(2, 2)
+    with accelerator.autocast():
+        assert layer(torch.ones(1, 2)).dtype is torch.bfloat16
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert layer(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_autocast_can_be_switched_off_by_its_options() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
+    network = accelerator.prepare(Spy())
+    network(torch.ones(2, 4))
+    assert network.seen is torch.float32
+
+
+def test_unwrapping_gives_the_forward_back() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    spy = Spy()
+    network = accelerator.prepare(spy)
+    assert accelerator.unwrap_model(network) is spy
+    spy(torch.ones(2, 4))
+    assert spy.seen is torch.bfloat16
+    accelerator.unwrap_model(network, keep_fp32_wrapper=False)
+    spy(torch.ones(2, 4))
+    assert spy.seen is torch.float32
+    assert "forward" not in vars(spy)
+
+
+def _fp16_run(overflow_at: int, fused: bool, clip: bool) -> list[tuple[bool, float, float, float]]:
+    """Train four updates; one overflows on the last process only. Return skip, scale, first weight and rate of each."""
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0, growth_interval=2)],
+    )
+    network = toy.model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=fused)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))
+    network, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
+    inputs, targets, _ = toy.data()
+    told = []
+    for update in range(4):
+        loss = toy.losses(network, inputs, targets).mean()
+        if update == overflow_at and accelerator.is_last_process:
+            loss = loss * float("inf")
+        accelerator.backward(loss)
+        if clip:
+            accelerator.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        weight = float(next(iter(network.parameters())).flatten()[0])
+        told.append(
+            (accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale(), weight, schedule.get_last_lr()[0])
+        )
+    return told
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_that_overflows_is_skipped_everywhere(processes: int, fused: bool, clip: bool) -> None:
+    results = run_forked(_fp16_run, (1, fused, clip), processes, timeout=60)
+    assert all(told == results[0] for told in results)
+    skipped, scales, weights, rates = zip(*results[0], strict=True)
+    assert skipped == (False, True, False, False)
+    assert weights[1] == weights[0] != weights[2]
+    assert rates[1] == rates[0] and rates[2] < rates[1], "a skipped update must not move the schedule"
+    # The scale moves before the next backward: halved by the overflow, doubled by two good updates in a row.
+    assert scales == (1024.0, 1024.0, 512.0, 512.0)
+
+
+def test_fp16_trains_like_fp32() -> None:
+    def run(precision: str) -> list[torch.Tensor]:
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        network = toy.model()
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.05))
+        inputs, targets, _ = toy.data()
+        for _ in range(5):
+            accelerator.backward(toy.losses(network, inputs, targets).mean())
+            accelerator.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.free_memory()
+        return toy.parameters(network)
+
+    reference = run("no")
+    toy.assert_same(run("fp16"), reference, rtol=2e-3)
+    toy.assert_same(run("bf16"), reference, rtol=2e-2)
+
+
+def test_the_scale_does_not_move_while_another_optimizer_holds_gradients() -> None:
+    """Two optimizers in turn, accumulation 2: the first one's overflow must not change the second one's scale."""
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+    )
+    one, other = toy.model(), toy.model()
+    one, other, first, second = accelerator.prepare(
+        one, other, torch.optim.SGD(one.parameters(), lr=0.0), torch.optim.SGD(other.parameters(), lr=0.0)
+    )
+    inputs, targets, _ = toy.data()
+    for _ in range(2):
+        with accelerator.accumulate(one, other):
+            accelerator.backward(toy.losses(one, inputs, targets).mean() * float("inf"))
+            first.step()
+            accelerator.backward(toy.losses(other, inputs, targets).mean())
+            second.step()
+    assert first.step_was_skipped and not second.step_was_skipped
+    toy.assert_same(toy.gradients(other), toy.mean_gradients(list(range(toy.SAMPLES))), rtol=5e-3)
+
+
+def test_the_scaler_keeps_its_state() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(growth_interval=1)])
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    accelerator.backward(network(torch.ones(1, 8)).sum())
+    optimizer.step()
+    state = accelerator.precision.state_dict()
+    assert state["scale"] == 2 * 65536.0, "the update that is due counts"
+    accelerator.precision.load_state_dict({**state, "scale": 8.0})
+    assert accelerator.scaler.get_scale() == 8.0
+
+
+def test_gradients_are_unscaled_once() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, _ = toy.data()
+    accelerator.backward(toy.losses(network, inputs, targets).mean())
+    accelerator.unscale_gradients()
+    accelerator.unscale_gradients(optimizer)
+    accelerator.clip_grad_value_(network.parameters(), 1e9)
+    accelerator.clip_grad_norm_(network.parameters(), 1e9)
+    toy.assert_same(toy.gradients(network), toy.mean_gradients(list(range(toy.SAMPLES))), rtol=5e-3)
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def test_fp16_weights_cannot_be_trained_in_fp16() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    with pytest.raises(ConfigurationError, match=r"weight is a trainable fp16 weight"):
+        accelerator.prepare(nn.Linear(2, 2).half())
+
+
+def test_fp16_on_the_cpu_needs_its_scaler() -> None:
+    with pytest.raises(ConfigurationError, match="small gradients would vanish"):
+        Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
+
+
+def test_a_closure_cannot_be_scaled() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    with pytest.raises(UnsupportedError, match="closure"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("bf61", ConfigurationError, "Did you mean 'bf16'"),
+        ("fp8", UnsupportedError, "Known: no, fp16, bf16"),
+    ],
+)
+def test_unknown_precisions_are_refused(name: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Accelerator(cpu=True, mixed_precision=name)
+
+
+def test_scaler_options_without_fp16_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="belong to mixed_precision='fp16'"):
+        Accelerator(cpu=True, kwargs_handlers=[GradScalerKwargs()])

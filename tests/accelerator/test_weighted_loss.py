@@ -1,0 +1,180 @@
+"""Losses with a weight: the update is that of the mean over all items, however they are spread."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.accelerator import toy
+from trainer_lib import Accelerator, ConfigurationError
+from trainer_lib.launchers import run_forked
+
+
+def _update(
+    splits: tuple[int, ...], tensor_weights: bool = True, clip: bool = False, precision: str = "no"
+) -> tuple[list[Tensor], float]:
+    """Spread micro-batches of `splits` samples unevenly over the processes; return one update's gradients."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(splits), mixed_precision=precision)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, weights = toy.data()
+    start, norm = 0, 0.0
+    for size in splits:
+        samples = torch.arange(start, start + size)[accelerator.process_index :: accelerator.num_processes]
+        start += size
+        with accelerator.accumulate(network):
+            weight = weights[samples]
+            loss = (toy.losses(network, inputs[samples], targets[samples]) * weight).sum()
+            accelerator.backward(loss, weight=weight.sum() if tensor_weights else int(weight.sum()))
+            if clip and accelerator.sync_gradients:
+                norm = float(accelerator.clip_grad_norm_(network.parameters(), 0.05))
+            optimizer.step()
+    return toy.gradients(network), norm
+
+
+@pytest.mark.parametrize("tensor_weights", [True, False])
+@pytest.mark.parametrize("splits", [(24,), (5, 9, 10), (1, 23), (8, 8, 1)])
+def test_one_process_equals_one_big_batch(splits: tuple[int, ...], tensor_weights: bool) -> None:
+    ours, _ = _update(splits, tensor_weights)
+    toy.assert_same(ours, toy.mean_gradients(list(range(sum(splits))), toy.data()[2]))
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("splits", [(24,), (5, 9, 10), (1, 23), (23, 1)])
+def test_several_processes_equal_one_big_batch(processes: int, splits: tuple[int, ...]) -> None:
+    """In the last shape all processes but the first have nothing in the micro-batch that updates."""
+    expected = toy.mean_gradients(list(range(24)), toy.data()[2])
+    for ours, _ in run_forked(_update, (splits,), processes, timeout=60):
+        toy.assert_same(ours, expected)
+
+
+def test_clipping_sees_the_gradients_of_the_big_batch() -> None:
+    expected = toy.mean_gradients(list(range(24)), toy.data()[2])
+    norm = float(torch.stack([g.norm() for g in expected]).norm())
+    clipped = [g * 0.05 / norm for g in expected]
+    for ours, our_norm in run_forked(_update, ((5, 9, 10), True, True), 2, timeout=60):
+        assert our_norm == pytest.approx(norm, rel=1e-6)
+        toy.assert_same(ours, clipped, rtol=1e-5)  # torch's clipping adds 1e-6 to the norm
+
+
+def test_weights_and_fp16_scaling_combine() -> None:
+    expected = toy.mean_gradients(list(range(24)), toy.data()[2])
+    for ours, _ in run_forked(_update, ((5, 9, 10), True, False, "fp16"), 2, timeout=60):
+        toy.assert_same(ours, expected, rtol=5e-3)
+
+
+def _two_updates() -> list[list[Tensor]]:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, weights = toy.data()
+    updates = []
+    for first in (0, 12):
+        samples = torch.arange(first, first + 12)[accelerator.process_index :: accelerator.num_processes]
+        loss = (toy.losses(network, inputs[samples], targets[samples]) * weights[samples]).sum()
+        accelerator.backward(loss, weight=weights[samples].sum())
+        optimizer.step()
+        updates.append(toy.gradients(network))
+        optimizer.zero_grad()
+    return updates
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_are_forgotten_after_the_update(processes: int) -> None:
+    for updates in run_forked(_two_updates, (), processes, timeout=60):
+        for ours, first in zip(updates, (0, 12), strict=True):
+            toy.assert_same(ours, toy.mean_gradients(list(range(first, first + 12)), toy.data()[2]))
+
+
+def _all_weigh_nothing() -> list[Tensor]:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=1.0))
+    inputs, targets, _ = toy.data()
+    accelerator.backward((toy.losses(network, inputs, targets) * 0).sum(), weight=0)
+    optimizer.step()
+    return toy.parameters(network)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_update_that_weighs_nothing_changes_nothing(processes: int) -> None:
+    for ours in run_forked(_all_weigh_nothing, (), processes, timeout=60):
+        toy.assert_same(ours, toy.parameters(toy.model()), rtol=0)
+
+
+def test_the_loss_is_divided_by_about_its_weight_before_backward() -> None:
+    """So that fp16 gradients neither overflow nor vanish: the nominal weight is batch size times steps."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = toy.model()
+    inputs, targets, _ = toy.data()
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=6)
+    network, _optimizer, loader = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0), loader)
+    for batch_inputs, batch_targets in loader:
+        with accelerator.accumulate(network):
+            accelerator.backward(toy.losses(network, batch_inputs, batch_targets).sum(), weight=6)
+            toy.assert_same(toy.gradients(network), [g / 2 for g in toy.mean_gradients(list(range(6)))])
+            break
+
+
+def _gan() -> tuple[list[Tensor], list[Tensor]]:
+    """Two optimizers in turn on the same micro-batches, with different weights."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    one, other = toy.model(), toy.model()
+    one, other, first, second = accelerator.prepare(
+        one, other, torch.optim.SGD(one.parameters(), lr=0.0), torch.optim.SGD(other.parameters(), lr=0.0)
+    )
+    inputs, targets, weights = toy.data()
+    for start in (0, 12):
+        samples = torch.arange(start, start + 12)[accelerator.process_index :: accelerator.num_processes]
+        with accelerator.accumulate(one, other):
+            each = toy.losses(one, inputs[samples], targets[samples])
+            accelerator.backward(each.sum(), weight=len(samples), optimizer=first)
+            first.step()
+            each = toy.losses(other, inputs[samples], targets[samples]) * weights[samples]
+            accelerator.backward(each.sum(), weight=weights[samples].sum(), optimizer=second)
+            second.step()
+    return toy.gradients(one), toy.gradients(other)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_two_optimizers_weigh_their_own_losses(processes: int) -> None:
+    for one, other in run_forked(_gan, (), processes, timeout=60):
+        toy.assert_same(one, toy.mean_gradients(list(range(24))))
+        toy.assert_same(other, toy.mean_gradients(list(range(24)), toy.data()[2]))
+
+
+def _prepared(optimizers: int = 1) -> tuple[Accelerator, torch.nn.Module, list]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = toy.model()
+    made = [torch.optim.SGD([p], lr=0.1) for p in list(network.parameters())[:optimizers]]
+    network, *made = accelerator.prepare(network, *made)
+    return accelerator, network, made
+
+
+def test_several_optimizers_need_to_be_told_apart() -> None:
+    accelerator, network, _ = _prepared(optimizers=2)
+    with pytest.raises(ConfigurationError, match="2 optimizers are prepared"):
+        accelerator.backward(network(torch.ones(1, 8)).sum(), weight=1)
+
+
+def test_weighted_and_plain_losses_do_not_mix() -> None:
+    accelerator, network, _ = _prepared()
+    with accelerator.accumulate(network):
+        accelerator.backward(network(torch.ones(1, 8)).sum(), weight=1)
+    with accelerator.accumulate(network), pytest.raises(ConfigurationError, match="Weigh all, or none"):
+        accelerator.backward(network(torch.ones(1, 8)).sum())
+
+
+def test_plain_and_weighted_losses_do_not_mix() -> None:
+    accelerator, network, _ = _prepared()
+    with accelerator.accumulate(network):
+        accelerator.backward(network(torch.ones(1, 8)).sum())
+    with accelerator.accumulate(network), pytest.raises(ConfigurationError, match="Weigh all, or none"):
+        accelerator.backward(network(torch.ones(1, 8)).sum(), weight=1)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), True, "3", torch.ones(2)])
+def test_impossible_weights_are_refused(weight: object) -> None:
+    accelerator, network, _ = _prepared()
+    with pytest.raises(ConfigurationError, match="weight must be"):
+        accelerator.backward(network(torch.ones(1, 8)).sum(), weight=weight)  # type: ignore[arg-type]
