@@ -81,7 +81,7 @@ def test_the_engine_trains_as_the_same_loop_by_hand() -> None:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     assert told["losses"] == losses
     toy.assert_same(told["weights"], toy.parameters(network), rtol=0)
 

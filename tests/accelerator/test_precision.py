@@ -161,13 +161,14 @@ def test_the_scale_does_not_move_while_another_optimizer_holds_gradients() -> No
 
 
 def test_the_scaler_keeps_its_state() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(growth_interval=1)])
+    handlers = [GradScalerKwargs(init_scale=256.0, growth_interval=1)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
     network = toy.model()
     network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
     accelerator.backward(network(torch.ones(1, 8)).sum())
     optimizer.step()
     state = accelerator.precision.state_dict()
-    assert state["scale"] == 2 * 65536.0, "the update that is due counts"
+    assert state["scale"] == 2 * 256.0, "the update that is due counts"
     accelerator.precision.load_state_dict({**state, "scale": 8.0})
     assert accelerator.scaler.get_scale() == 8.0
 

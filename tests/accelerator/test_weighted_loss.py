@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
-from trainer_lib import Accelerator, ConfigurationError
+from trainer_lib import Accelerator, ConfigurationError, GradScalerKwargs
 from trainer_lib.launchers import run_forked
 
 
@@ -14,7 +14,10 @@ def _update(
     splits: tuple[int, ...], tensor_weights: bool = True, clip: bool = False, precision: str = "no"
 ) -> tuple[list[Tensor], float]:
     """Spread micro-batches of `splits` samples unevenly over the processes; return one update's gradients."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(splits), mixed_precision=precision)
+    handlers = [GradScalerKwargs(init_scale=256.0)] if precision == "fp16" else None
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=len(splits), mixed_precision=precision, kwargs_handlers=handlers
+    )
     network = toy.model()
     network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
     inputs, targets, weights = toy.data()

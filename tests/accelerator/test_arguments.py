@@ -1,0 +1,112 @@
+"""The arguments of the engine: older names, what is refused, and how it is said."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from trainer_lib import (
+    Accelerator,
+    AutocastKwargs,
+    ConfigurationError,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    UnsupportedError,
+)
+from trainer_lib.options.kinds import DDPCommunicationHookType
+from trainer_lib.options.precision import GradScalerKwargs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"mixed_precison": "bf16"}, ConfigurationError, "Did you mean 'mixed_precision'"),
+        ({"cpu": "yes"}, ConfigurationError, "cpu must be True or False"),
+        ({"log_with": "wandb"}, UnsupportedError, "trackers"),
+        ({"fsdp_plugin": object()}, UnsupportedError, "FSDP"),
+        ({"deepspeed_plugin": object()}, UnsupportedError, "DeepSpeed"),
+        ({"dynamo_backend": "inductor"}, UnsupportedError, "torch.compile"),
+        ({"project_dir": "runs"}, UnsupportedError, "state on disk"),
+        ({"kwargs_handlers": [object()]}, ConfigurationError, "Known: AutocastKwargs, DistributedDataParallelKwargs"),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ConfigurationError, "given twice"),
+        ({"fp16": True, "mixed_precision": "bf16"}, ConfigurationError, "contradict"),
+        (
+            {"even_batches": False, "dataloader_config": DataLoaderConfiguration()},
+            ConfigurationError,
+            "Put even_batches into dataloader_config",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Accelerator(**{"cpu": True, **arguments})
+
+
+def test_arguments_left_at_none_are_no_requests() -> None:
+    Accelerator(cpu=True, log_with=None, fsdp_plugin=None, dynamo_backend=None, project_dir=None)
+
+
+@pytest.mark.parametrize("older", [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}])
+def test_older_names_of_data_options_are_taken(older: dict[str, Any]) -> None:
+    accelerator = Accelerator(cpu=True, **older)
+    for name, value in older.items():
+        assert getattr(accelerator, name) is value
+        assert getattr(accelerator.dataloader_config, name) is value
+
+
+def test_the_older_fp16_is_taken() -> None:
+    assert Accelerator(cpu=True, fp16=True).mixed_precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"ACCELERATE_USE_FSDP": "true"},
+        {"ACCELERATE_USE_DEEPSPEED": "1"},
+        {"ACCELERATE_USE_MEGATRON_LM": "true"},
+        {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+    ],
+)
+def test_a_launcher_that_asks_for_another_engine_is_told(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnsupportedError, match=next(iter(variables))):
+        Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: GradScalerKwargs(growth_factor=0.5), "growth_factor must be above 1"),
+        (lambda: GradScalerKwargs(backoff_factor=2.0), "backoff_factor must be below 1"),
+        (lambda: GradScalerKwargs(init_scale=0), "init_scale must be a finite number above 0"),
+        (lambda: GradScalerKwargs(growth_interval=0), "growth_interval must be a whole number"),
+        (lambda: InitProcessGroupKwargs(timeout=30), r"timedelta\(seconds=90\)"),  # type: ignore[arg-type]
+        (lambda: InitProcessGroupKwargs(timeout=timedelta(0)), "above 0"),
+        (lambda: DistributedDataParallelKwargs(bucket_cap_mb=-1), "bucket_cap_mb"),
+        (lambda: DataLoaderConfiguration(split_batches="yes"), "split_batches must be True or False"),  # type: ignore[arg-type]
+        (lambda: DataLoaderConfiguration(data_seed=-1), "data_seed"),
+    ],
+)
+def test_options_check_their_values(make: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()
+
+
+def test_communication_hooks_are_not_there_yet() -> None:
+    with pytest.raises(UnsupportedError, match="comm_hook=fp16"):
+        DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+
+
+def test_options_tell_what_differs_from_the_defaults() -> None:
+    assert DistributedDataParallelKwargs(bucket_cap_mb=5).to_kwargs() == {"bucket_cap_mb": 5}
+
+
+def test_the_process_group_learns_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="cannot work on the CPU"):
+        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="nccl")])

@@ -1,0 +1,140 @@
+"""Metrics over several processes: each sample once, whatever the tail."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainer_lib import Accelerator, ConfigurationError
+from trainer_lib.launchers import run_forked
+
+
+class Numbers(Dataset):
+    """0, 1, 2 … with their names."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict:
+        return {"number": torch.tensor(index), "name": f"#{index}", "even": torch.tensor(index % 2 == 0)}
+
+
+class Stream(IterableDataset):
+    """The same, without a length."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        return iter(Numbers(self.size)[index] for index in range(self.size))
+
+
+def _gathered(size: int, kind: str, options: dict) -> tuple[list[int], list[str], list[bool], list[int]]:
+    accelerator = Accelerator(cpu=True, **options)
+    dataset = Stream(size) if kind == "stream" else Numbers(size)
+    loader = accelerator.prepare(DataLoader(dataset, batch_size=4, shuffle=kind == "shuffled"))
+    numbers, names, even, nested = [], [], [], []
+    for batch in loader:
+        both = accelerator.gather_for_metrics({"number": batch["number"], "even": batch["even"]})
+        numbers += both["number"].tolist()
+        even += both["even"].tolist()
+        names += accelerator.gather_for_metrics(batch["name"])
+        nested += accelerator.gather_for_metrics((batch["number"], [batch["number"] * 2]))[1][0].tolist()
+    return numbers, names, even, nested
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("size", [1, 3, 8, 9, 16, 17, 31])
+def test_each_sample_comes_once_and_in_order(size: int, processes: int, kind: str) -> None:
+    for numbers, names, even, nested in run_forked(_gathered, (size, kind, {}), processes, timeout=60):
+        assert numbers == list(range(size))
+        assert names == [f"#{index}" for index in range(size)]
+        assert even == [index % 2 == 0 for index in range(size)]
+        assert nested == [index * 2 for index in range(size)]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "shuffled"])
+@pytest.mark.parametrize("options", [{"split_batches": True}, {"dispatch_batches": True}])
+@pytest.mark.parametrize("size", [1, 9, 17])
+def test_so_it_does_in_other_ways_to_share_out(size: int, options: dict, kind: str) -> None:
+    for numbers, names, _, _ in run_forked(_gathered, (size, kind, options), 2, timeout=60):
+        assert sorted(numbers) == list(range(size))
+        assert names == [f"#{number}" for number in numbers]
+
+
+def test_the_order_of_a_shuffled_loader_is_that_of_one_process() -> None:
+    def order(batch_size: int) -> list[int]:
+        accelerator = Accelerator(cpu=True)
+        generator = torch.Generator().manual_seed(11)
+        loader = DataLoader(Numbers(32), batch_size=batch_size, shuffle=True, generator=generator)
+        seen: list[int] = []
+        for batch in accelerator.prepare(loader):
+            seen += accelerator.gather_for_metrics(batch["number"]).tolist()
+        return seen
+
+    (alone,) = run_forked(order, (8,), 1, timeout=60)
+    assert sorted(alone) == list(range(32)) and alone != list(range(32))
+    assert run_forked(order, (4,), 2, timeout=60) == [alone] * 2
+    assert run_forked(order, (2,), 4, timeout=60) == [alone] * 4
+
+
+def _filtered() -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Numbers(16), batch_size=4))
+    kept: list[int] = []
+    for batch in loader:
+        number = batch["number"]
+        kept += accelerator.gather_for_metrics(number[number < 3]).tolist()
+    return kept
+
+
+def test_processes_may_keep_different_numbers_of_rows_even_none() -> None:
+    assert run_forked(_filtered, (), 2, timeout=60) == [[0, 1, 2]] * 2
+
+
+def _tokens() -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Numbers(9), batch_size=4))
+    seen: list[int] = []
+    for batch in loader:
+        seen += accelerator.gather_for_metrics(batch["number"].repeat_interleave(3)).tolist()
+    return seen
+
+
+def test_several_rows_a_sample_are_cut_with_their_sample() -> None:
+    assert run_forked(_tokens, (), 2, timeout=60) == [[i for i in range(9) for _ in range(3)]] * 2
+
+
+def _filtered_in_the_tail() -> str:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Numbers(9), batch_size=4))
+    try:
+        for batch in loader:
+            accelerator.gather_for_metrics(batch["number"][:3])
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_rows_that_cannot_be_told_apart_from_repeats_are_an_error() -> None:
+    told = run_forked(_filtered_in_the_tail, (), 2, timeout=60)
+    assert all("even_batches=False" in one for one in told), told
+
+
+def test_a_scalar_is_no_row_a_sample() -> None:
+    with pytest.raises(ConfigurationError, match="0-d"):
+        Accelerator(cpu=True).gather_for_metrics(torch.tensor(1.0))
+
+
+def _outside_a_loop() -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Numbers(9), batch_size=4))
+    last = [batch["number"] for batch in loader][-1]
+    return accelerator.gather_for_metrics(last).tolist()
+
+
+def test_after_the_loop_everything_is_gathered() -> None:
+    assert [len(seen) for seen in run_forked(_outside_a_loop, (), 2, timeout=60)] == [8, 8]

@@ -1,0 +1,97 @@
+"""The prepared optimizer is the wrapped one in all but its patience."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from tests.accelerator import toy
+from trainer_lib import Accelerator
+from trainer_lib.optimizer import AcceleratedOptimizer
+
+
+def _prepared(kind: type = torch.optim.AdamW, **options: object) -> tuple:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, kind(network.parameters(), lr=0.1, **options))
+    return accelerator, network, optimizer
+
+
+def test_groups_state_and_defaults_are_shared() -> None:
+    _, network, optimizer = _prepared()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert optimizer.optimizer.param_groups[0]["lr"] == 7.0
+    assert optimizer.defaults is optimizer.optimizer.defaults
+    network(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert optimizer.state is optimizer.optimizer.state and len(optimizer.state) == 4
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert len(optimizer.optimizer.param_groups) == 2
+
+
+def test_state_goes_out_and_in() -> None:
+    _, network, optimizer = _prepared()
+    network(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 3.0
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 3.0
+
+
+def test_a_closure_reaches_the_optimizer() -> None:
+    _, network, optimizer = _prepared(torch.optim.LBFGS)
+    inputs, targets, _ = toy.data()
+    calls = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = toy.losses(network, inputs, targets).mean()
+        loss.backward()
+        calls.append(float(loss))
+        return loss
+
+    optimizer.step(closure)
+    assert len(calls) > 1 and calls[-1] < calls[0]
+
+
+def test_gradients_are_dropped_as_asked() -> None:
+    _, network, optimizer = _prepared()
+    network(torch.ones(1, 8)).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert float(network[0].weight.grad.abs().sum()) == 0.0
+    optimizer.zero_grad()
+    assert network[0].weight.grad is None
+
+
+def test_modes_of_schedule_free_optimizers_are_passed_on() -> None:
+    class Moded(torch.optim.SGD):
+        mode = "none"
+
+        def train(self) -> None:
+            self.mode = "train"
+
+        def eval(self) -> None:
+            self.mode = "eval"
+
+    _, _, optimizer = _prepared(Moded)
+    optimizer.train()
+    assert optimizer.mode == "train"
+    optimizer.eval()
+    assert optimizer.mode == "eval"
+    _, _, plain = _prepared()
+    plain.train()  # an optimizer without modes has nothing to switch
+
+
+def test_it_can_be_copied_and_pickled() -> None:
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5))
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301 - our own bytes
+        assert twin.param_groups[0]["lr"] == 0.5
+
+
+def test_a_missing_attribute_is_the_wrapped_ones() -> None:
+    _, _, optimizer = _prepared()
+    with pytest.raises(AttributeError, match="AdamW"):
+        _ = optimizer.no_such_thing

@@ -1,0 +1,169 @@
+"""Preparing: what comes back, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.accelerator import toy
+from trainer_lib import Accelerator, ConfigurationError, PreparationError
+from trainer_lib.launchers import run_forked
+from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.scheduler import AcceleratedScheduler
+
+
+def _parts() -> tuple:
+    network = toy.model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(*toy.data()), batch_size=4)
+    return network, optimizer, schedule, loader
+
+
+def test_everything_comes_back_in_the_order_given() -> None:
+    network, optimizer, schedule, loader = _parts()
+    marker = object()
+    # A schedule before its optimizer: the order is the caller's, not ours.
+    s, m, o, other, d = Accelerator(cpu=True).prepare(schedule, network, optimizer, marker, loader)
+    assert isinstance(s, AcceleratedScheduler) and isinstance(o, AcceleratedOptimizer) and isinstance(d, DataLoader)
+    assert m is network and other is marker
+    assert s.optimizers == [o] and o.optimizer is optimizer
+
+
+def test_one_object_comes_back_alone() -> None:
+    network = toy.model()
+    assert Accelerator(cpu=True).prepare(network) is network
+
+
+def test_each_schedule_belongs_to_its_own_optimizer() -> None:
+    one, other = toy.model(), toy.model()
+    first, second = torch.optim.SGD(one.parameters(), lr=1.0), torch.optim.SGD(other.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(second, 1)
+    first, second, schedule = Accelerator(cpu=True).prepare(first, second, schedule)
+    assert schedule.optimizers == [second]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_preparing_twice_is_refused(which: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    parts = _parts()
+    prepared = accelerator.prepare(*parts)
+    with pytest.raises(PreparationError, match="prepared already"):
+        accelerator.prepare(parts[which])
+    with pytest.raises(PreparationError, match="prepared already"):
+        accelerator.prepare(prepared[which])
+
+
+def test_a_prepared_loader_is_not_prepared_again() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(_parts()[3])
+    with pytest.raises(PreparationError, match="prepared already"):
+        accelerator.prepare(loader)
+
+
+def test_one_call_with_the_same_object_twice_is_refused() -> None:
+    network = toy.model()
+    with pytest.raises(PreparationError, match="prepared already"):
+        Accelerator(cpu=True).prepare(network, network)
+
+
+def _prepare_the_inside_again() -> str:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    accelerator.prepare(network)
+    try:
+        accelerator.prepare(network)
+    except PreparationError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_the_model_inside_ddp_counts_as_prepared() -> None:
+    assert all("prepared already" in told for told in run_forked(_prepare_the_inside_again, (), 2, timeout=60))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    stranger = torch.optim.SGD(toy.model().parameters(), lr=0.1)
+    with pytest.raises(PreparationError, match=r"4 of the 4 parameters of this SGD .* shape \(16, 8\)"):
+        Accelerator(cpu=True).prepare(toy.model(), stranger)
+
+
+def test_an_optimizer_may_be_prepared_without_a_model() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert Accelerator(cpu=True).prepare(optimizer).optimizer is optimizer
+
+
+def test_device_placement_is_one_value_for_each_object() -> None:
+    with pytest.raises(ConfigurationError, match="1 values for 2 objects"):
+        Accelerator(cpu=True).prepare(toy.model(), toy.model(), device_placement=[True])
+
+
+def test_a_model_stays_where_it_is_on_request() -> None:
+    class Anchored(nn.Linear):
+        def to(self, *args: object, **kwargs: object) -> "Anchored":
+            raise AssertionError("moved")
+
+    Accelerator(cpu=True, device_placement=False).prepare(Anchored(1, 1))
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(Anchored(1, 1), device_placement=[False])
+    with pytest.raises(AssertionError, match="moved"):
+        accelerator.prepare(Anchored(1, 1))
+
+
+def _spread() -> str:
+    network = toy.model()
+    network.hf_device_map = {"0": "cpu", "2": "disk"}
+    try:
+        Accelerator(cpu=True).prepare(network)
+    except PreparationError as error:
+        return str(error)
+    return "prepared"
+
+
+def test_a_model_spread_over_devices_is_for_one_process() -> None:
+    assert _spread() == "prepared"
+    assert all("device_map" in told for told in run_forked(_spread, (), 2, timeout=60))
+
+
+def test_state_of_an_optimizer_survives_preparing() -> None:
+    network = toy.model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    network(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    prepared = Accelerator(cpu=True).prepare(optimizer)
+    assert torch.equal(prepared.state_dict()["state"][0]["exp_avg"], before)
+
+
+def test_all_is_let_go_and_other_settings_may_follow() -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4)
+    network, optimizer, _, _ = first.prepare(*_parts())
+    with pytest.raises(ConfigurationError, match="free_memory"):
+        Accelerator(cpu=True, mixed_precision="no")
+    assert first.free_memory(network, optimizer) == [None, None]
+    second = Accelerator(cpu=True, mixed_precision="no")
+    assert (second.mixed_precision, second.gradient_accumulation_steps) == ("no", 1)
+    second.prepare(*_parts())
+
+
+def test_the_same_engine_can_start_over_after_free_memory() -> None:
+    accelerator = Accelerator(cpu=True)
+    parts = _parts()
+    for _ in range(2):
+        network, optimizer, _, _ = accelerator.prepare(*parts)
+        accelerator.backward(network(torch.ones(1, 8)).sum())
+        optimizer.step()
+        accelerator.clear()
+
+
+def test_two_engines_with_the_same_settings_work_side_by_side() -> None:
+    first, second = Accelerator(cpu=True, mixed_precision="bf16"), Accelerator(cpu=True, mixed_precision="bf16")
+    assert first.state.mixed_precision == second.state.mixed_precision
+    assert first.device == second.device
+
+
+def test_batches_of_a_prepared_loader_can_be_skipped() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(_parts()[3])
+    rest = [batch[0] for batch in accelerator.skip_first_batches(loader, 10)]
+    toy.assert_same(rest, [batch[0] for batch in loader][10:], rtol=0)
