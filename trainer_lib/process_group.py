@@ -4,7 +4,8 @@ There is always a group: `LoneProcess` is a world of one, so nobody has to ask w
 """
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import World
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.options.distributed import InitProcessGroupKwargs
+
+_worlds = itertools.count()  # that this process has been part of
 
 
 class ProcessGroup(Protocol):
@@ -118,20 +121,22 @@ class TorchProcesses:
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the processes, in place."""
-        dist.all_reduce(tensor, self._operations[op])
+        with _in_a_row(tensor) as values:
+            dist.all_reduce(values, self._operations[op])
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all processes."""
-        tensor = tensor.contiguous()
+        tensor = tensor.detach().contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor)
+        dist.all_gather([_as_bytes(one) for one in gathered], _as_bytes(tensor))
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite the tensor with that of one process."""
         _check_rank(source, self.size)
-        dist.broadcast(tensor, src=source)
+        with _in_a_row(tensor) as values:
+            dist.broadcast(_as_bytes(values), src=source)
         return tensor
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -208,19 +213,31 @@ def _store(world: World, timeout: dict[str, Any]) -> dist.Store:
             "MASTER_ADDR and MASTER_PORT are not set, so processes on several machines cannot find one another. "
             "Set both to the first machine's address and a free port."
         )
+    file = environment.store_file()
     attempt = environment.elastic_attempt()
+    store = _file_store(file, world, timeout) if file is not None else _port_store(world, attempt is not None, timeout)
+    # Addresses of an earlier world of these processes, or of those that died, would mislead this one.
+    return dist.PrefixStore(f"attempt_{attempt or 0}/world_{next(_worlds)}", store)
+
+
+def _file_store(path: str, world: World, timeout: dict[str, Any]) -> dist.Store:
+    store = dist.FileStore(path, world.size)
+    if timeout:
+        store.set_timeout(timeout["timeout"])
+    return store
+
+
+def _port_store(world: World, served_by_agent: bool, timeout: dict[str, Any]) -> dist.Store:
     default_port = 29500 if world.size > 1 else 0
-    store = dist.TCPStore(
+    return dist.TCPStore(
         world.master_addr or "127.0.0.1",
         default_port if world.master_port is None else world.master_port,
         world.size,
-        is_master=world.rank == 0 and attempt is None,
+        is_master=world.rank == 0 and not served_by_agent,
         wait_for_workers=False,
         multi_tenant=True,
         **timeout,
     )
-    # Torch's agent lends one store to all restarts; keys of a dead attempt would mislead the next one.
-    return store if attempt is None else dist.PrefixStore(f"attempt_{attempt}", store)
 
 
 def _backend(device: torch.device, asked_for: str | None) -> str:
@@ -231,6 +248,21 @@ def _backend(device: torch.device, asked_for: str | None) -> str:
     if device.type == "cpu" and "nccl" in asked_for:
         raise ConfigurationError(f"backend={asked_for!r} cannot work on the CPU. Use 'gloo', or leave it out.")
     return asked_for
+
+
+@contextlib.contextmanager
+def _in_a_row(tensor: Tensor) -> Generator[Tensor]:
+    """Lend the values of `tensor` in the order of its dimensions: strides may differ between processes."""
+    tensor = tensor.detach()
+    values = tensor.contiguous()
+    yield values
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.copy_(values)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # Gloo knows few of torch's types; on the way it makes no difference what the bytes stand for.
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _check_rank(source: int, size: int) -> None:

@@ -90,6 +90,11 @@ def accumulation_steps_requested() -> int:
     return get_int_from_env(["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], 1)
 
 
+def threads_requested() -> str | None:
+    """The OpenMP threads a process was told to use, if any."""
+    return os.environ.get("OMP_NUM_THREADS") or None
+
+
 def refuse_unsupported_engines() -> None:
     """Raise if a launcher asks for an engine this version does not have, so that it is not silently left out."""
     engines = {
@@ -110,10 +115,28 @@ def refuse_unsupported_engines() -> None:
         )
 
 
+def log_level_requested() -> str | None:
+    """The log level named by the launcher, if any."""
+    return os.environ.get("ACCELERATE_LOG_LEVEL") or None
+
+
+def make_cublas_deterministic() -> None:
+    """Ask cuBLAS for workspaces of a fixed size, without which its sums may differ between runs.
+
+    It has to come before the first use of cuBLAS; a choice made already stays.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def expected_world_size() -> int | None:
     """The number of processes our launcher started, for comparison with the world that formed."""
     size = get_int_from_env(["TRAINER_LIB_WORLD_SIZE"], 0)
     return size or None
+
+
+def store_file() -> str | None:
+    """The file through which the processes of one machine find one another, if their launcher named one."""
+    return os.environ.get("TRAINER_LIB_STORE_FILE") or None
 
 
 def launched_by_fork() -> bool:

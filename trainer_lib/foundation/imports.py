@@ -93,7 +93,7 @@ def _accelerator(kind: str) -> Callable[..., bool]:
 
 
 is_aim_available = _package("aim")
-is_bnb_available = _package("bitsandbytes")
+is_amdsmi_available = _package("amdsmi")
 is_boto3_available = _package("boto3")
 is_clearml_available = _package("clearml")
 is_comet_ml_available = _package("comet_ml")
@@ -115,7 +115,6 @@ is_schedulefree_available = _package("schedulefree")
 is_swanlab_available = _package("swanlab")
 is_tensorboard_available = _package("tensorboard")
 is_timm_available = _package("timm")
-is_torch_xla_available = _package("torch_xla")
 is_torchao_available = _package("torchao")
 is_torchdata_available = _package("torchdata")
 is_torchvision_available = _package("torchvision")
@@ -126,13 +125,40 @@ is_triton_available = _package("triton")
 is_wandb_available = _package("wandb")
 
 is_cuda_available = _accelerator("cuda")
-is_hpu_available = _accelerator("hpu")
 is_mlu_available = _accelerator("mlu")
-is_mps_available = _accelerator("mps")
 is_musa_available = _accelerator("musa")
+is_neuron_available = _accelerator("neuron")
 is_npu_available = _accelerator("npu")
 is_sdaa_available = _accelerator("sdaa")
 is_xpu_available = _accelerator("xpu")
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Whether bitsandbytes is installed, in a version of at least `min_version`."""
+    if not is_package_available("bitsandbytes", "bitsandbytes"):
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Whether a device of the kind hpu is there."""
+    del init_hccl  # the backend is made with the process group
+    return _accelerator("hpu")()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether a device of the kind mps is there, and torch is of at least `min_version`."""
+    return is_torch_version(">=", min_version) and _accelerator("mps")()
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Whether the package torch_xla is installed; never with a TPU or GPU, which this version does not drive by it."""
+    return is_package_available("torch_xla") and not (check_is_tpu or check_is_gpu)
+
+
+def is_weights_only_available() -> bool:
+    """Whether `torch.load` knows `weights_only`: in every torch that this library works with."""
+    return True
 
 
 def is_rocm_available() -> bool:

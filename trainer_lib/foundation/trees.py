@@ -67,7 +67,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
     if isinstance(tree, Mapping):
         return _rebuilt_mapping(tree, {key: map_leaves(function, value, is_leaf) for key, value in tree.items()})
     if is_dataclass_value(tree):
-        return _rebuilt_dataclass(tree, lambda value: map_leaves(function, value, is_leaf))
+        return _rebuilt_dataclass(
+            tree, {name: map_leaves(function, value, is_leaf) for name, value in _fields(tree).items()}
+        )
     return function(tree)
 
 
@@ -97,8 +99,8 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = never, name: str = 
         for key, value in tree.items():
             yield from named_leaves(value, is_leaf, f"{name}[{key!r}]")
     elif is_dataclass_value(tree):
-        for field in dataclasses.fields(tree):
-            yield from named_leaves(getattr(tree, field.name), is_leaf, f"{name}.{field.name}")
+        for field, value in _fields(tree).items():
+            yield from named_leaves(value, is_leaf, f"{name}.{field}")
     else:
         yield name, tree
 
@@ -202,8 +204,9 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     if isinstance(first, Mapping):
         return _rebuilt_mapping(first, {key: concatenate([tree[key] for tree in data], dim) for key in first})
     if is_dataclass_value(first):
-        values = {f.name: concatenate([getattr(tree, f.name) for tree in data], dim) for f in dataclasses.fields(first)}
-        return dataclasses.replace(first, **values)
+        return _rebuilt_dataclass(
+            first, {name: concatenate([getattr(tree, name) for tree in data], dim) for name in _fields(first)}
+        )
     raise TypeError(
         f"A {type(first).__name__} cannot be concatenated; only tensors, and tuples, lists, mappings and dataclasses "
         "of them, can."
@@ -264,7 +267,9 @@ def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
             },
         )
     if is_dataclass_value(tree):
-        return _rebuilt_dataclass(tree, lambda value: _sent(value, device, non_blocking, skipped))
+        return _rebuilt_dataclass(
+            tree, {name: _sent(value, device, non_blocking, skipped) for name, value in _fields(tree).items()}
+        )
     return tree
 
 
@@ -278,9 +283,13 @@ def _rebuilt_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any
     return type(original)(values)  # type: ignore[call-arg]
 
 
-def _rebuilt_dataclass(original: Any, function: Callable[[Any], Any]) -> Any:
+def _fields(dataclass_value: Any) -> dict[str, Any]:
+    return {field.name: getattr(dataclass_value, field.name) for field in dataclasses.fields(dataclass_value)}
+
+
+def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
+    # Not the constructor: it may refuse some fields, and check or change others.
     rebuilt = copy.copy(original)
-    for field in dataclasses.fields(original):
-        # object.__setattr__, since the dataclass may be frozen.
-        object.__setattr__(rebuilt, field.name, function(getattr(original, field.name)))
+    for name, value in values.items():
+        object.__setattr__(rebuilt, name, value)  # the dataclass may be frozen
     return rebuilt

@@ -10,6 +10,7 @@ class Rows(NamedTuple):
 
     total: int
     real: int  # the others repeat samples, to make the processes even
+    full: int | None = None  # what an ordinary batch holds; None: not known
 
 
 class ActiveLoader(Protocol):
@@ -104,8 +105,12 @@ class GradientState:
         self._readers.append(dataloader)
 
     def _remove_dataloader(self, dataloader: ActiveLoader) -> None:
-        # By identity, and wherever it stands: a loader abandoned in the middle is closed late.
-        self._readers[:] = [reader for reader in self._readers if reader is not dataloader]
+        # By identity, and wherever it stands: a loader abandoned in the middle is closed late. Once, since it may be
+        # read in two loops at a time.
+        for index in reversed(range(len(self._readers))):
+            if self._readers[index] is dataloader:
+                del self._readers[index]
+                break
 
     @staticmethod
     def _reset_state() -> None:

@@ -119,6 +119,11 @@ class PartialState(ProcessControl):
             )
 
 
+def wait_for_everyone() -> None:
+    """Wait until all processes are here."""
+    PartialState().wait_for_everyone()
+
+
 def is_initialized() -> bool:
     """Whether a `PartialState` exists, without making one."""
     return bool(PartialState._shared_state)

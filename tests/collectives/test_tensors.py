@@ -1,0 +1,324 @@
+"""Gather, reduce, broadcast and pad, against numbers written by hand."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding
+
+from tests.collectives.trees import Batch, Output, Point, nested
+from trainer_lib import ConfigurationError, DistributedOperationException
+from trainer_lib.collectives import (
+    CannotPadNestedTensorWarning,
+    broadcast,
+    copy_tensor_to_devices,
+    gather,
+    pad_across_processes,
+    pad_input_tensors,
+    reduce,
+)
+from trainer_lib.foundation.trees import tensors
+from trainer_lib.launchers import run_forked
+from trainer_lib.state import PartialState
+
+Everywhere = Callable[[Callable[[int, int], Any]], list[Any]]
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+
+
+def same(tensor: Tensor, values: Any, dtype: torch.dtype | None = None) -> None:
+    assert tensor.tolist() == values
+    if dtype is not None:
+        assert tensor.dtype is dtype
+
+
+# -- gather --------------------------------------------------------------------------------------------------------
+
+
+def test_gather_concatenates_in_order_of_rank(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        gathered = gather(torch.tensor([[rank, 10 * rank]]))
+        same(gathered, [[other, 10 * other] for other in range(size)], torch.int64)
+
+    everywhere(body)
+
+
+def test_gather_makes_one_dimension_of_none(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        same(gather(torch.tensor(rank + 0.5)), [other + 0.5 for other in range(size)])
+
+    everywhere(body)
+
+
+def test_gather_takes_every_type(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        for dtype in DTYPES:
+            expected = torch.cat([torch.tensor([other % 2, 1]).to(dtype) for other in range(size)])
+            gathered = gather(torch.tensor([rank % 2, 1]).to(dtype))
+            assert gathered.dtype is dtype
+            assert gathered.tolist() == expected.tolist()
+
+    everywhere(body)
+
+
+def test_gather_goes_by_values_where_strides_differ(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        tensor = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        given = tensor if rank % 2 else tensor.T.contiguous().T
+        same(gather(given), tensor.tolist() * size)
+
+    everywhere(body)
+
+
+def test_gather_keeps_containers(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        gathered = gather(nested(float(rank)))
+        expected = [float(other) for other in range(size) for _ in range(2)]
+        assert [tensor.reshape(2 * size, -1)[:, 0].tolist() for tensor in tensors(gathered)] == [expected] * 9
+        assert isinstance(gathered["point"], Point)
+        assert isinstance(gathered["batch"], Batch)
+        assert isinstance(gathered["output"], Output) and gathered["output"].loss is None
+        assert isinstance(gathered["encoding"], BatchEncoding)
+
+    everywhere(body)
+
+
+def test_gather_is_cut_off_from_the_graph(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        given = torch.ones(2, requires_grad=True) * 2
+        gathered = gather(given)
+        assert not gathered.requires_grad
+        gathered.zero_()
+        assert given.tolist() == [2, 2], "it shares no memory with the input"
+
+    everywhere(body)
+
+
+def test_what_is_no_tensor_is_refused_with_the_way_out(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        for operation in (gather, reduce, broadcast, pad_across_processes):
+            with pytest.raises(TypeError, match=r"got a str inside a dict.*gather_object"):
+                operation({"texts": ["a cat"]})
+
+    everywhere(body)
+
+
+# -- reduce --------------------------------------------------------------------------------------------------------
+
+
+def test_reduce_by_hand(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        ranks = list(range(size))
+        given = torch.tensor([rank + 1.0, 2.0])
+        same(reduce(given), [sum(ranks) / size + 1, 2.0], torch.float32)
+        same(reduce(given, "sum"), [sum(ranks) + size, 2.0 * size])
+        same(reduce(given, "sum", scale=0.5), [(sum(ranks) + size) / 2, float(size)])
+        same(reduce(given, "mean", scale=4), [4 * (sum(ranks) / size + 1), 8.0])
+        same(reduce(given, "none", scale=4), given.tolist())
+        same(given, [rank + 1.0, 2.0])
+
+    everywhere(body)
+
+
+def test_reduce_returns_memory_of_its_own(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        given = torch.tensor([1.0])
+        for reduction in ("mean", "sum", "none"):
+            reduce(given, reduction).add_(7)
+        same(given, [1.0])
+
+    everywhere(body)
+
+
+def test_reduce_of_whole_numbers_and_booleans(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        large = 2**53 + 1
+        same(reduce(torch.tensor([large]), "sum"), [large * size], torch.int64)
+        same(reduce(torch.tensor([100, 120], dtype=torch.uint8), "sum"), [100 * size, 120 * size], torch.int64)
+        same(reduce(torch.tensor([True, rank == 0]), "sum"), [size, 1], torch.int64)
+        same(reduce(torch.tensor([True, rank == 0])), [1.0, 1 / size], torch.float32)
+        same(reduce(torch.tensor(rank)), (size - 1) / 2, torch.float32)
+
+    everywhere(body)
+
+
+def test_reduce_of_short_floats_rounds_once(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        # 256 + 1 has no bf16: summed in it, the ones would all be lost.
+        given = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
+        exact = torch.tensor([256.0 + size - 1]).to(torch.bfloat16)
+        same(reduce(given, "sum"), exact.tolist(), torch.bfloat16)
+        # Nor does a mean overflow on the way.
+        same(reduce(torch.tensor([60000.0], dtype=torch.float16)), [60000.0], torch.float16)
+
+    everywhere(body)
+
+
+def test_reduce_goes_by_values_where_strides_differ(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        tensor = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+        same(reduce(tensor if rank % 2 else tensor.T.contiguous().T), tensor.tolist())
+
+    everywhere(body)
+
+
+def test_reduce_keeps_containers(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        reduced = reduce(nested(float(rank)), "sum")
+        assert all(bool((tensor == sum(range(size))).all()) for tensor in tensors(reduced))
+        assert isinstance(reduced["batch"], Batch)
+
+    everywhere(body)
+
+
+def test_an_unknown_reduction_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="Unknown reduction 'avg'. Known: mean, none, sum."):
+        reduce(torch.ones(1), "avg")
+
+
+# -- broadcast -----------------------------------------------------------------------------------------------------
+
+
+def test_broadcast_overwrites_and_returns(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        for dtype in DTYPES:
+            given = torch.tensor([rank % 2, 1]).to(dtype)
+            assert broadcast(given) is given
+            assert given.tolist() == torch.tensor([0, 1]).to(dtype).tolist()
+
+    everywhere(body)
+
+
+def test_broadcast_of_trees_from_any_process(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        received = broadcast(nested(float(rank)), from_process=size - 1)
+        assert all(bool((tensor == size - 1).all()) for tensor in tensors(received))
+
+    everywhere(body)
+
+
+def test_broadcast_fills_parameters_and_strided_tensors(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        parameter = torch.nn.Parameter(torch.full((2,), float(rank)))
+        same(broadcast(parameter), [0.0, 0.0])
+        assert parameter.requires_grad
+        strided = (torch.arange(6).view(2, 3) + 10 * rank).T
+        broadcast(strided)
+        same(strided, [[0, 3], [1, 4], [2, 5]])
+
+    everywhere(body)
+
+
+def test_broadcast_from_nowhere_is_refused(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        with pytest.raises(ConfigurationError, match=f"no process {size} in a world of {size}"):
+            broadcast(torch.ones(1), from_process=size)
+
+    everywhere(body)
+
+
+def test_copy_needs_a_tensor_on_one_process_only(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        given = torch.tensor([[1, 2]], dtype=torch.int16) if rank == size - 1 else None
+        copied = copy_tensor_to_devices(given)
+        same(copied, [[1, 2]], torch.int16)
+        copied.zero_()
+        assert given is None or given.tolist() == [[1, 2]]
+        with pytest.raises(DistributedOperationException, match="no tensor on any process"):
+            copy_tensor_to_devices(None)
+
+    everywhere(body)
+
+
+# -- pad -----------------------------------------------------------------------------------------------------------
+
+
+def test_pad_fills_up_to_the_longest(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        given = torch.full((rank + 1,), 7)
+        missing = size - rank - 1
+        same(pad_across_processes(given), [7] * (rank + 1) + [0] * missing, torch.int64)
+        same(pad_across_processes(given, pad_index=-100, pad_first=True), [-100] * missing + [7] * (rank + 1))
+
+    everywhere(body)
+
+
+def test_pad_along_another_dimension(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        given = {"ids": torch.full((1, rank + 1), 7), "mask": torch.ones(1, rank + 1, dtype=torch.bool)}
+        expected = [[7] * (rank + 1) + [0] * (size - rank - 1)]
+        for dim in (1, -1):
+            padded = pad_across_processes(given, dim=dim)
+            same(padded["ids"], expected)
+            same(padded["mask"], [[number == 7 for number in expected[0]]], torch.bool)
+
+    everywhere(body)
+
+
+def test_pad_leaves_tensors_without_that_dimension(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        scalar, row = torch.tensor(1.0), torch.ones(rank + 1)
+        assert pad_across_processes(scalar) is scalar
+        assert pad_across_processes(row, dim=1) is row
+        assert pad_across_processes(row, dim=-2) is row
+
+    everywhere(body)
+
+
+def test_pad_keeps_the_graph() -> None:
+    def body() -> None:
+        given = torch.ones(PartialState().process_index + 1, requires_grad=True)
+        pad_across_processes(given).sum().backward()
+        assert given.grad is not None
+        assert given.grad.tolist() == [1.0] * len(given)
+
+    run_forked(body, num_processes=2)
+
+
+def test_pad_tells_of_different_dimensions_on_all_processes() -> None:
+    def body() -> str:
+        with pytest.raises(DistributedOperationException) as caught:
+            pad_across_processes(torch.ones([2] * (1 + PartialState().process_index)))
+        return str(caught.value)
+
+    first, second = run_forked(body, num_processes=2)
+    assert first == second
+    assert "process 0: it: float32 [2]\n  process 1: it: float32 [2, 2]\n" in first
+
+
+def test_nested_tensors_stay_with_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
+        given = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.warns(CannotPadNestedTensorWarning, match="to_padded_tensor"):
+        assert pad_across_processes(given) is given
+
+
+@pytest.mark.parametrize(
+    ("rows", "processes", "padded"), [(16, 4, 16), (4, 2, 4), (3, 2, 4), (2, 4, 4), (5, 3, 6), (61, 8, 64)]
+)
+def test_pad_input_makes_equal_parts(rows: int, processes: int, padded: int) -> None:
+    result = pad_input_tensors({"a": torch.ones(rows, 2), "b": torch.tensor(1)}, rows, processes)
+    assert result["a"].shape == (padded, 2)
+    assert result["a"][:rows].eq(1).all() and result["a"][rows:].eq(0).all()
+    assert result["b"].tolist() == 1
+
+
+def test_pad_input_along_another_dimension() -> None:
+    assert pad_input_tensors(torch.ones(2, 3), 3, 2, dim=1).tolist() == [[1, 1, 1, 0]] * 2

@@ -1,0 +1,59 @@
+"""What every test starts with: no world, no settings, no launcher's variables, one thread."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer_lib.launchers import run_forked
+from trainer_lib.state import AcceleratorState, GradientState, PartialState
+
+LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "TORCHELASTIC_", "TRAINER_LIB_")
+LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+torch.set_num_threads(1)  # tests with several processes share few cores
+
+
+def forget() -> None:
+    """Forget the world and all settings."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Begin and end each test as a process that was just started by hand."""
+    for name in list(os.environ):
+        if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):
+            monkeypatch.delenv(name)
+    forget()
+    yield
+    forget()
+
+
+Body = Callable[[int, int], Any]
+
+
+@pytest.fixture(params=[0, 1, 2, 4], ids=["alone", "group of 1", "group of 2", "group of 4"])
+def everywhere(request: pytest.FixtureRequest) -> Callable[[Body], list[Any]]:
+    """Return what runs `body(rank, size)` on each process of a world, and returns what each returned.
+
+    A world of one is there twice: as the test's own process, and as a real group.
+    """
+    size: int = request.param
+
+    def run(body: Body) -> list[Any]:
+        def with_place() -> Any:
+            state = PartialState(cpu=True)
+            assert state.num_processes == max(size, 1)
+            return body(state.process_index, state.num_processes)
+
+        return run_forked(with_place, num_processes=size, timeout=60) if size else [with_place()]
+
+    return run

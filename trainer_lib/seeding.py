@@ -1,0 +1,112 @@
+"""This file is seeding: the same random numbers in every run, and on every process where they have to be the same."""
+
+import operator
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_lib.collectives import broadcast_object_list
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.options.kinds import RNGType
+from trainer_lib.state.process import PartialState
+
+_SEEDS = 2**32  # as many as numpy knows
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the generators of Python, numpy and torch, on the CPU and on every accelerator.
+
+    Args:
+        seed: The seed, from 0 to 4294967295.
+        device_specific: Give each process a seed of its own: `seed` plus its index.
+        deterministic: Have torch take algorithms that give the same result each time, or raise where there is none.
+            Call it before anything was computed on an accelerator.
+
+    Example:
+        >>> set_seed(7)
+        >>> first = torch.rand(1)
+        >>> set_seed(7)
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+    seed = _checked(seed, "seed")
+    if device_specific:
+        seed = _checked(seed + PartialState().process_index, "seed plus the index of the process")
+    if deterministic:
+        environment.make_cublas_deterministic()
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False  # its choice among algorithms depends on timing
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # the CPU's generator and those of all accelerators
+
+
+def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
+    """Give all processes the states that some generators of the first process have.
+
+    Args:
+        rng_types: Kinds of `RNGType`: "torch" (the CPU's), "cuda", "xpu", … and "generator" for `generator`.
+        generator: The generator that "generator" stands for.
+
+    Example:
+        >>> synchronize_rng_states(["torch"])
+    """
+    for kind in rng_types:
+        synchronize_rng_state(kind, generator)
+
+
+def synchronize_rng_state(rng_type: str | RNGType | None = None, generator: torch.Generator | None = None) -> None:
+    """Give all processes the state that a generator of the first process has.
+
+    Args:
+        rng_type: See `synchronize_rng_states`; by default "generator" if there is one, else "torch".
+        generator: The generator that "generator" stands for.
+    """
+    chosen = _generator_of(rng_type or (RNGType.TORCH if generator is None else RNGType.GENERATOR), generator)
+    state = broadcast_object_list([chosen.get_state()])[0]
+    if PartialState().process_index != 0:
+        chosen.set_state(state)
+
+
+def _checked(seed: Any, what: str) -> int:
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if isinstance(seed, bool) or not 0 <= number < _SEEDS:
+        raise ConfigurationError(f"{what} must be a whole number from 0 to {_SEEDS - 1}, got {seed!r}.")
+    return number
+
+
+def _generator_of(rng_type: str | RNGType, generator: torch.Generator | None) -> Any:
+    kind = RNGType.read("generator", rng_type)
+    if kind is RNGType.GENERATOR:
+        if generator is None:
+            raise ConfigurationError("rng_types has 'generator', and there is none. Give generator=torch.Generator().")
+        return generator
+    if kind is RNGType.TORCH:
+        return torch.default_generator
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if present is None or present.type != str(kind):
+        raise UnsupportedError(
+            f"There is no {kind} device here, and so no generator of one to synchronize. "
+            f"Known here: torch, generator{'' if present is None else f', {present.type}'}."
+        )
+    return _AcceleratorGenerator(present.type)
+
+
+class _AcceleratorGenerator:
+    """The generator of this process's accelerator."""
+
+    def __init__(self, device_type: str) -> None:
+        self._module = torch.get_device_module(device_type)
+
+    def get_state(self) -> torch.Tensor:
+        return self._module.get_rng_state()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state)

@@ -1,0 +1,258 @@
+"""This package is one place to import from, under the names that Accelerate's users know.
+
+Nothing is defined here, and nothing inside the library imports from here. A name is resolved when it is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from trainer_lib.foundation.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trainer_lib.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+    from trainer_lib.collectives import TensorInformation as TensorInformation
+    from trainer_lib.collectives import broadcast as broadcast
+    from trainer_lib.collectives import broadcast_object_list as broadcast_object_list
+    from trainer_lib.collectives import concatenate as concatenate
+    from trainer_lib.collectives import convert_to_fp32 as convert_to_fp32
+    from trainer_lib.collectives import copy_tensor_to_devices as copy_tensor_to_devices
+    from trainer_lib.collectives import find_batch_size as find_batch_size
+    from trainer_lib.collectives import find_device as find_device
+    from trainer_lib.collectives import gather as gather
+    from trainer_lib.collectives import gather_object as gather_object
+    from trainer_lib.collectives import get_data_structure as get_data_structure
+    from trainer_lib.collectives import honor_type as honor_type
+    from trainer_lib.collectives import ignorant_find_batch_size as ignorant_find_batch_size
+    from trainer_lib.collectives import initialize_tensors as initialize_tensors
+    from trainer_lib.collectives import is_namedtuple as is_namedtuple
+    from trainer_lib.collectives import is_tensor_information as is_tensor_information
+    from trainer_lib.collectives import is_torch_tensor as is_torch_tensor
+    from trainer_lib.collectives import listify as listify
+    from trainer_lib.collectives import pad_across_processes as pad_across_processes
+    from trainer_lib.collectives import pad_input_tensors as pad_input_tensors
+    from trainer_lib.collectives import recursively_apply as recursively_apply
+    from trainer_lib.collectives import reduce as reduce
+    from trainer_lib.collectives import send_to_device as send_to_device
+    from trainer_lib.collectives import slice_tensors as slice_tensors
+    from trainer_lib.foundation.environment import clear_environment as clear_environment
+    from trainer_lib.foundation.environment import get_int_from_env as get_int_from_env
+    from trainer_lib.foundation.environment import parse_choice_from_env as parse_choice_from_env
+    from trainer_lib.foundation.environment import parse_flag_from_env as parse_flag_from_env
+    from trainer_lib.foundation.environment import patch_environment as patch_environment
+    from trainer_lib.foundation.environment import purge_accelerate_environment as purge_accelerate_environment
+    from trainer_lib.foundation.environment import str_to_bool as str_to_bool
+    from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
+    from trainer_lib.foundation.imports import compare_versions as compare_versions
+    from trainer_lib.foundation.imports import is_aim_available as is_aim_available
+    from trainer_lib.foundation.imports import is_amdsmi_available as is_amdsmi_available
+    from trainer_lib.foundation.imports import is_bf16_available as is_bf16_available
+    from trainer_lib.foundation.imports import is_bnb_available as is_bnb_available
+    from trainer_lib.foundation.imports import is_boto3_available as is_boto3_available
+    from trainer_lib.foundation.imports import is_clearml_available as is_clearml_available
+    from trainer_lib.foundation.imports import is_comet_ml_available as is_comet_ml_available
+    from trainer_lib.foundation.imports import is_cuda_available as is_cuda_available
+    from trainer_lib.foundation.imports import is_datasets_available as is_datasets_available
+    from trainer_lib.foundation.imports import is_deepspeed_available as is_deepspeed_available
+    from trainer_lib.foundation.imports import is_dvclive_available as is_dvclive_available
+    from trainer_lib.foundation.imports import is_fp16_available as is_fp16_available
+    from trainer_lib.foundation.imports import is_hpu_available as is_hpu_available
+    from trainer_lib.foundation.imports import is_lomo_available as is_lomo_available
+    from trainer_lib.foundation.imports import is_matplotlib_available as is_matplotlib_available
+    from trainer_lib.foundation.imports import is_megatron_lm_available as is_megatron_lm_available
+    from trainer_lib.foundation.imports import is_mlflow_available as is_mlflow_available
+    from trainer_lib.foundation.imports import is_mlu_available as is_mlu_available
+    from trainer_lib.foundation.imports import is_mps_available as is_mps_available
+    from trainer_lib.foundation.imports import is_msamp_available as is_msamp_available
+    from trainer_lib.foundation.imports import is_musa_available as is_musa_available
+    from trainer_lib.foundation.imports import is_neuron_available as is_neuron_available
+    from trainer_lib.foundation.imports import is_npu_available as is_npu_available
+    from trainer_lib.foundation.imports import is_pandas_available as is_pandas_available
+    from trainer_lib.foundation.imports import is_peft_available as is_peft_available
+    from trainer_lib.foundation.imports import is_pynvml_available as is_pynvml_available
+    from trainer_lib.foundation.imports import is_pytest_available as is_pytest_available
+    from trainer_lib.foundation.imports import is_rich_available as is_rich_available
+    from trainer_lib.foundation.imports import is_rocm_available as is_rocm_available
+    from trainer_lib.foundation.imports import is_sagemaker_available as is_sagemaker_available
+    from trainer_lib.foundation.imports import is_schedulefree_available as is_schedulefree_available
+    from trainer_lib.foundation.imports import is_sdaa_available as is_sdaa_available
+    from trainer_lib.foundation.imports import is_swanlab_available as is_swanlab_available
+    from trainer_lib.foundation.imports import is_tensorboard_available as is_tensorboard_available
+    from trainer_lib.foundation.imports import is_timm_available as is_timm_available
+    from trainer_lib.foundation.imports import is_torch_version as is_torch_version
+    from trainer_lib.foundation.imports import is_torch_xla_available as is_torch_xla_available
+    from trainer_lib.foundation.imports import is_torchao_available as is_torchao_available
+    from trainer_lib.foundation.imports import is_torchdata_available as is_torchdata_available
+    from trainer_lib.foundation.imports import (
+        is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
+    )
+    from trainer_lib.foundation.imports import is_torchvision_available as is_torchvision_available
+    from trainer_lib.foundation.imports import is_trackio_available as is_trackio_available
+    from trainer_lib.foundation.imports import is_transformer_engine_available as is_transformer_engine_available
+    from trainer_lib.foundation.imports import is_transformers_available as is_transformers_available
+    from trainer_lib.foundation.imports import is_triton_available as is_triton_available
+    from trainer_lib.foundation.imports import is_wandb_available as is_wandb_available
+    from trainer_lib.foundation.imports import is_weights_only_available as is_weights_only_available
+    from trainer_lib.foundation.imports import is_xpu_available as is_xpu_available
+    from trainer_lib.foundation.objects import get_pretty_name as get_pretty_name
+    from trainer_lib.foundation.objects import merge_dicts as merge_dicts
+    from trainer_lib.foundation.objects import recursive_getattr as recursive_getattr
+    from trainer_lib.foundation.ports import is_port_in_use as is_port_in_use
+    from trainer_lib.foundation.sizes import convert_bytes as convert_bytes
+    from trainer_lib.options.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from trainer_lib.options.base import KwargsHandler as KwargsHandler
+    from trainer_lib.options.data import DataLoaderConfiguration as DataLoaderConfiguration
+    from trainer_lib.options.distributed import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from trainer_lib.options.distributed import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from trainer_lib.options.kinds import DDPCommunicationHookType as DDPCommunicationHookType
+    from trainer_lib.options.kinds import DistributedType as DistributedType
+    from trainer_lib.options.kinds import PrecisionType as PrecisionType
+    from trainer_lib.options.kinds import RNGType as RNGType
+    from trainer_lib.options.precision import AutocastKwargs as AutocastKwargs
+    from trainer_lib.options.precision import GradScalerKwargs as GradScalerKwargs
+    from trainer_lib.progress import tqdm as tqdm
+    from trainer_lib.seeding import set_seed as set_seed
+    from trainer_lib.seeding import synchronize_rng_state as synchronize_rng_state
+    from trainer_lib.seeding import synchronize_rng_states as synchronize_rng_states
+    from trainer_lib.state.process import wait_for_everyone as wait_for_everyone
+
+_NAMES = {
+    "trainer_lib.collectives": [
+        "CannotPadNestedTensorWarning",
+        "TensorInformation",
+        "broadcast",
+        "broadcast_object_list",
+        "concatenate",
+        "convert_to_fp32",
+        "copy_tensor_to_devices",
+        "find_batch_size",
+        "find_device",
+        "gather",
+        "gather_object",
+        "get_data_structure",
+        "honor_type",
+        "ignorant_find_batch_size",
+        "initialize_tensors",
+        "is_namedtuple",
+        "is_tensor_information",
+        "is_torch_tensor",
+        "listify",
+        "pad_across_processes",
+        "pad_input_tensors",
+        "recursively_apply",
+        "reduce",
+        "send_to_device",
+        "slice_tensors",
+    ],
+    "trainer_lib.foundation.environment": [
+        "clear_environment",
+        "get_int_from_env",
+        "parse_choice_from_env",
+        "parse_flag_from_env",
+        "patch_environment",
+        "purge_accelerate_environment",
+        "str_to_bool",
+    ],
+    "trainer_lib.foundation.errors": [
+        "DistributedOperationException",
+    ],
+    "trainer_lib.foundation.imports": [
+        "compare_versions",
+        "is_aim_available",
+        "is_amdsmi_available",
+        "is_bf16_available",
+        "is_bnb_available",
+        "is_boto3_available",
+        "is_clearml_available",
+        "is_comet_ml_available",
+        "is_cuda_available",
+        "is_datasets_available",
+        "is_deepspeed_available",
+        "is_dvclive_available",
+        "is_fp16_available",
+        "is_hpu_available",
+        "is_lomo_available",
+        "is_matplotlib_available",
+        "is_megatron_lm_available",
+        "is_mlflow_available",
+        "is_mlu_available",
+        "is_mps_available",
+        "is_msamp_available",
+        "is_musa_available",
+        "is_neuron_available",
+        "is_npu_available",
+        "is_pandas_available",
+        "is_peft_available",
+        "is_pynvml_available",
+        "is_pytest_available",
+        "is_rich_available",
+        "is_rocm_available",
+        "is_sagemaker_available",
+        "is_schedulefree_available",
+        "is_sdaa_available",
+        "is_swanlab_available",
+        "is_tensorboard_available",
+        "is_timm_available",
+        "is_torch_version",
+        "is_torch_xla_available",
+        "is_torchao_available",
+        "is_torchdata_available",
+        "is_torchdata_stateful_dataloader_available",
+        "is_torchvision_available",
+        "is_trackio_available",
+        "is_transformer_engine_available",
+        "is_transformers_available",
+        "is_triton_available",
+        "is_wandb_available",
+        "is_weights_only_available",
+        "is_xpu_available",
+    ],
+    "trainer_lib.foundation.objects": [
+        "get_pretty_name",
+        "merge_dicts",
+        "recursive_getattr",
+    ],
+    "trainer_lib.foundation.ports": [
+        "is_port_in_use",
+    ],
+    "trainer_lib.foundation.sizes": [
+        "convert_bytes",
+    ],
+    "trainer_lib.options.accumulation": [
+        "GradientAccumulationPlugin",
+    ],
+    "trainer_lib.options.base": [
+        "KwargsHandler",
+    ],
+    "trainer_lib.options.data": [
+        "DataLoaderConfiguration",
+    ],
+    "trainer_lib.options.distributed": [
+        "DistributedDataParallelKwargs",
+        "InitProcessGroupKwargs",
+    ],
+    "trainer_lib.options.kinds": [
+        "DDPCommunicationHookType",
+        "DistributedType",
+        "PrecisionType",
+        "RNGType",
+    ],
+    "trainer_lib.options.precision": [
+        "AutocastKwargs",
+        "GradScalerKwargs",
+    ],
+    "trainer_lib.progress": [
+        "tqdm",
+    ],
+    "trainer_lib.seeding": [
+        "set_seed",
+        "synchronize_rng_state",
+        "synchronize_rng_states",
+    ],
+    "trainer_lib.state.process": [
+        "wait_for_everyone",
+    ],
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+# Star imports look here; type checkers go by the imports above.
+__all__ = [*_HOMES]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
