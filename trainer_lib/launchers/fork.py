@@ -1,18 +1,28 @@
 """This file is a function on several forked processes of this machine, and their results in order of rank."""
 
+import faulthandler
 import os
-import socket
+import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 
-from trainer_lib.foundation.errors import WorldError
-from trainer_lib.options.base import check_count
+from trainer_lib.foundation.ports import free_port
+from trainer_lib.launchers.child import begin, check_call, leave, refuse_a_world
+from trainer_lib.launchers.failures import Failure, ProcessFailedError, failed
+from trainer_lib.launchers.plan import LOCALHOST
+from trainer_lib.options.base import check_count, check_positive
+
+_GRACE = 5.0  # seconds that a process gets to end when it is asked to
+_POLL = 0.1  # seconds between two looks at who has died
+_TIMED_OUT = 124  # the exit code of `timeout`, in shells
 
 
 def run_forked(
@@ -30,84 +40,126 @@ def run_forked(
         function: What each process runs; it finds the variables that torchrun sets.
         args: Its arguments.
         num_processes: How many processes.
-        timeout: Seconds after which all are ended and an error is raised.
+        timeout: Seconds after which all are ended and an error tells where each of them was.
         **variables: Further environment variables for the processes.
 
     Raises:
-        WorldError: If a process raised or died; the message holds its traceback.
+        ProcessFailedError: If a process raised, died or did not end in time; the message holds its traceback.
     """
+    check_call(function, args)
     check_count("num_processes", num_processes)
-    context = get_context("fork")
+    if timeout is not None:
+        check_positive("timeout", timeout)
+    refuse_a_world("run_forked")
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
-        workers = []
-        for rank in range(num_processes):
-            place = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_processes),
-                "LOCAL_WORLD_SIZE": str(num_processes),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "ACCELERATE_USE_CPU": "1",
-                "FORK_LAUNCHED": "1",
-                **variables,
-            }
-            workers.append(context.Process(target=_work, args=(function, tuple(args), place, Path(folder, str(rank)))))
-        for worker in workers:
-            worker.start()
-        _wait(workers, timeout)
-        _raise_first_failure(workers, folder, timeout)
-        return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(num_processes)]
+        workers = [_Worker(rank, Path(folder)) for rank in range(num_processes)]
+        try:
+            for worker in workers:
+                worker.start(function, args, {**_place(worker.rank, num_processes, port, folder), **variables})
+            _wait(workers, timeout)
+        finally:
+            _end(workers)
+        return [torch.load(worker.result, weights_only=False) for worker in workers]
 
 
-def free_port() -> int:
-    """Return a port that no program listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+class _Worker:
+    """One process, and the files through which it answers."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank = rank
+        self.result, self.error, self.stacks = (folder / f"{rank}.{kind}" for kind in ("result", "error", "stacks"))
+
+    def start(self, function: Callable[..., Any], args: Sequence[Any], variables: Mapping[str, str]) -> None:
+        """Fork."""
+        self.process = get_context("fork").Process(target=self._work, args=(os.getpid(), function, args, variables))
+        self.process.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return hasattr(self, "process") and self.process.is_alive()
+
+    def failure(self) -> Failure | None:
+        """How the process failed, if it has by now."""
+        if not self.process.exitcode:
+            return None
+        told = self.error.exists()
+        return Failure(
+            rank=self.rank,
+            exit_code=self.process.exitcode,
+            traceback=self.error.read_text() if told else None,
+            when=self.error.stat().st_mtime_ns if told else 0,
+        )
+
+    def _work(
+        self, parent: int, function: Callable[..., Any], args: Sequence[Any], variables: Mapping[str, str]
+    ) -> None:
+        try:
+            # One thread: OpenMP's threads do not survive a fork, and a parallel region would wait for them for ever.
+            begin(parent, variables, threads=1)
+            with self.stacks.open("w") as stacks:
+                # In C, since Python's own handlers would wait for the end of a collective that hangs.
+                faulthandler.register(signal.SIGUSR1, stacks, chain=True)
+                torch.save(function(*args), self.result)
+        except BaseException:
+            self.error.write_text(traceback.format_exc())
+            leave()
 
 
-def _work(function: Callable[..., Any], args: tuple[Any, ...], place: dict[str, str], result: Path) -> None:
-    os.environ.update(place)
-    torch.set_num_threads(1)  # the processes share the cores
-    try:
-        torch.save(function(*args), result)
-    except BaseException:
-        result.with_suffix(".error").write_text(traceback.format_exc())
-        # Not sys.exit: what the parent registered to run at exit must not run here.
-        os._exit(1)
-    os._exit(0)
+def _place(rank: int, size: int, port: int, folder: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": LOCALHOST,
+        # They meet through a file. A store on a port would have a thread that serves it in the parent, which may hold
+        # a lock of the resolver's at a fork: then the child waits for ever. The port is for functions that form a
+        # group of their own.
+        "MASTER_PORT": str(port),
+        "TRAINER_LIB_STORE_FILE": str(Path(folder, "store")),
+        "TRAINER_LIB_WORLD_SIZE": str(size),
+        "ACCELERATE_USE_CPU": "1",
+        "FORK_LAUNCHED": "1",
+    }
 
 
-def _wait(workers: list[Any], timeout: float | None) -> None:
-    from multiprocessing.connection import wait
-    from time import monotonic
-
+def _wait(workers: Sequence[_Worker], timeout: float | None) -> None:
     deadline = None if timeout is None else monotonic() + timeout
-    running = {worker.sentinel: worker for worker in workers}
-    while running:
-        ended = wait(list(running), None if deadline is None else max(0.0, deadline - monotonic()))
-        failed = [sentinel for sentinel in ended if running.pop(sentinel).exitcode != 0]
-        if failed or not ended:
-            # The others may wait for the dead one for ever.
-            for worker in running.values():
-                worker.terminate()
-            for worker in running.values():
-                worker.join(5)
-                worker.kill()
-            break
+    while running := [worker for worker in workers if worker.is_running]:
+        # Looked at often as well as waited for: a child of a dead worker keeps its sentinel open.
+        wait([worker.process.sentinel for worker in running], _POLL)
+        failures = [failure for worker in workers if (failure := worker.failure())]
+        if failures:
+            raise failed(failures, len(workers))
+        if deadline is not None and monotonic() > deadline:
+            raise _late([worker for worker in running if worker.is_running], len(workers), timeout)
+
+
+def _late(workers: Sequence[_Worker], num_processes: int, timeout: float | None) -> ProcessFailedError:
     for worker in workers:
-        worker.join()
+        os.kill(worker.process.pid or 0, signal.SIGUSR1)
+    for worker in workers:
+        worker.process.join(_GRACE)
+    where = "".join(f"\nProcess {worker.rank} was here:\n{_stacks(worker)}" for worker in workers)
+    ranks = ", ".join(str(worker.rank) for worker in workers)
+    return ProcessFailedError(
+        f"Of {num_processes} processes, these did not end within {timeout:g} seconds: {ranks}.{where}",
+        workers[0].rank,
+        _TIMED_OUT,
+    )
 
 
-def _raise_first_failure(workers: list[Any], folder: str, timeout: float | None) -> None:
-    for rank in range(len(workers)):
-        error = Path(folder, str(rank)).with_suffix(".error")
-        if error.exists():
-            raise WorldError(f"Process {rank} of {len(workers)} raised:\n{error.read_text()}")
-    for rank, worker in enumerate(workers):
-        if worker.exitcode != 0:
-            why = f"ended with exit code {worker.exitcode}"
-            late = "" if timeout is None else f" (the limit was {timeout:g} seconds)"
-            raise WorldError(f"Process {rank} of {len(workers)} {why}{late}.")
+def _stacks(worker: _Worker) -> str:
+    return worker.stacks.read_text().rstrip() if worker.stacks.exists() else "(it had not begun)"
+
+
+def _end(workers: Iterable[_Worker]) -> None:
+    started = [worker.process for worker in workers if hasattr(worker, "process")]
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.join(_GRACE)
+        process.kill()
+        process.join()

@@ -1,0 +1,416 @@
+"""This file is the tests of `trainer-lib launch`: real processes, started by the command itself."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from trainer_lib.commands.main import main
+from trainer_lib.launchers import accelerators
+
+COMMAND = [sys.executable, "-m", "trainer_lib.commands.main", "launch"]
+LIMIT = 60
+TELL = "import json, os, sys; print(json.dumps([sys.argv, dict(os.environ)]), flush=True)"
+JOIN = "from trainer_lib import PartialState; state = PartialState(); state.wait_for_everyone()"
+
+
+class Ended(NamedTuple):
+    """A launch that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def told(self) -> list[tuple[list[str], dict[str, str]]]:
+        """What each process told of its arguments and its environment, in order of rank."""
+        told = [json.loads(line) for line in self.out.splitlines()]
+        return sorted(told, key=lambda each: int(each[1].get("RANK", 0)))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., str]:
+    """Write lines of Python into a file."""
+
+    def write(*lines: str) -> str:
+        path = tmp_path / "a script.py"
+        path.write_text("\n".join(textwrap.dedent(line) for line in lines))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def launch(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Launch from within this process, which saves importing torch once more."""
+
+    def launched(*arguments: str) -> Ended:
+        code = main(["launch", *arguments])
+        return Ended(code, *capfd.readouterr())
+
+    return launched
+
+
+def test_arguments_of_the_script_arrive_as_they_were_given(launch: Any, script: Any) -> None:
+    path = script(TELL)
+    given = ["a b", "it's", '"quoted"', "$HOME ${local_rank} $$", "`id`; echo", "", "--num_processes", "7", "--", "-m", "*"]
+    ended = launch("--cpu", "--num-processes=2", path, *given)
+    assert ended.code == 0
+    assert [argv for argv, _ in ended.told] == [[path, *given]] * 2
+
+
+def test_processes_are_told_their_place_and_what_was_asked_for(launch: Any, script: Any) -> None:
+    ended = launch(
+        "--num_processes", "2", "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "4", "--debug",
+        "--num_cpu_threads_per_process", "3", script(TELL),
+    )  # fmt: skip
+    environments = [environment for _, environment in ended.told]
+    assert [(each["RANK"], each["LOCAL_RANK"], each["WORLD_SIZE"]) for each in environments] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    told = {
+        "ACCELERATE_USE_CPU": "1",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_DEBUG_MODE": "1",
+        "OMP_NUM_THREADS": "3",
+        "TRAINER_LIB_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    assert all(told.items() <= each.items() for each in environments)
+    assert not any(name in os.environ for name in ("ACCELERATE_DEBUG_MODE", "TRAINER_LIB_WORLD_SIZE"))
+
+
+def test_one_process_is_started_by_default_and_is_told_nothing_that_was_not_asked(launch: Any, script: Any) -> None:
+    ((_, environment),) = launch(script(TELL)).told
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
+    assert not any(name.startswith("ACCELERATE_") for name in environment)
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+
+
+def test_module_runs_as_with_python_m(launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "script.py").write_text(f"assert __name__ == '__main__' and __package__ == 'package'; {TELL}")
+    monkeypatch.chdir(tmp_path)
+    ended = launch("-m", "package.script", "--flag", "a b")
+    assert ended.code == 0, ended.err
+    assert ended.told[0][0][1:] == ["--flag", "a b"]
+
+
+def test_script_sees_itself_as_under_plain_python(launch: Any, script: Any, tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("value = 3")
+    path = script(
+        "import multiprocessing, pickle, sys, neighbour, __main__",
+        "class Here: pass",
+        "def double(x): return 2 * x",
+        "if __name__ == '__main__':",
+        "    assert __file__ == sys.argv[0] and sys.path[0] == sys.argv[1] and 'torch' not in sys.modules",
+        "    assert pickle.loads(pickle.dumps(Here())).__class__ is Here is __main__.Here",
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool: assert pool.map(double, [neighbour.value]) == [6]",
+    )
+    assert launch(path, str(tmp_path)).code == 0
+
+
+def test_program_other_than_python(launch: Any) -> None:
+    ended = launch("--no_python", "--num_processes", "2", "echo", "a  b")
+    assert (ended.code, ended.out) == (0, "a  b\na  b\n")
+
+
+def test_processes_form_a_world_of_four(launch: Any, script: Any) -> None:
+    path = script(
+        "import torch",
+        JOIN,
+        "total = state.group.all_reduce(torch.tensor([1.0 + state.process_index])).item()",
+        "print(state.num_processes, total, state.device, state.distributed_type)",
+    )
+    ended = launch("--num_processes", "4", path)
+    assert (ended.code, ended.out) == (0, "4 10.0 cpu MULTI_CPU\n" * 4), ended.err
+
+
+def test_other_world_than_the_one_asked_for_is_an_error(launch: Any, script: Any) -> None:
+    path = script("import os; os.environ.update(RANK='0', WORLD_SIZE='1')", JOIN)
+    ended = launch("--num_processes", "2", path)
+    assert ended.code == 1
+    assert "2 processes were asked for and a world of 1 formed" in ended.err
+
+
+def test_torchrun_forms_a_world_too(script: Any) -> None:
+    path = script(JOIN, "print(state.process_index, state.num_processes, state.backend)")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*torchrun, path], capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert sorted(done.stdout.splitlines()) == ["0 2 gloo", "1 2 gloo"]
+
+
+def test_failure_of_one_process_ends_all_and_is_told_last(launch: Any, script: Any) -> None:
+    path = script(
+        "import os, signal, sys",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one blocked in a collective",
+        "if os.environ['RANK'] == '0': signal.pause()",
+        "def train(): raise ValueError('only here')",
+        "train()",
+    )
+    ended = launch("--num_processes", "2", path)
+    assert ended.code == 1
+    report = ended.err[ended.err.index("trainer-lib launch: ") :]
+    assert report.startswith("trainer-lib launch: Process 1 of 2 failed with exit code 1:\nTraceback")
+    assert report.endswith("ValueError: only here\n")
+    assert "worker.py" not in ended.err
+    assert "torchelastic" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("sys.exit(3)", 3, "failed with exit code 3"),
+        ("os._exit(4)", 4, "failed with exit code 4."),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL (by hand, or for want of memory)."),
+        ("sys.exit('no data')", 1, "SystemExit: no data"),
+        ("sys.exit()", 0, ""),
+    ],
+)
+def test_exit_code_of_the_script_is_that_of_the_launch(
+    launch: Any, script: Any, end: str, code: int, told: str
+) -> None:
+    ended = launch(script(f"import os, signal, sys; {end}"))
+    assert ended.code == code
+    assert told in ended.err
+
+
+def test_quiet_leaves_the_report_to_the_script(launch: Any, script: Any) -> None:
+    ended = launch("--quiet", script("raise ValueError('loud')"))
+    assert ended.code == 1
+    assert "loud" in ended.err
+    assert "trainer-lib" not in ended.err
+
+
+def test_restart_after_the_world_has_formed_ends_well(launch: Any, script: Any) -> None:
+    path = script(
+        "import os, torch",
+        JOIN,
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']",
+        "if attempt == '0' and state.is_last_process: raise ValueError('the first time')",
+        "print(attempt, state.group.all_reduce(torch.ones(1)).item())",
+    )
+    ended = launch("--num_processes", "2", "--max_restarts", "1", path)
+    assert (ended.code, ended.out) == (0, "1 2.0\n" * 2), ended.err
+    assert "Process 1 of 2 failed" in ended.err
+    assert "Starting all processes again (restart 1 of 1).\n" in ended.err
+
+
+def test_last_restart_that_fails_ends_it(launch: Any, script: Any) -> None:
+    path = script("import os; raise ValueError('attempt ' + os.environ['TORCHELASTIC_RESTART_COUNT'])")
+    ended = launch("--max_restarts", "1", path)
+    assert ended.code == 1
+    assert ended.err.endswith("ValueError: attempt 1\n")
+
+
+def test_two_launches_at_once_meet_at_different_ports(script: Any) -> None:
+    path = script("import sys; print(flush=True); sys.stdin.readline()", TELL)
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*COMMAND, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    ports: set[str] = set()
+    with start() as first, start() as second:
+        for process in (first, second):  # both are there
+            assert process.stdout is not None
+            assert process.stdout.readline() == "\n"
+        for process in (first, second):
+            ended = Ended(0, process.communicate("go\n", timeout=LIMIT)[0], "")
+            ports.add(ended.told[0][1]["MASTER_PORT"])
+    assert len(ports) == 2
+
+
+def test_given_port_is_used_and_a_taken_one_is_named(launch: Any, script: Any) -> None:
+    with socket.create_server(("", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        ended = launch("--main_process_port", port, script(TELL))
+        assert ended.code == 1
+        assert f"trainer-lib launch: error: Port {port} cannot be used" in ended.err
+    ((_, environment),) = launch("--main_process_port", port, script(TELL)).told
+    assert environment["MASTER_PORT"] == port
+
+
+def test_two_machines_form_one_world(script: Any) -> None:
+    path = script(JOIN, "print(state.process_index, state.local_process_index, state.num_processes)")
+    with socket.create_server(("", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    shared = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    machines = [
+        subprocess.Popen([*COMMAND, *shared, "--machine_rank", rank, path], stdout=subprocess.PIPE, text=True)
+        for rank in ("0", "1")
+    ]
+    out = [machine.communicate(timeout=LIMIT)[0] for machine in machines]
+    assert out == ["0 0 2\n", "1 0 2\n"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_reaches_the_processes_which_may_end_in_their_own_way(script: Any, number: signal.Signals) -> None:
+    path = script(
+        "import os, signal, sys",
+        "def save(number, frame): print('saved at', number, flush=True); sys.exit(0)",
+        "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, save)",
+        "print('ready', flush=True)",
+        "signal.pause()",
+    )
+    # Of the children of a shell's background job, SIGINT is ignored; the launcher would rightly ignore it too.
+    start = ["env", f"--default-signal={number.name[3:]}", *COMMAND, "--num_processes", "2", path]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT)
+    assert out == f"saved at {int(number)}\n" * 2
+    assert process.returncode == 128 + number
+    assert err.endswith(f"trainer-lib launch: Ended by {number.name}, and all processes with it.\n")
+
+
+def test_processes_do_not_outlive_a_killed_launcher(script: Any) -> None:
+    path = script("import signal; print('ready', flush=True); signal.pause()")
+    start = [*COMMAND, "--num_processes", "2", path]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.kill()
+        assert process.stdout.read() == ""  # it ends when the last process does
+
+
+def test_output_is_teed_into_the_log_folder(launch: Any, script: Any, tmp_path: Path) -> None:
+    path = script("import os, sys; print('out', os.environ['RANK']); sys.exit('rank 1 fails' if os.environ['RANK'] == '1' else 0)")
+    ended = launch("--num_processes", "2", "--tee", "3", "--log_dir", str(tmp_path / "logs"), "--role", "job", path)
+    assert ended.code == 1
+    assert "[job1]:out 1" in ended.out
+    (log,) = tmp_path.glob("logs/*/attempt_0/1/stderr.log")
+    assert log.read_text() == "rank 1 fails\n"
+    assert f"Its output is in {log}." in ended.err
+
+
+def test_nothing_is_left_in_the_temporary_folder(
+    launch: Any, script: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert launch(script("raise ValueError")).code == 1
+    assert list(folder.iterdir()) == []
+
+
+def test_help_is_quick_and_grouped() -> None:
+    probe = "import sys; from trainer_lib.commands.main import main; code = main(['launch', '-h']); assert code == 0; "
+    done = subprocess.run(
+        [sys.executable, "-c", probe + "print('torch' in sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("False\n")
+    assert all(group in done.stdout for group in ("processes:", "several machines:", "failures and output:"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num_procceses", "2"], "Unknown option '--num_procceses'. Did you mean '--num_processes'?"),
+        (["--num_processes", "two"], "--num_processes: must be a whole number of at least 1, got 'two'"),
+        (["--num_processes", "0"], "must be a whole number of at least 1, got '0'"),
+        (["--num_processes"], "--num_processes: expected one argument"),
+        (["--cpu=yes"], "--cpu: ignored explicit argument 'yes'"),
+        (["--mixed_precision", "bf61"], "Unknown mixed_precision 'bf61'. Known: bf16, fp16, no. Did you mean 'bf16'?"),
+        (["--mixed_precision", "fp8"], "mixed_precision='fp8' is not supported"),
+        (["--use_fsdp"], "--use_fsdp is not supported: this version does not have FSDP"),
+        (["--fsdp-sharding-strategy", "1"], "--fsdp-sharding-strategy is not supported"),
+        (["--config_file", "x.yaml"], "does not have a config file (give the options on the command line)"),
+        (["--multi_gpu", "--cpu"], "--multi_gpu needs two accelerators or more"),
+        (["--num_machines", "2", "--num_processes", "3"], "3 cannot be shared out evenly over 2"),
+        (["--num_machines", "2"], "--num_machines 2 needs --main_process_ip"),
+        (["--machine_rank", "1"], "machine_rank must be below num_machines (1), got 1"),
+        (["--main_process_port", "70000"], "main_process_port must be from 0 to 65535, got 70000"),
+        (["--rdzv_conf", "timeout"], "--rdzv_conf must be like timeout=900,join_timeout=60, got 'timeout'"),
+        (["--rdzv_backend", "c01d"], "Did you mean 'c10d'?"),
+        (["--monitor_interval", "0"], "monitor_interval must be a finite number above 0"),
+        (["--tee", "9"], "tee must be 0, 1 (output), 2 (errors) or 3 (both)"),
+        (["--log_dir", __file__], "log_dir must be a folder"),
+        (["--no_python", "-m"], "--no_python and --module contradict each other"),
+    ],
+)
+def test_wrong_options_are_told_before_the_start(
+    launch: Any, script: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/process/is/to/be/started")
+    ended = launch(*arguments, *([] if arguments[-1] == "--num_processes" else [script("")]))
+    assert ended.code == 2
+    assert ended.err.startswith("trainer-lib launch: error: ")
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "No script was given"),
+        (["no such.py"], "The script 'no such.py' is not there"),
+        (["."], "The script '.' is a folder"),
+        (["--no_python", "no-such-program"], "There is no program 'no-such-program'"),
+    ],
+)
+def test_missing_script_is_told(launch: Any, command: list[str], message: str) -> None:
+    ended = launch(*command)
+    assert ended.code == 2
+    assert message in ended.err
+
+
+def test_missing_module_is_told(launch: Any) -> None:
+    ended = launch("-m", "no_such_module")
+    assert ended.code == 1
+    assert ended.err.rstrip().endswith("No module named no_such_module")
+
+
+class FakeAccelerators:
+    """Two devices that nothing can be computed on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "device_count", self.device_count)
+        self.accelerators = accelerators
+
+    def device_count(self) -> int:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return 2 if visible is None else len(visible.split(","))
+
+
+def test_accelerators_set_the_default_and_the_limit(
+    launch: Any, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeAccelerators(monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    path = script(TELL)
+    assert [environment["WORLD_SIZE"] for _, environment in launch(path).told] == ["2", "2"]
+    too_many = launch("--num_processes", "3", path)
+    assert too_many.code == 2
+    assert "3 processes on this machine were asked for, and it has 2 cuda devices" in too_many.err
+    assert len(launch("--cpu", "--num_processes", "3", path).told) == 3
+    ((_, environment),) = launch("--gpu_ids", "1", path).told
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "has 1 cuda device:" in launch("--gpu_ids", "1", "--num_processes", "2", path).err
+
+
+def test_ids_of_accelerators_that_are_not_there_are_refused(launch: Any, script: Any) -> None:
+    ended = launch("--gpu_ids", "0,1", script(TELL))
+    assert ended.code == 2
+    assert "this machine has no accelerator" in ended.err
+
+
+def test_ignored_hangup_stays_ignored(script: Any) -> None:
+    path = script("import os, signal; os.kill(os.getppid(), signal.SIGHUP); print('still here')")
+    done = subprocess.run(["nohup", *COMMAND, path], capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert done.stdout == "still here\n"

@@ -1,0 +1,1 @@
+"""This package is the tests of the launchers."""

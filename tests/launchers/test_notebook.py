@@ -1,0 +1,207 @@
+"""This file is the tests of `notebook_launcher` and `debug_launcher`."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer_lib import debug_launcher, notebook_launcher
+from trainer_lib.foundation.environment import patch_environment
+from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, WorldError
+from trainer_lib.launchers import ProcessFailedError, notebook
+from trainer_lib.state import AcceleratorState, PartialState
+from trainer_lib.testing import reset_states
+
+
+def place() -> tuple[int, int]:
+    state = PartialState()
+    state.wait_for_everyone()
+    return state.process_index, state.num_processes
+
+
+def fail_on_the_last() -> None:
+    state = PartialState()
+    state.wait_for_everyone()
+    if state.is_last_process:
+        raise KeyError("only here")
+    state.wait_for_everyone()
+
+
+def taken_port() -> socket.socket:
+    listener = socket.create_server(("", 0))
+    return listener
+
+
+def test_closures_run_in_one_world_and_results_come_in_order_of_rank() -> None:
+    template = "$HOME and ${local_rank}"
+
+    def fill(text: str, values: list[int]) -> tuple[str, torch.Tensor]:
+        state = PartialState()
+        total = state.group.all_reduce(torch.tensor([float(state.process_index)]))
+        return f"{template} {text} {values}", total
+
+    results = notebook_launcher(fill, ("$$x", [1]), num_processes=2)
+    assert results == [("$HOME and ${local_rank} $$x [1]", torch.tensor([1.0]))] * 2
+    assert debug_launcher(place) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("launcher", [notebook_launcher, debug_launcher])
+def test_error_of_one_process_is_told_first_and_nobody_hangs(launcher: Any) -> None:
+    with pytest.raises(ProcessFailedError, match="Process 1 of 2 failed with exit code 1:\n") as caught:
+        launcher(fail_on_the_last, num_processes=2)
+    assert "KeyError: 'only here'" in str(caught.value)
+    assert "in fail_on_the_last" in str(caught.value)
+
+
+def test_process_killed_by_a_signal_is_named() -> None:
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL if place()[0] else signal.SIGCONT)
+        signal.pause()
+
+    with pytest.raises(ProcessFailedError, match="Process 1 of 2 was killed by SIGKILL"):
+        notebook_launcher(die, num_processes=2)
+
+
+def test_restart_after_the_world_has_formed_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail_at_first() -> tuple[str, int]:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            fail_on_the_last()
+        return os.environ["TORCHELASTIC_RESTART_COUNT"], place()[0]
+
+    assert notebook_launcher(fail_at_first, num_processes=2, max_restarts=1) == [("1", 0), ("1", 1)]
+    told = capsys.readouterr().out
+    assert "KeyError: 'only here'" in told
+    assert told.endswith("Starting all processes again (restart 1 of 1).\n")
+
+
+def test_one_process_runs_in_place_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+
+    def look() -> str:
+        seen.append(os.environ["ACCELERATE_MIXED_PRECISION"])
+        return "done"
+
+    assert notebook_launcher(look, mixed_precision="bf16") == ["done"]
+    assert seen == ["bf16"]
+    assert capsys.readouterr().out == "Running look in this process, on the CPU.\n"
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+def test_precision_reaches_the_processes() -> None:
+    def precision() -> str:
+        return AcceleratorState().mixed_precision
+
+    assert notebook_launcher(precision, num_processes=2, mixed_precision="BF16") == ["bf16", "bf16"]
+
+
+def test_handlers_of_the_notebook_come_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
+    notebook_launcher(place, num_processes=2)
+    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
+    assert after == before
+
+
+def test_interrupt_ends_the_processes_and_reaches_the_notebook() -> None:
+    parent = os.getpid()
+
+    def interrupt() -> None:
+        if place()[0] == 0:
+            os.kill(parent, signal.SIGINT)
+        signal.pause()
+
+    with pytest.raises(KeyboardInterrupt):
+        notebook_launcher(interrupt, num_processes=2)
+
+
+def test_lone_state_is_not_inherited_and_a_world_is_refused() -> None:
+    reset_states()
+    assert PartialState(cpu=True).num_processes == 1
+    assert notebook_launcher(place, num_processes=2) == [(0, 2), (1, 2)]
+
+    def launch_again() -> None:
+        place()
+        with patch_environment(rank="", world_size=""):
+            del os.environ["RANK"], os.environ["WORLD_SIZE"]
+            notebook_launcher(place, num_processes=2)
+
+    with pytest.raises(ProcessFailedError, match="torch.distributed is initialized in this process. Create the Acc"):
+        debug_launcher(launch_again)
+    with pytest.raises(ProcessFailedError, match="this is process 0 of 1 that torchrun started. Call the function"):
+        debug_launcher(notebook_launcher, (place,), num_processes=1)
+
+
+def test_given_port_is_used_again_and_again() -> None:
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(WorldError, match=f"Port {port} cannot be used(.|\n)*Name another port, or none"):
+            notebook_launcher(place, num_processes=2, use_port=str(port))
+
+    def meeting() -> str:
+        place()
+        return os.environ["MASTER_PORT"]
+
+    for _ in range(2):
+        assert notebook_launcher(meeting, num_processes=2, use_port=port) == [str(port)] * 2
+
+
+def test_default_port_may_be_taken() -> None:
+    try:
+        listener = socket.create_server(("", 29500))
+    except OSError:  # some other program keeps it: just as well
+        assert notebook_launcher(place, num_processes=2) == [(0, 2), (1, 2)]
+    else:
+        with listener:
+            assert notebook_launcher(place, num_processes=2) == [(0, 2), (1, 2)]
+
+
+def test_used_accelerator_means_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cloudpickle")
+    monkeypatch.setattr(notebook, "count_accelerators", lambda: 2)
+    monkeypatch.setattr(notebook, "forks_are_poisoned", lambda: True)
+    parent = os.getpid()
+
+    def closure(offset: int) -> tuple[int, int, bool]:
+        state = PartialState()
+        state.wait_for_everyone()
+        return state.process_index + offset, state.num_processes, os.getppid() == parent
+
+    assert notebook_launcher(closure, (10,)) == [(10, 2, True), (11, 2, True)]
+
+
+def test_used_accelerator_without_cloudpickle_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "count_accelerators", lambda: 2)
+    monkeypatch.setattr(notebook, "forks_are_poisoned", lambda: True)
+    monkeypatch.setattr(notebook, "is_package_available", lambda module: False)
+    with pytest.raises(MissingPackageError, match="Restart the kernel(.|\n)*pip install cloudpickle"):
+        notebook_launcher(place)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"function": (0, 1)}, ConfigurationError, "function must be something to call"),
+        ({"args": 5}, ConfigurationError, r"For one argument: args=\(value,\)"),
+        ({"num_processes": 0}, ConfigurationError, "num_processes must be a whole number of at least 1, got 0"),
+        ({"mixed_precision": "bf61"}, ConfigurationError, "Did you mean 'bf16'"),
+        ({"mixed_precision": "fp8"}, UnsupportedError, "fp8"),
+        ({"use_port": "many"}, ConfigurationError, "use_port must be a number"),
+        ({"use_port": 70000}, ConfigurationError, "main_process_port must be from 0 to 65535"),
+        ({"rdzv_backend": "statik"}, ConfigurationError, "Did you mean 'static'"),
+        ({"num_nodes": 2, "node_rank": 2}, ConfigurationError, r"machine_rank must be below num_machines \(2\), got 2"),
+        ({"max_restarts": -1}, ConfigurationError, "max_restarts must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        notebook_launcher(**{"function": place, "num_processes": 2, **arguments})
+
+
+def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    notebook_launcher(place, num_processes=2)
+    debug_launcher(place)
+    assert list(tmp_path.glob("t*")) == []

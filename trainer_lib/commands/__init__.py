@@ -1,0 +1,1 @@
+"""This package is the command line, one file a command."""

@@ -1,0 +1,146 @@
+"""This file is the command `trainer-lib launch`: a script on processes that form a world."""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer_lib.commands.launch_options import parse
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers.plan import LOCALHOST, Plan, check_precision
+
+_DEFAULT_PORT = 29500
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Start the script and return the exit code of the launch."""
+    options, command = parse(arguments)
+    variables = _variables(options)
+    program = _program(options, command)
+    with environment.patch_environment(**variables):
+        plan = _plan(options)
+        threads = options.num_cpu_threads_per_process or environment.threads_requested() or _share(plan.num_processes)
+        with environment.patch_environment(trainer_lib_world_size=plan.world_size, omp_num_threads=threads):
+            return _watch(program, plan, options.quiet)
+
+
+def _watch(program: Sequence[str], plan: Plan, quiet: bool) -> int:
+    from trainer_lib.launchers.elastic import run_elastic
+    from trainer_lib.launchers.failures import ProcessFailedError, signal_name
+
+    try:
+        run_elastic(program[0], program[1:], plan)
+    except ProcessFailedError as error:
+        if not quiet:
+            _say(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        stopped = signal.SIGINT
+    except SystemExit as error:
+        stopped = int(error.code or 0) - 128
+    else:
+        return 0
+    _say(f"Ended by {signal_name(stopped)}, and all processes with it.")
+    return 128 + stopped
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str | int]:
+    """What the processes are told beside their place."""
+    from trainer_lib.launchers.accelerators import visible_devices
+
+    asked: dict[str, str | int | None] = {
+        "accelerate_use_cpu": 1 if options.cpu else None,
+        "accelerate_mixed_precision": options.mixed_precision and check_precision(options.mixed_precision),
+        "accelerate_gradient_accumulation_steps": options.gradient_accumulation_steps,
+        "accelerate_debug_mode": 1 if options.debug else None,
+        **({} if options.gpu_ids == "all" else visible_devices(options.gpu_ids)),
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _program(options: argparse.Namespace, command: Sequence[str]) -> list[str]:
+    if not command:
+        raise ConfigurationError("No script was given. Name it after the options: trainer-lib launch [options] SCRIPT.")
+    if options.no_python and options.module:
+        raise ConfigurationError("--no_python and --module contradict each other. Leave out one of them.")
+    script = command[0]
+    if options.no_python:
+        found = shutil.which(script)
+        if found is None:
+            raise ConfigurationError(f"There is no program {script!r} that can be run.")
+        return [found, *command[1:]]
+    if not options.module and not Path(script).is_file():
+        what = "is a folder" if Path(script).is_dir() else f"is not there (in {Path.cwd()})"
+        raise ConfigurationError(f"The script {script!r} {what}. Name a file, or a module after -m.")
+    worker = Path(__file__).parent.parent / "launchers" / "worker.py"
+    return [sys.executable, str(worker), str(os.getpid()), *(["-m"] if options.module else []), *command]
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    from trainer_lib.launchers.accelerators import check_enough, count_accelerators
+
+    accelerators = count_accelerators()
+    if options.multi_gpu and accelerators < 2:
+        raise ConfigurationError(
+            f"--multi_gpu needs two accelerators or more, and there {'is 1' if accelerators == 1 else 'are none'} "
+            "to train on here. Leave it out."
+        )
+    num_processes = _processes_here(options, accelerators)
+    check_enough(num_processes, accelerators)
+    alone = options.num_machines == 1
+    if not alone and options.main_process_ip is None:
+        raise ConfigurationError(f"--num_machines {options.num_machines} needs --main_process_ip, machine 0's address.")
+    port = options.main_process_port
+    return Plan(
+        num_processes=num_processes,
+        num_machines=options.num_machines,
+        machine_rank=options.machine_rank,
+        main_process_ip=options.main_process_ip or LOCALHOST,
+        main_process_port=(0 if alone else _DEFAULT_PORT) if port is None else port,
+        rdzv_backend=options.rdzv_backend,
+        rdzv_conf=_rendezvous_options(options.rdzv_conf),
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval,
+        log_dir=options.log_dir,
+        tee=options.tee,
+        role=options.role,
+        verbose=options.debug,
+        announce=_say_nothing if options.quiet else _say,
+    )
+
+
+def _processes_here(options: argparse.Namespace, accelerators: int) -> int:
+    if options.num_processes is None:
+        return max(1, accelerators)
+    here, rest = divmod(options.num_processes, options.num_machines)
+    if rest or not here:
+        raise ConfigurationError(
+            f"--num_processes counts those on all machines, and {options.num_processes} cannot be shared out evenly "
+            f"over {options.num_machines}. Give a multiple of {options.num_machines}."
+        )
+    return here
+
+
+def _rendezvous_options(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    for key, equals, _ in pairs:
+        if not key.strip() or not equals:
+            raise ConfigurationError(f"--rdzv_conf must be like timeout=900,join_timeout=60, got {text!r}.")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _share(num_processes: int) -> int:
+    """The cores of this machine that fall to each process."""
+    return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
+def _say(message: str) -> None:
+    print(f"{'─' * 80}\ntrainer-lib launch: {message}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(message: str) -> None:
+    del message

@@ -1,0 +1,42 @@
+"""This file is the program `trainer-lib`: it finds the command and tells of errors in one line."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, UnsupportedError, unknown
+
+# Each names the module whose `run(arguments)` does it, and which is imported only then.
+_COMMANDS = {"launch": ("trainer_lib.commands.launch", "start a script on one or several processes")}
+
+_WRONG_USE = 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 for good, 2 for a wrong option, that of the script if it failed."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else ""
+    if name in ("", "-h", "--help"):
+        print(_usage(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else _WRONG_USE
+    try:
+        if name not in _COMMANDS:
+            raise ConfigurationError(unknown("command", name, _COMMANDS))
+        return importlib.import_module(_COMMANDS[name][0]).run(arguments[1:])
+    except TrainerLibError as error:
+        print(f"trainer-lib {name}: error: {error}", file=sys.stderr)
+        return _WRONG_USE if isinstance(error, (ConfigurationError, UnsupportedError)) else 1
+    except SystemExit as end:  # argparse has printed its help
+        return int(end.code or 0)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:10}{what}" for name, (_, what) in _COMMANDS.items())
+    return f"usage: trainer-lib COMMAND …\n\n{commands}\n\n`trainer-lib COMMAND -h` tells more."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

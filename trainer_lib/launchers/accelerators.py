@@ -1,0 +1,63 @@
+"""This file is the accelerators of this machine, counted without touching them: processes may yet be forked."""
+
+import os
+from typing import Any
+
+import torch
+
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+
+# What restricts a process to some of the devices, by their kind.
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+
+
+def count_accelerators() -> int:
+    """Return how many accelerators processes could train on side by side, 0 if the CPU was asked for."""
+    kind = _kind()
+    # Apple's GPU is one for all processes; several of them train on the CPU.
+    return 0 if environment.cpu_requested() or kind in (None, "mps") else torch.accelerator.device_count()
+
+
+def check_enough(num_processes: int, accelerators: int) -> None:
+    """Raise for more processes on this machine than accelerators, unless it has none at all."""
+    if 0 < accelerators < num_processes:
+        raise ConfigurationError(
+            f"{num_processes} processes on this machine were asked for, and it has {accelerators} "
+            f"{_kind()} {'device' if accelerators == 1 else 'devices'}: each process needs one of its own. "
+            f"Ask for at most {accelerators}, or train on the CPU (`--cpu`, ACCELERATE_USE_CPU=1)."
+        )
+
+
+def visible_devices(ids: str) -> dict[str, str]:
+    """Return the variable that restricts processes to the accelerators of these ids: `"0,1"`, or `"all"`."""
+    if ids == "all":
+        return {}
+    kind = _kind()
+    if kind is None:
+        raise ConfigurationError(f"--gpu_ids {ids} was given, and this machine has no accelerator. Leave it out.")
+    if kind not in _VISIBLE:
+        raise UnsupportedError(f"--gpu_ids is not supported for {kind} devices. Known: {', '.join(_VISIBLE)}.")
+    if not all(part.strip() for part in ids.split(",")):
+        raise ConfigurationError(f"--gpu_ids must be like 0,1 or all, got {ids!r}.")
+    return {_VISIBLE[kind]: ids.replace(" ", "")}
+
+
+def forks_are_poisoned() -> bool:
+    """Whether this process has used its accelerator in a way that its forks cannot use it any more.
+
+    Only a fork knows: asking whether there is a device can be enough.
+    """
+    kind = _kind()
+    is_poisoned: Any = kind and getattr(torch.get_device_module(kind), "_is_in_bad_fork", None)
+    if not is_poisoned:
+        return False
+    child = os.fork()
+    if child == 0:
+        os._exit(int(bool(is_poisoned())))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+
+
+def _kind() -> str | None:
+    device = torch.accelerator.current_accelerator()
+    return None if device is None or torch.accelerator.device_count() == 0 else device.type

@@ -1,0 +1,238 @@
+"""This file is a program or a function under torch's elastic agent: started, watched, restarted, ended."""
+
+import contextlib
+import json
+import logging
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError, WorldError
+from trainer_lib.launchers.failures import Failure, ProcessFailedError, failed
+from trainer_lib.launchers.plan import Plan
+from trainer_lib.launchers.store import OneMachine
+
+# After a death the others cannot go on, and may wait for the dead one in a collective that no signal interrupts.
+_GRACE_AFTER_DEATH = 3
+# A signal to the launcher is a request to end: the processes may want to save first.
+_GRACE_AFTER_SIGNAL = 30
+
+_TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_SHOWN_LINES = 20  # of the traceback of a program, which has printed all of it before
+
+
+def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan) -> list[Any]:
+    """Run a program, or a function, as the processes of a plan; return what a function returned, in order of rank.
+
+    Raises:
+        ProcessFailedError: If a process failed and no restart is left.
+        WorldError: If the machines do not find one another.
+        KeyboardInterrupt: If this process was interrupted; the others have been ended.
+        SystemExit: If this process was asked to end by another signal; the others have been ended.
+    """
+    with _torch_is_quiet(plan.verbose), _signals_are_passed_on(), _log_folder(plan) as folder, _meeting(plan) as meeting:
+        agent = _Agent(entry, args, plan, meeting, folder)
+        try:
+            result = agent.run()
+        except (RendezvousError, dist.DistError, TimeoutError) as error:
+            raise _not_met(plan, error) from error
+        finally:
+            agent.forget_store()
+        if result is None:  # the others agreed to end before this machine joined
+            return []
+        if result.is_failed():
+            raise agent.failed()
+        return [value for _, value in sorted(result.return_values.items())]
+
+
+class _Agent(LocalElasticAgent):
+    """Torch's agent, with less patience after a death and more to tell about it."""
+
+    def __init__(
+        self, entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan, meeting: RendezvousHandler, folder: str
+    ) -> None:
+        is_static = plan.num_machines > 1 and plan.rdzv_backend == "static"
+        address, port = plan.endpoint.rsplit(":", 1) if is_static else (None, None)
+        spec = WorkerSpec(
+            role=plan.role,
+            local_world_size=plan.num_processes,
+            rdzv_handler=meeting,
+            entrypoint=entry,
+            # The agent replaces ${local_rank} in arguments, and they are to arrive as they were given.
+            args=tuple(value.replace("$", "$$") if isinstance(value, str) else value for value in args),
+            max_restarts=plan.max_restarts,
+            monitor_interval=plan.monitor_interval,
+            master_addr=address,
+            master_port=None if port is None else int(port),
+        )
+        super().__init__(
+            spec,
+            DefaultLogsSpecs(log_dir=folder, tee=_streams(plan.tee)),
+            start_method=plan.start_method,
+            log_line_prefix_template=plan.log_line_prefix_template,
+            shutdown_timeout=_GRACE_AFTER_SIGNAL,
+        )
+        self._plan = plan
+        self._shown_lines = _SHOWN_LINES if isinstance(entry, str) else None
+        self._died: set[int] = set()
+        self._failures: list[Failure] = []
+
+    def failed(self) -> ProcessFailedError:
+        """Return the error for the last attempt."""
+        return failed(self._failures, self._plan.world_size, self._shown_lines)
+
+    def forget_store(self) -> None:
+        """Let go of the store, so that its port is free again."""
+        self._store = None
+        self._worker_group.store = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        ids = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert context is not None
+        close = context.close
+
+        def close_soon(death_sig: signal.Signals | None = None, timeout: int = _GRACE_AFTER_DEATH) -> None:
+            # Who is dead by now died by itself; the others will be ended here.
+            self._died |= set(getattr(context, "_failures", ()))
+            close(death_sig, timeout)
+
+        self._died.clear()
+        context.close = close_soon
+        return ids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed() and self._pcontext is not None:
+            self._failures = list(self._collect(worker_group, result, self._pcontext))
+        return result
+
+    def _collect(self, worker_group: WorkerGroup, result: RunResult, context: PContext) -> Generator[Failure]:
+        for worker in worker_group.workers:
+            found = result.failures.get(worker.global_rank)
+            record = Path(context.error_files[worker.local_rank])
+            told = record.is_file()
+            if told or worker.local_rank in self._died or (found is not None and len(result.failures) == 1):
+                yield Failure(
+                    rank=worker.global_rank,
+                    # One that told why may have been ended by the launcher before it had ended itself.
+                    exit_code=1 if found is None or (told and found.exitcode < 0) else found.exitcode,
+                    traceback=_traceback(record) if told else None,
+                    when=record.stat().st_mtime_ns if told else 0,
+                    log=context.stderrs[worker.local_rank] or None,
+                )
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        used = self._plan.max_restarts - self._remaining_restarts
+        what = f"{self.failed()}\n" if self._failures else ""
+        self._plan.announce(f"{what}Starting all processes again (restart {used} of {self._plan.max_restarts}).")
+        self._failures.clear()
+        super()._restart_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        try:
+            super()._shutdown(death_sig, timeout)
+        except SignalException:  # a second signal, from somebody who does not want to wait
+            super()._shutdown(signal.SIGKILL, 0)
+            raise
+
+
+def _traceback(record: Path) -> str:
+    message = json.loads(record.read_text())["message"]
+    return message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
+
+
+def _streams(tee: str) -> Any:
+    try:
+        return Std.from_str(tee)
+    except ValueError:
+        raise ConfigurationError(
+            f"tee must be 0, 1 (output), 2 (errors) or 3 (both), or say it for some processes as in 0:3,1:2; got {tee!r}."
+        ) from None
+
+
+@contextlib.contextmanager
+def _meeting(plan: Plan) -> Generator[RendezvousHandler]:
+    if plan.is_local:
+        handler: RendezvousHandler = OneMachine(plan.main_process_port, plan.rdzv_id)
+    else:
+        options = {"timeout": 900, **plan.rdzv_conf}
+        if plan.rdzv_backend == "static":
+            options["rank"] = plan.machine_rank
+        parameters = RendezvousParameters(
+            plan.rdzv_backend, plan.endpoint, plan.rdzv_id, plan.num_machines, plan.num_machines, **options
+        )
+        try:
+            handler = get_rendezvous_handler(parameters)
+        except (RendezvousError, dist.DistError, ValueError) as error:
+            raise _not_met(plan, error) from error
+    try:
+        yield handler
+    finally:
+        handler.shutdown()
+
+
+def _not_met(plan: Plan, error: Exception) -> WorldError:
+    return WorldError(
+        f"Machine {plan.machine_rank} of {plan.num_machines} could not meet the others at {plan.endpoint} "
+        f"({plan.rdzv_backend}): {str(error).splitlines()[0]} Check that the launcher runs on all machines with the same "
+        "options but for machine_rank, that they can reach that address, and that no other program uses the port."
+    )
+
+
+@contextlib.contextmanager
+def _log_folder(plan: Plan) -> Generator[str]:
+    if plan.log_dir is not None:
+        if Path(plan.log_dir).is_file():
+            raise ConfigurationError(f"log_dir must be a folder, and {plan.log_dir} is a file.")
+        yield plan.log_dir
+    elif plan.tee != "0":
+        yield tempfile.mkdtemp(prefix="trainer_lib_")  # logs that were asked for stay
+    else:
+        with tempfile.TemporaryDirectory(prefix="trainer_lib_") as folder:
+            yield folder
+
+
+@contextlib.contextmanager
+def _torch_is_quiet(verbose: bool) -> Generator[None]:
+    """Silence what the agent says: the same is told here, in one place."""
+    names = [] if verbose else [name for name in logging.root.manager.loggerDict if name.startswith(_TORCH_LOGGERS)]
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _signals_are_passed_on() -> Generator[None]:
+    """Let the agent pass signals on, but not those this process was told to ignore; give the handlers back after it."""
+    handlers = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
+    heeded = ",".join(name for name, handler in handlers.items() if handler is not signal.SIG_IGN)
+    try:
+        with environment.patch_environment(torchelastic_signals_to_handle=heeded):
+            yield
+    except SignalException as stop:
+        if stop.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + stop.sigval) from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for name, handler in handlers.items():
+                if handler is not None:  # one from C code, which Python can neither name nor put back
+                    signal.signal(getattr(signal, name), handler)

@@ -1,0 +1,100 @@
+"""This file is what can be asked of a launcher: how many processes, where they meet, how they are watched."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.options.base import check_count, check_positive
+
+LOCALHOST = "127.0.0.1"
+_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+
+
+def check_precision(name: str) -> str:
+    """Return the name of a precision in lower case, or say which there are."""
+    if name.lower() == "fp8":
+        raise UnsupportedError("mixed_precision='fp8' is not supported by this version. Known: no, fp16, bf16.")
+    if name.lower() not in ("no", "fp16", "bf16"):
+        raise ConfigurationError(unknown("mixed_precision", name, ["no", "fp16", "bf16"]))
+    return name.lower()
+
+
+def _nobody(message: str) -> None:
+    del message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How processes are started and watched.
+
+    Args:
+        num_processes: How many on this machine.
+        num_machines: How many machines, each with a launcher of its own and as many processes.
+        machine_rank: Which of them this is.
+        main_process_ip: The address of the first machine.
+        main_process_port: A port of it; 0 for a free one, if there is one machine only.
+        rdzv_backend: How the machines meet: static, or one of torch's others.
+        rdzv_endpoint: Where they meet; by default at the address and port above.
+        rdzv_conf: Options of the backend.
+        rdzv_id: The name of the meeting, the same on all machines.
+        max_restarts: How often all processes are started again after one has failed.
+        monitor_interval: Seconds between two looks at who has died.
+        log_dir: Where output goes that `tee` sends to files.
+        tee: What goes to files too: 1 output, 2 errors, 3 both; or for some processes, `0:3,1:2`.
+        role: What the processes are called in the lines that `tee` prints.
+        log_line_prefix_template: What stands before such a line.
+        start_method: How a function gets its processes: fork or spawn.
+        verbose: Whether torch's own messages are shown.
+        announce: Is told of restarts.
+    """
+
+    num_processes: int
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str = LOCALHOST
+    main_process_port: int = 0
+    rdzv_backend: str = "static"
+    rdzv_endpoint: str = ""
+    rdzv_conf: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rdzv_id: str = "none"
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    log_dir: str | None = None
+    tee: str = "0"
+    role: str = "default"
+    log_line_prefix_template: str | None = None
+    start_method: str = "fork"
+    verbose: bool = False
+    announce: Callable[[str], None] = _nobody
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_count("num_processes", self.num_processes)
+        check_count("num_machines", self.num_machines)
+        check_count("machine_rank", self.machine_rank, at_least=0)
+        check_count("max_restarts", self.max_restarts, at_least=0)
+        check_positive("monitor_interval", self.monitor_interval)
+        if self.machine_rank >= self.num_machines:
+            raise ConfigurationError(
+                f"machine_rank must be below num_machines ({self.num_machines}), got {self.machine_rank}."
+            )
+        if not 0 <= self.main_process_port < 65536:
+            raise ConfigurationError(f"main_process_port must be from 0 to 65535, got {self.main_process_port}.")
+        if self.rdzv_backend not in _BACKENDS:
+            raise ConfigurationError(unknown("rdzv_backend", self.rdzv_backend, _BACKENDS))
+
+    @property
+    def world_size(self) -> int:
+        """The processes on all machines."""
+        return self.num_processes * self.num_machines
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the processes of this machine need nothing from outside to find one another."""
+        return self.num_machines == 1 and self.rdzv_backend == "static" and not self.rdzv_endpoint
+
+    @property
+    def endpoint(self) -> str:
+        """Where the machines meet."""
+        return self.rdzv_endpoint or f"{self.main_process_ip}:{self.main_process_port}"

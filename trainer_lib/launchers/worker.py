@@ -1,0 +1,83 @@
+"""This file is what each process of `trainer-lib launch` runs before the script: `worker.py LAUNCHER_PID [-m] SCRIPT …`.
+
+It is run by its path and imports nothing but the standard library. torch must not be there before the script is: the
+script may set variables that torch reads when it is imported.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+_PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
+
+
+def die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent dies, so that nobody stays behind without it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died before it could be said
+        os.kill(os.getpid(), number)
+
+
+def main() -> None:
+    """Run the script as `python SCRIPT` or `python -m SCRIPT` would, and leave a record of how it failed."""
+    launcher, *command = sys.argv[1:]
+    die_with_parent(int(launcher), signal.SIGTERM)
+    faulthandler.enable()  # a segmentation fault tells where
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # whole lines: those of several processes do not run into each other
+    as_module = command[0] == "-m"
+    target, *arguments = command[as_module:]
+    sys.argv = [target, *arguments]
+    if not sys.flags.safe_path:  # the first entry is this file's folder, and the script expects its own
+        sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.abspath(target))  # noqa: PTH109, PTH100, PTH120
+    try:
+        _run(target, as_module)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _record(error)
+        raise
+    except BaseException as error:  # noqa: BLE001
+        _record(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _run(target: str, as_module: bool) -> None:
+    if as_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(os.path.abspath(target), run_name="__main__")  # noqa: PTH100
+
+
+def _record(error: BaseException) -> None:
+    error.__traceback__ = _without_this_file(error.__traceback__)
+    # The layout is that of torch's `record`; this is read by the launcher, and by torchrun above it if there is one.
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):  # noqa: PTH110
+        return
+    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(
+            json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}})
+        )
+
+
+def _without_this_file(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    return frames
+
+
+if __name__ == "__main__":
+    main()
