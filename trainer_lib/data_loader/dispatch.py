@@ -1,0 +1,111 @@
+"""This file is the loader that the first process reads for all, and sends each its batches."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from trainer_lib.data_loader.position import Place
+from trainer_lib.data_loader.prepared import Delivery, PreparedLoader, rows_of_ready
+from trainer_lib.data_loader.readers import Reader
+from trainer_lib.data_loader.rounds import Counted, Ending
+from trainer_lib.data_loader.slicing import Slicing
+from trainer_lib.foundation.errors import WorldError
+from trainer_lib.process_group import ProcessGroup
+from trainer_lib.state.gradients import Rows
+
+
+class Parcel(NamedTuple):
+    """What the first process sends another one: a batch, if it has one, and what is known of the end."""
+
+    holds_batch: bool
+    batch: Any
+    rows: Rows | None
+    remainder: int
+    is_last: bool  # for the one who gets it
+    is_end: bool  # for everybody: nothing is sent after it
+    over: int | None
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A loader that the first process reads for all: each is sent the batch that it would have read itself.
+
+    For data that only one process can read. Batches travel as objects, so they may hold anything in any shape.
+    """
+
+    _group: ProcessGroup
+    _slicing: Slicing | None
+
+    @classmethod
+    def around(
+        cls, reader: Reader, delivery: Delivery, seed: int, group: ProcessGroup, slicing: Slicing | None = None
+    ) -> "DataLoaderDispatcher":
+        """Return the loader for a reader of a user's loader.
+
+        Args:
+            reader: Reads, on the first process, the batches of all processes one after the other.
+            delivery: How batches get to the user.
+            seed: The seed of the order.
+            group: The processes.
+            slicing: How to cut what the reader reads, if that is batches for all.
+        """
+        loader = object.__new__(cls)
+        loader._set_up(reader, delivery, seed, group.size)
+        loader._group, loader._slicing = group, slicing
+        return loader
+
+    def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
+        sent = self._sent(place) if self._group.rank == 0 else None
+        received, is_end = 0, False
+        while not is_end:
+            parcel = self._exchange(sent)
+            is_end = parcel.is_end
+            received += parcel.holds_batch
+            ending.over, ending.remainder = parcel.over, parcel.remainder
+            if parcel.is_last:
+                ending.batches = received
+            if parcel.holds_batch:
+                yield parcel.batch if parcel.rows is None else Counted(parcel.batch, parcel.rows, parcel.remainder)
+
+    def _exchange(self, sent: Iterator[list[Parcel]] | None) -> Parcel:
+        if sent is None:
+            parcel = self._group.scatter_objects(None)
+            if isinstance(parcel, str):
+                raise WorldError(f"The first process could not read the next batches for all: {parcel}")
+            return parcel
+        try:
+            parcels = next(sent)
+        except Exception as error:
+            # The others wait for their batches.
+            self._group.scatter_objects([f"{type(error).__name__}: {error}"] * self._group.size)
+            raise
+        return self._group.scatter_objects(parcels)
+
+    def _sent(self, place: Place) -> Iterator[list[Parcel]]:
+        """Yield what each process gets, round by round."""
+        ending, own, read, left = Ending(), Ending(), 0, None
+        if self._slicing is None:
+            batches = self._reader.open(place, self._seed, ending)
+        else:
+            batches = self._slicing.slices(self._reader.open(place, self._seed, own), own, ending)
+        while left != 0:
+            round_ = list(islice(batches, self._group.size))
+            read += len(round_)
+            if len(round_) < self._group.size:
+                ending.batches = read
+            left = None if ending.batches is None else ending.batches - read
+            yield [self._parcel(rank, round_, left, ending) for rank in range(self._group.size)]
+
+    def _parcel(self, rank: int, round_: list[Any], left: int | None, ending: Ending) -> Parcel:
+        holds_batch = rank < len(round_)
+        batch, rows, remainder = round_[rank] if holds_batch else None, None, ending.remainder
+        if type(batch) is Counted:
+            batch, rows, remainder = batch
+        elif left == 0 and holds_batch:
+            rows = rows_of_ready(batch, ending.rows.get(rank), self._reader.unit)
+        return Parcel(
+            holds_batch, batch, rows, remainder,
+            # Of what is left, the first processes get a batch each.
+            is_last=left is not None and left <= rank,
+            is_end=left == 0,
+            over=ending.over,
+        )  # fmt: skip

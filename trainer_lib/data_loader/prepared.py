@@ -1,0 +1,232 @@
+"""This file is what prepared loaders have in common: the face of the user's loader, a position, a loop over batches."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainer_lib.data_loader.position import Pass, Place, Progress
+from trainer_lib.data_loader.readers import Reader
+from trainer_lib.data_loader.rounds import Counted, Ending
+from trainer_lib.foundation.errors import StateError
+from trainer_lib.foundation.trees import ignorant_find_batch_size, send_to_device
+from trainer_lib.options.kinds import RNGType
+from trainer_lib.state.gradients import GradientState, Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """How batches get to the user.
+
+    Args:
+        device: Where to; `None`: they stay where they are.
+        non_blocking: Do not wait for the copy.
+        rng_types: The generators to synchronize between the processes at the start of a pass.
+        generator: What "generator" stands for among them.
+    """
+
+    device: torch.device | str | int | None = None
+    non_blocking: bool = False
+    rng_types: tuple[str | RNGType, ...] = ()
+    generator: torch.Generator | None = None
+
+
+class PreparedLoader(DataLoader[Any]):
+    """A user's loader, read by several processes: each gets its share, on its device.
+
+    Attributes and methods of the user's loader are reached through it. Not made by hand, but by `prepare_data_loader`.
+    """
+
+    _is_accelerate_prepared = True
+
+    # What `__setattr__` keeps here; everything else is the loader's.
+    _OWN = frozenset({"end_of_dataloader", "remainder", "rows", "even_batches"})
+
+    end_of_dataloader: bool
+    remainder: int
+    rows: Rows | None
+    _reader: Reader
+    _progress: Progress
+
+    def _set_up(self, reader: Reader, delivery: Delivery, seed: int, processes: int) -> None:
+        """Do what `__init__` would; torch's would want to build a loader of its own."""
+        self._reader, self._delivery, self._seed, self._processes = reader, delivery, seed, processes
+        self._progress = Progress()
+        self._skip_batches = 0
+        self._skip_is_due = False
+        self.end_of_dataloader, self.remainder, self.rows = False, -1, None
+
+    @abstractmethod
+    def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
+        """Yield this process's batches from `place` on, and tell `ending` the end before the last one."""
+        raise NotImplementedError
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        place = self._starting_place()
+        reading, ending = self._progress.begin(place), Ending()
+        before = self.end_of_dataloader, self.remainder, self.rows
+        GradientState()._add_dataloader(self)
+        try:
+            self._synchronize_generators(place)
+            batches = self._read(place, ending)
+            self.end_of_dataloader, self.remainder, self.rows = False, ending.remainder, None
+            yield from self._delivered(batches, reading, ending)
+            reading.finished = True
+        finally:
+            # Also when the loop is left by break or an exception, which closes this generator.
+            GradientState()._remove_dataloader(self)
+            self._progress.leave()
+            self.end_of_dataloader, self.remainder, self.rows = before
+
+    def _delivered(self, batches: Iterator[Any], reading: Pass, ending: Ending) -> Iterator[Any]:
+        progress, step = self._progress, self._reader.step
+        device, non_blocking = self._delivery.device, self._delivery.non_blocking
+        counted = False
+        for handed_out, batch in enumerate(batches, 1):
+            if type(batch) is Counted:
+                batch, self.rows, self.remainder = batch
+                counted = True
+            elif counted:
+                self.rows, self.remainder, counted = None, ending.remainder, False
+            if device is not None:
+                batch = send_to_device(batch, device, non_blocking)
+            reading.consumed += step
+            progress.now = reading
+            if handed_out == ending.batches:
+                self._reach_end(batch, reading, ending)
+            yield batch
+
+    def _reach_end(self, batch: Any, reading: Pass, ending: Ending) -> None:
+        """Note that the batch about to be handed out is the last."""
+        self.end_of_dataloader = True
+        # Where the processes have different numbers of batches, others may not be through.
+        reading.finished = ending.over is None or reading.consumed >= ending.over
+        if self._reader.unit == "samples":
+            self.remainder = max(self.remainder, ending.remainder)
+        if self.rows is None:
+            self.rows = rows_of_ready(batch, ending.rows.get(self._reader.rank), self._reader.unit)
+
+    def _starting_place(self) -> Place:
+        place = self._progress.following
+        self._skip_batches = self._skip_batches if self._skip_is_due else 0
+        self._skip_is_due = False
+        return Place(place.epoch, self._skip_batches * self._reader.step) if self._skip_batches else place
+
+    def _synchronize_generators(self, place: Place) -> None:
+        # In the middle of a pass the generators are those of a checkpoint.
+        if self._delivery.rng_types and not place.consumed:
+            from trainer_lib.seeding import synchronize_rng_states
+
+            synchronize_rng_states(self._delivery.rng_types, self._delivery.generator)
+
+    # -- position ------------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`, and tell the samplers and the dataset if they want to know.
+
+        Without it each pass is an epoch further on. A position inside `epoch` from `load_state_dict` stays.
+        """
+        self._progress.set_epoch(epoch)
+        self._reader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where reading is: the pass, and the samples that all processes have been handed of it.
+
+        It is a state to go on from in another world too, and consists of numbers and texts (but for what an iterable
+        dataset's own `state_dict` may hold).
+        """
+        place = self._progress.where()
+        bookmark = place.bookmark
+        if bookmark is None and self._progress.now is not None and not self._progress.now.finished:
+            bookmark = self._reader.bookmark_before(place.consumed)
+        facts = self._reader.facts()
+        return {"epoch": place.epoch, "position": place.consumed, "seed": self._seed, **facts, "bookmark": bookmark}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the next pass start where `state_dict` was, in the order it was in.
+
+        Raises:
+            StateError: If the state does not fit the loader.
+        """
+        for name in ("style", "unit"):
+            given, here = state_dict.get(name), getattr(self._reader, name)
+            if given is not None and given != here:
+                raise StateError(f"This state is of a loader of {name} {given!r}, and this one is of {name} {here!r}.")
+        missing = [name for name in self.state_dict() if name not in state_dict]
+        if missing:
+            raise StateError(
+                f"This is no state of a prepared loader: {', '.join(missing)} is missing. Give what its state_dict() "
+                "returned."
+            )
+        self._reader.check(state_dict)
+        self._seed = state_dict["seed"]
+        self._progress.go_to(Place(state_dict["epoch"], state_dict["position"], state_dict["bookmark"]))
+
+    def starting_at(self, num_batches: int) -> "PreparedLoader":
+        """Return a loader whose next pass starts `num_batches` in; it shares the count of passes with this one."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._reader = self._reader.duplicate()
+        other._skip_batches, other._skip_is_due = num_batches, True
+        return other
+
+    # -- the face of a loader ------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        loader = self._reader.loader
+        own_way = type(loader).__len__ is not DataLoader.__len__
+        return max(0, (len(loader) if own_way else self._reader.length()) - self._skip_batches)
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """The samples of a round over all processes; `None` where that is not known."""
+        return self._reader.total_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """The samples of the dataset, over all processes."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round is filled, so that all processes have as many batches."""
+        return self._reader.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self._reader.even_batches = even_batches
+
+    def get_sampler(self) -> Any:
+        """Return the sampler."""
+        from trainer_lib.data_loader.prepare import get_sampler
+
+        return get_sampler(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the user's loader has."""
+        if name == "_reader":  # not there yet while unpickling
+            raise AttributeError(name)
+        return self._reader.attribute(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is not this object's own on the loader inside."""
+        if name.startswith("_") or name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            self._reader.set_attribute(name, value)
+
+    def __repr__(self) -> str:
+        """Return the loader inside, and whose share this reads."""
+        return f"{type(self).__name__}({self._reader.loader!r}, process {self._reader.rank} of {self._processes})"
+
+
+def rows_of_ready(batch: Any, rows: Rows | None, unit: str) -> Rows | None:
+    """Return what is known of a batch's rows; where the unit is a whole batch, it is a repeat as a whole."""
+    if rows is None or unit == "samples" or rows.total > 1:
+        return rows
+    return Rows(ignorant_find_batch_size(batch) or 1, 0)

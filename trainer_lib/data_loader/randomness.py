@@ -1,0 +1,81 @@
+"""This file is random numbers that belong to the data: derived seeds, and streams kept apart from training's."""
+
+import random
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+
+_SEED_BITS = 63  # so that a seed fits torch's signed integers
+
+State = dict[str, Any]
+
+
+def derived_seed(seed: int, *keys: object) -> int:
+    """Return a seed for something that has a name, such as a pass or a sampler: a pure function of the arguments."""
+    text = ":".join(str(key) for key in (seed, *keys))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> (64 - _SEED_BITS)
+
+
+def positive_seed(seed: int) -> int:
+    """Return `seed` as a positive number of 63 bits."""
+    return seed & ((1 << _SEED_BITS) - 1)
+
+
+class RandomStream:
+    """Random numbers of its own for the code in a `with` block, from Python's, numpy's and torch's CPU generators.
+
+    What runs inside draws from the stream, which goes on where the block before stopped; what runs outside finds the
+    generators as it left them. A block costs about 25 µs.
+
+    Example:
+        >>> stream = RandomStream(7)
+        >>> with stream:
+        ...     first = random.random()
+        >>> with RandomStream(7):
+        ...     random.random() == first
+        True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._python: Any = random.Random(seed).getstate()
+        # Swapping numpy's bit generators takes 0.4 µs, its states 60 µs. (The second value of a pair drawn by its old
+        # normal() is lost in a swap.)
+        self._numpy = np.random.MT19937(seed)
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._outside: Any = None
+
+    def __enter__(self) -> None:
+        self._outside = (random.getstate(), mtrand.get_bit_generator(), torch.default_generator.get_state())
+        random.setstate(self._python)
+        mtrand.set_bit_generator(self._numpy)
+        torch.default_generator.set_state(self._torch)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._python, self._torch = random.getstate(), torch.default_generator.get_state()
+        python, numpy, in_torch = self._outside
+        random.setstate(python)
+        mtrand.set_bit_generator(numpy)
+        torch.default_generator.set_state(in_torch)
+
+    def state_dict(self) -> State:
+        """Return where the stream stands, in numbers and texts."""
+        numpy = self._numpy.state["state"]
+        return {
+            "python": [self._python[0], list(self._python[1]), self._python[2]],
+            "numpy": {"key": numpy["key"].tolist(), "pos": int(numpy["pos"])},
+            "torch": bytes(self._torch.tolist()).hex(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on where `state` stands."""
+        version, words, gauss = state["python"]
+        self._python = (version, tuple(words), gauss)
+        key = np.array(state["numpy"]["key"], dtype=np.uint32)
+        self._numpy.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": state["numpy"]["pos"]}}
+        self._torch = torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8)
