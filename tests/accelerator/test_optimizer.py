@@ -50,7 +50,7 @@ def test_a_closure_reaches_the_optimizer() -> None:
         optimizer.zero_grad()
         loss = toy.losses(network, inputs, targets).mean()
         loss.backward()
-        calls.append(float(loss))
+        calls.append(float(loss.detach()))
         return loss
 
     optimizer.step(closure)
