@@ -14,7 +14,7 @@ def _loader(samples: int, batch_size: int) -> DataLoader:
     return DataLoader(TensorDataset(inputs[:samples], targets[:samples]), batch_size=batch_size)
 
 
-def _windows(samples: int, batch_size: int, steps: int, zero_first: bool = False) -> list[list[torch.Tensor]]:
+def _windows(samples: int, batch_size: int, steps: int, style: str = "zero last") -> list[list[torch.Tensor]]:
     """Return the gradients of each update over one pass; the weights never move, so each can be made by hand."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     network = toy.model()
@@ -23,26 +23,48 @@ def _windows(samples: int, batch_size: int, steps: int, zero_first: bool = False
     updates = []
     for inputs, targets in loader:
         with accelerator.accumulate(network):
-            if zero_first:
+            if style == "zero first":
                 optimizer.zero_grad()
             accelerator.backward(toy.losses(network, inputs, targets).mean())
-            optimizer.step()
-            if accelerator.sync_gradients:
-                updates.append(toy.gradients(network))
-            if not zero_first:
+            if style != "step outside":
+                optimizer.step()
+            if style == "zero last":
+                gradients = toy.gradients(network)
                 optimizer.zero_grad()
+        if style == "step outside":
+            optimizer.step()
+        if style != "zero last":
+            gradients = toy.gradients(network)
+        if accelerator.sync_gradients:
+            updates.append(gradients)
+        if style == "step outside":
+            optimizer.zero_grad()
     return updates
 
 
-@pytest.mark.parametrize("zero_first", [False, True])
+@pytest.mark.parametrize("style", ["zero last", "zero first", "step outside"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 100])
-def test_each_window_equals_one_big_batch(steps: int, zero_first: bool) -> None:
-    updates = _windows(samples=40, batch_size=4, steps=steps, zero_first=zero_first)
+def test_each_window_equals_one_big_batch(steps: int, style: str) -> None:
+    updates = _windows(samples=40, batch_size=4, steps=steps, style=style)
     size = min(4 * steps, 40)
     expected = [toy.mean_gradients(list(range(start, min(start + size, 40)))) for start in range(0, 40, size)]
     assert len(updates) == len(expected)
     for ours, theirs in zip(updates, expected, strict=True):
         toy.assert_same(ours, theirs)
+
+
+def test_without_accumulate_each_loss_counts_as_a_part_of_the_update() -> None:
+    """As scripts do that count their micro-batches themselves."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, _ = toy.data()
+    for start in (0, 24):
+        accelerator.backward(toy.losses(network, inputs[start : start + 24], targets[start : start + 24]).mean())
+    optimizer.step()
+    toy.assert_same(toy.gradients(network), toy.mean_gradients(list(range(48))))
+    optimizer.zero_grad()
+    assert not toy.gradients(network)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

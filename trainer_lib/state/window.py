@@ -71,9 +71,8 @@ class GradientWindow:
 
         They may if nothing was added since the optimizer stepped, or if the window is complete (and is thrown away).
         """
-        if self._backwards_before < 0 or not holds_gradients:
-            return True
-        return self.state.sync_gradients and self.backwards > self._backwards_before
+        complete = self.state.sync_gradients and self.backwards > self._backwards_before
+        return complete or not holds_gradients
 
     def weigh(self, weight: Weight, optimizers: tuple[Hashable, ...], nominal_weight: Callable[[], float]) -> Share:
         """Add `weight` to what the losses of `optimizers` weigh so far."""
@@ -95,7 +94,7 @@ class GradientWindow:
             if optimizer in optimizers:
                 return share.factor()
         # Each micro-batch was divided by the number of steps; a window cut short by the end of the data held fewer.
-        return self.state.num_steps / self.size if self._backwards_before >= 0 else 1.0
+        return self.state.num_steps / self.size if self._counts else 1.0
 
     def has_weights(self, optimizer: Hashable) -> bool:
         """Whether the gradients of `optimizer` come from weighted losses."""
