@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from trainer_lib.data_loader.order import ComputedOrder, Replay, order_of
+from trainer_lib.data_loader.order import ComputedOrder, Replay, iterates_as, order_of
 from trainer_lib.data_loader.rounds import Ending, Sharing, completed, deal
 from trainer_lib.foundation.errors import ConfigurationError
 
@@ -49,7 +49,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self._even_batches = even_batches
-        self.shares_samples = cuts_samples(batch_sampler)
+        self.shares_samples = iterates_as(batch_sampler, "BatchSampler")
         self.order = order_of(self.sampler if self.shares_samples else batch_sampler)
         self._place: tuple[int, int, int, Ending] | None = None
         self._reads_for_all = False
@@ -106,7 +106,7 @@ class BatchSamplerShard(BatchSampler):
     def enter(self, seed: int, epoch: int, position: int, ending: Ending) -> None:
         """Have the next iteration start at a position of a pass of the global order, and tell its ending."""
         self._place = (seed, epoch, position, ending)
-        if isinstance(self.order, ComputedOrder) and not self._cuts_batches:
+        if isinstance(self.order, ComputedOrder) and not self.cuts_batches:
             length = self.order.length()
             ending.foresee(self.sharing, 0, min(position, length), max(0, length - position))
 
@@ -123,7 +123,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def step(self) -> int:
         """The units that all processes together read while this one reads a batch."""
-        return 1 if self._cuts_batches else self.sharing.round_size
+        return 1 if self.cuts_batches else self.sharing.round_size
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the other sampler has."""
@@ -132,14 +132,15 @@ class BatchSamplerShard(BatchSampler):
         return getattr(self.batch_sampler, name)
 
     @property
-    def _cuts_batches(self) -> bool:
+    def cuts_batches(self) -> bool:
+        """Whether ready batches are cut into slices."""
         return self.split_batches and not self.shares_samples
 
     def _batches_of(self, sharing: Sharing) -> int:
         length = self.order.length()
         if length is None:
             raise TypeError(f"{type(self.batch_sampler).__name__} has no length, and so its share has none.")
-        return length * len(sharing.ranks) if self._cuts_batches else sharing.batches(length)
+        return length * len(sharing.ranks) if self.cuts_batches else sharing.batches(length)
 
     def _sharing(self) -> Sharing:
         sharing = Sharing.of_batches(
@@ -178,7 +179,7 @@ class BatchSamplerShard(BatchSampler):
     def _replayed(self, units: Replay, position: int, ending: Ending) -> Iterator[Any]:
         """Yield batches of what a sampler yields, which has to be drawn from the beginning."""
         units.skip(position)
-        if self._cuts_batches:
+        if self.cuts_batches:
             yield from self._cut(units, position, ending)
             return
         size = self.sharing.round_size
@@ -208,8 +209,3 @@ class BatchSamplerShard(BatchSampler):
                 batch = completed(list(batch), list(units.opening[0]), sharing.round_size)
             for _, part in sharing.parts(batch):
                 yield part
-
-
-def cuts_samples(batch_sampler: Any) -> bool:
-    """Whether a batch sampler simply cuts batches from the order of its sampler, as torch's own does."""
-    return isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__

@@ -5,8 +5,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from trainer_lib.data_loader.position import Place
-from trainer_lib.data_loader.prepared import Delivery, PreparedLoader, rows_of_ready
-from trainer_lib.data_loader.readers import Reader
+from trainer_lib.data_loader.prepared import Delivery, PreparedLoader
+from trainer_lib.data_loader.reader import Reader
 from trainer_lib.data_loader.rounds import Counted, Ending
 from trainer_lib.data_loader.slicing import Slicing
 from trainer_lib.foundation.errors import WorldError
@@ -101,7 +101,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if type(batch) is Counted:
             batch, rows, remainder = batch
         elif left == 0 and holds_batch:
-            rows = rows_of_ready(batch, ending.rows.get(rank), self._reader.unit)
+            rows = self._reader.rows_of(batch, ending.rows.get(rank))
         return Parcel(
             holds_batch, batch, rows, remainder,
             # Of what is left, the first processes get a batch each.

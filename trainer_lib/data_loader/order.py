@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainer_lib.data_loader.randomness import RandomStream, derived_seed
 from trainer_lib.data_loader.samplers import SeedableRandomSampler
@@ -113,14 +113,22 @@ class Replay:
 
 def order_of(source: Iterable[Any]) -> ComputedOrder | ReplayedOrder:
     """Return the order in which a sampler (or batch sampler) wants the units of a pass."""
-    if isinstance(source, SeedableRandomSampler) or _iterates_as(source, SequentialSampler):
+    if isinstance(source, SeedableRandomSampler) or iterates_as(source, "SequentialSampler"):
         return ComputedOrder(source)  # type: ignore[arg-type]
     return ReplayedOrder(source)
 
 
+def iterates_as(sampler: Any, kind: str) -> bool:
+    """Whether `sampler` iterates as torch's own `kind` of sampler does (or torchdata's, which has twins of some)."""
+    iterate = getattr(type(sampler), "__iter__", None)
+    return getattr(iterate, "__qualname__", "") == f"{kind}.__iter__" and (
+        getattr(iterate, "__module__", "") in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+    )
+
+
 def seedable(sampler: Any) -> Any:
     """Return the sampler, or in place of torch's own random sampler one that is a function of seed and epoch."""
-    if _iterates_as(sampler, RandomSampler):
+    if iterates_as(sampler, "RandomSampler"):
         return SeedableRandomSampler.like(sampler)
     return sampler
 
@@ -131,11 +139,12 @@ def seeded(sampler: Any, seed: int, outer: tuple[Any, ...] = ()) -> Any:
     A copy, where there are generators; the user's objects stay as they are. `outer` are the samplers it is inside of.
     """
     replaced: dict[str, Any] = {}
-    for name, value in getattr(sampler, "__dict__", {}).items():
+    attributes: dict[str, Any] = getattr(sampler, "__dict__", {})
+    for name, value in attributes.items():
         new = _seeded_value(value, derived_seed(seed, name), (*outer, sampler))
         if new is not value:
             replaced[name] = new
-    if type(sampler) in _CONTAINED and "generator" in vars(sampler):
+    if type(sampler) in _CONTAINED and "generator" in attributes:
         replaced["generator"] = torch.Generator().manual_seed(derived_seed(seed, "generator"))
     if not replaced:
         return sampler
@@ -164,11 +173,6 @@ def _seeded_value(value: Any, seed: int, outer: tuple[Any, ...]) -> Any:
     if isinstance(value, Sampler) and not any(value is sampler for sampler in outer):
         return seeded(value, seed, outer)
     return value
-
-
-def _iterates_as(sampler: Any, kind: type) -> bool:
-    """Whether `sampler` is of a kind and does not iterate in a way of its own."""
-    return isinstance(sampler, kind) and type(sampler).__iter__ is kind.__iter__  # type: ignore[attr-defined]
 
 
 def _same(places: Places) -> Places:

@@ -1,5 +1,6 @@
 """This file is where a loader is: the pass, and how much of the global order has been handed out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ class Pass:
 
     epoch: int
     consumed: int
+    bookmark_before: Callable[[int], Any]  # what helps to get to a position of this pass
     finished: bool = False
 
 
@@ -35,11 +37,11 @@ class Progress:
         """Where the next pass starts."""
         return self._following
 
-    def begin(self, place: Place) -> Pass:
+    def begin(self, place: Place, bookmark_before: Callable[[int], Any]) -> Pass:
         """Start a pass at `place`; the one after it is the next epoch."""
         self._following = Place(place.epoch + 1)
         self._readers += 1
-        self.now = Pass(place.epoch, place.consumed)
+        self.now = Pass(place.epoch, place.consumed, bookmark_before)
         return self.now
 
     def leave(self) -> None:
@@ -61,4 +63,4 @@ class Progress:
         """Return where reading would have to go on so that nothing is missed or repeated."""
         if self.now is None or self.now.finished:
             return self._following
-        return Place(self.now.epoch, self.now.consumed)
+        return Place(self.now.epoch, self.now.consumed, self.now.bookmark_before(self.now.consumed))

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from trainer_lib.data_loader.batches import BatchSamplerShard, cuts_samples
+from trainer_lib.data_loader.batches import BatchSamplerShard
 from trainer_lib.data_loader.dispatch import DataLoaderDispatcher
-from trainer_lib.data_loader.order import seedable
+from trainer_lib.data_loader.iterable_reader import IterableReader
+from trainer_lib.data_loader.map_reader import MapReader
+from trainer_lib.data_loader.order import iterates_as, seedable
 from trainer_lib.data_loader.prepared import Delivery, PreparedLoader
 from trainer_lib.data_loader.randomness import positive_seed
-from trainer_lib.data_loader.readers import IterableReader, MapReader, Reader
+from trainer_lib.data_loader.reader import Reader
 from trainer_lib.data_loader.rounds import Sharing
 from trainer_lib.data_loader.samplers import SeedableRandomSampler, SkipBatchSampler
 from trainer_lib.data_loader.shard import DataLoaderShard
@@ -140,7 +142,10 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
         'RandomSampler'
     """
     source = getattr(dataloader, _index_source(dataloader))
-    return getattr(source, "sampler", None) if isinstance(source, BatchSampler) else source
+    if isinstance(source, BatchSamplerShard):
+        source = source.batch_sampler
+    is_single = dataloader.batch_sampler is None and not isinstance(source, BatchSampler)
+    return source if is_single else getattr(source, "sampler", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +205,7 @@ class _Split:
 def _map_reader(loader: DataLoader[Any], split: _Split, seed_each_sample: bool) -> tuple[Reader, Slicing | None]:
     name = _index_source(loader)
     source: Any = getattr(loader, name)
-    by_samples = cuts_samples(source)
+    by_samples = iterates_as(source, "BatchSampler")
     if by_samples:
         sampler, source = source.sampler, copy.copy(source)
         source.sampler = seedable(sampler)
@@ -232,12 +237,12 @@ def _iterable_reader(loader: DataLoader[Any], split: _Split, seed_each_sample: b
         )
     if is_split:
         sharing = replace(sharing, processes=1, ranks=(0,))
-    elif slicing is not None:
-        sharing = replace(
-            sharing, share=loader.batch_size or 1, processes=1, ranks=(0,), fill=sharing.fill and is_batched
-        )
-    group = split.group if is_split and split.is_real else None
-    return IterableReader(loader, sharing, split.index, group, split.processes if is_split else 1), slicing
+        group = split.group if split.is_real else None
+        return IterableReader(loader, sharing, split.index, split.processes, split.processes, group), None
+    if slicing is not None:
+        sharing = replace(sharing, share=loader.batch_size or 1, processes=1, ranks=(0,))
+        sharing = replace(sharing, fill=sharing.fill and is_batched)
+    return IterableReader(loader, sharing, split.index, split.processes), slicing
 
 
 def _check(loader: Any, mesh: Any) -> None:

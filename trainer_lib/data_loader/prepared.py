@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.position import Pass, Place, Progress
-from trainer_lib.data_loader.readers import Reader
+from trainer_lib.data_loader.reader import Reader
 from trainer_lib.data_loader.rounds import Counted, Ending
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.foundation.trees import ignorant_find_batch_size, send_to_device
+from trainer_lib.foundation.trees import send_to_device
 from trainer_lib.options.kinds import RNGType
 from trainer_lib.state.gradients import GradientState, Rows
 
@@ -68,7 +68,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         place = self._starting_place()
-        reading, ending = self._progress.begin(place), Ending()
+        reading, ending = self._progress.begin(place, self._reader.bookmark_before), Ending()
         before = self.end_of_dataloader, self.remainder, self.rows
         GradientState()._add_dataloader(self)
         try:
@@ -109,7 +109,7 @@ class PreparedLoader(DataLoader[Any]):
         if self._reader.unit == "samples":
             self.remainder = max(self.remainder, ending.remainder)
         if self.rows is None:
-            self.rows = rows_of_ready(batch, ending.rows.get(self._reader.rank), self._reader.unit)
+            self.rows = self._reader.rows_of(batch, ending.rows.get(self._reader.rank))
 
     def _starting_place(self) -> Place:
         place = self._progress.following
@@ -141,11 +141,8 @@ class PreparedLoader(DataLoader[Any]):
         dataset's own `state_dict` may hold).
         """
         place = self._progress.where()
-        bookmark = place.bookmark
-        if bookmark is None and self._progress.now is not None and not self._progress.now.finished:
-            bookmark = self._reader.bookmark_before(place.consumed)
-        facts = self._reader.facts()
-        return {"epoch": place.epoch, "position": place.consumed, "seed": self._seed, **facts, "bookmark": bookmark}
+        position = {"epoch": place.epoch, "position": place.consumed, "seed": self._seed}
+        return {**position, **self._reader.facts(), "bookmark": place.bookmark}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the next pass start where `state_dict` was, in the order it was in.
@@ -207,6 +204,10 @@ class PreparedLoader(DataLoader[Any]):
 
         return get_sampler(self)
 
+    def set_sampler(self, sampler: Any) -> None:
+        """Read in the order of another sampler."""
+        self._reader.set_sampler(sampler)
+
     def __getattr__(self, name: str) -> Any:
         """Return what else the user's loader has."""
         if name == "_reader":  # not there yet while unpickling
@@ -223,10 +224,3 @@ class PreparedLoader(DataLoader[Any]):
     def __repr__(self) -> str:
         """Return the loader inside, and whose share this reads."""
         return f"{type(self).__name__}({self._reader.loader!r}, process {self._reader.rank} of {self._processes})"
-
-
-def rows_of_ready(batch: Any, rows: Rows | None, unit: str) -> Rows | None:
-    """Return what is known of a batch's rows; where the unit is a whole batch, it is a repeat as a whole."""
-    if rows is None or unit == "samples" or rows.total > 1:
-        return rows
-    return Rows(ignorant_find_batch_size(batch) or 1, 0)

@@ -22,6 +22,8 @@ class SeededSamples:
     several passes. Attributes are those of the dataset inside, for reading and for setting.
     """
 
+    dataset: Any
+
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         # In a worker the generators are nobody else's; in the main process they are training's.
@@ -47,10 +49,9 @@ class SeededSamples:
     def _sample(self, key: Any) -> Any:
         seed, index = key
         _seed_generators(_mixed(seed, index))
-        dataset: Any = self.dataset
-        fetch = getattr(dataset, "__getitems__", None)
+        fetch: Any = getattr(self.dataset, "__getitems__", None)
         # As torch would fetch it: some datasets have a better way to several samples.
-        return fetch([index])[0] if callable(fetch) and not isinstance(index, list) else dataset[index]
+        return self.dataset[index] if fetch is None or isinstance(index, list) else fetch([index])[0]
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the dataset has."""

@@ -47,8 +47,8 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     @classmethod
-    def like(cls, sampler: RandomSampler) -> "SeedableRandomSampler":
-        """Return one over the same samples as torch's own sampler."""
+    def like(cls, sampler: Any) -> "SeedableRandomSampler":
+        """Return one over the same samples as torch's own sampler (or torchdata's)."""
         seedable = cls(sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator)
         # What a subclass brought along besides.
         seedable.__dict__ = {**sampler.__dict__, **seedable.__dict__}
@@ -100,10 +100,11 @@ class SkipBatchSampler(BatchSampler):
         self._every_pass = every_pass
 
     def __iter__(self) -> Iterator[Any]:
+        # A generator, since torch makes two iterators for a pass with workers and reads only one of them.
         skipped = self.skip_batches
         if not self._every_pass:
             self.skip_batches = 0
-        return islice(iter(self.batch_sampler), skipped, None)
+        yield from islice(self.batch_sampler, skipped, None)
 
     @property
     def total_length(self) -> int:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.position import Place
 from trainer_lib.data_loader.prepared import Delivery, PreparedLoader
-from trainer_lib.data_loader.readers import Reader
+from trainer_lib.data_loader.reader import Reader
 from trainer_lib.data_loader.rounds import Ending
 
 

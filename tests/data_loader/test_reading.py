@@ -1,0 +1,199 @@
+"""The loop over a prepared loader: its end, its device, loops in loops, loops that are left."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.data_loader.reference import Numbers, Stream, read, worlds
+from trainer_lib.data_loader import prepare_data_loader
+from trainer_lib.launchers import run_forked
+from trainer_lib.state import GradientState
+
+
+def _prepared(size: int = 10, batch_size: int = 3, dataset: Any = None, **options: Any) -> Any:
+    loader = DataLoader(dataset or Numbers(size), batch_size=batch_size)
+    return prepare_data_loader(loader, num_processes=1, process_index=0, **options)
+
+
+def _readers() -> list[Any]:
+    return [reader for reader in GradientState().dataloader_references if reader is not None]
+
+
+@pytest.mark.parametrize("dataset", [None, Stream(10)])
+def test_the_last_batch_is_known_while_it_is_in_hand(dataset: Any) -> None:
+    loader, state = _prepared(dataset=dataset), GradientState()
+    for _ in range(2):
+        assert [(loader.end_of_dataloader, state.end_of_dataloader) for _ in loader] == [(False, False)] * 3 + [
+            (True, True)
+        ]
+    assert not state.end_of_dataloader and not loader.end_of_dataloader
+
+
+def test_samples_are_loaded_when_they_are_asked_for() -> None:
+    # Nothing is loaded ahead, so what samples draw at random comes in the order of a plain loop.
+    loaded: list[int] = []
+
+    class Noting(Numbers):
+        def __getitem__(self, index: int) -> int:
+            loaded.append(index)
+            return index
+
+    in_hand = [len(loaded) for _ in _prepared(dataset=Noting(10))]
+    assert in_hand == [3, 6, 9, 10]
+
+
+def test_the_loader_being_read_is_the_active_one() -> None:
+    outer, inner, state = _prepared(), _prepared(5), GradientState()
+    for _ in outer:
+        assert state.active_dataloader is outer
+        ends = []
+        for _ in inner:
+            assert _readers() == [outer, inner]
+            ends.append(state.end_of_dataloader)
+        assert ends == [False, True]
+        assert _readers() == [outer]
+        assert state.end_of_dataloader == outer.end_of_dataloader
+    assert _readers() == []
+
+
+def test_a_loader_may_be_read_in_a_loop_over_itself() -> None:
+    (loader, _) = worlds(DataLoader(Numbers(11), batch_size=3), 2)
+    seen = []
+    for _ in loader:
+        position = loader.state_dict()["position"]
+        for _ in loader:
+            pass
+        seen.append((loader.end_of_dataloader, loader.rows, position))
+        assert _readers() == [loader]
+    assert seen == [(False, None, 6), (True, None, 0)]
+
+
+@pytest.mark.parametrize("dataset", [None, Stream(10)])
+@pytest.mark.parametrize("leave", ["break", "error"])
+def test_a_loop_that_is_left_is_no_longer_read(leave: str, dataset: Any) -> None:
+    loader = _prepared(dataset=dataset)
+
+    def left() -> None:
+        for _ in loader:
+            if leave == "break":
+                break
+            raise ValueError("stop")
+
+    if leave == "error":
+        with pytest.raises(ValueError, match="stop"):
+            left()
+        gc.collect()
+    else:
+        left()
+    assert _readers() == [] and not loader.end_of_dataloader
+    assert sum(read(loader), []) == list(range(10))
+
+
+def test_an_error_in_a_dataset_comes_through() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index == 7:
+                raise OSError("sample 7")
+            return index
+
+    loader = _prepared(dataset=Broken(10))
+    seen = []
+    with pytest.raises(OSError, match="sample 7"):
+        for batch in loader:
+            seen += batch.tolist()
+    assert seen == [0, 1, 2, 3, 4, 5] and _readers() == []
+    assert loader.state_dict()["position"] == 6
+
+
+def test_batches_go_to_the_device_if_asked() -> None:
+    # "meta" stands in for an accelerator.
+    assert {batch.device.type for batch in _prepared(device="meta", put_on_device=True)} == {"meta"}
+    assert {batch.device.type for batch in _prepared(device="meta")} == {"cpu"}
+
+
+def _synchronized(kinds: list[str] | None) -> list[float]:
+    from trainer_lib import PartialState
+
+    rank = PartialState().process_index
+    torch.manual_seed(rank)
+    generator = torch.Generator().manual_seed(10 + rank)
+    loader = DataLoader(Numbers(8), batch_size=2, shuffle=True, generator=generator)
+    loader = prepare_data_loader(loader, rng_types=kinds)
+    next(iter(loader))
+    return [torch.rand(1).item(), torch.rand(1, generator=generator).item()]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "same"), [(None, [False, False]), (["torch"], [True, False]), (["torch", "generator"], [True, True])]
+)
+def test_generators_are_synchronized_if_asked(kinds: list[str] | None, same: list[bool]) -> None:
+    first, second = run_forked(_synchronized, (kinds,), 2, timeout=60)
+    assert [one == other for one, other in zip(first, second, strict=True)] == same
+
+
+def test_a_generator_that_is_not_there_is_not_synchronized() -> None:
+    assert len(read(_prepared(rng_types=["generator"]))) == 4
+
+
+def test_the_epoch_reaches_those_who_want_to_know() -> None:
+    told: list[tuple[str, int]] = []
+
+    class Listening(Numbers):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(("dataset", epoch))
+
+    class Batches(list):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(("batch sampler", epoch))
+
+    loader = DataLoader(Listening(4), batch_sampler=Batches([[0, 1], [2, 3]]))
+    prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
+    prepared.set_epoch(3)
+    assert set(told) == {("dataset", 3), ("batch sampler", 3)}
+    told.clear()
+    read(prepared)
+    read(prepared)
+    assert [epoch for who, epoch in told if who == "dataset"] == [3, 4]
+
+
+def test_even_batches_can_be_switched_for_a_while() -> None:
+    (_, second) = worlds(DataLoader(Numbers(9), batch_size=4), 2)
+    assert len(read(second)) == len(second) == 2
+    second.even_batches = False
+    assert len(read(second)) == len(second) == 1
+    second.batch_sampler.even_batches = True  # as scripts for Accelerate do it
+    assert second.even_batches and len(read(second)) == 2
+    (_, stream) = worlds(DataLoader(Stream(9), batch_size=4), 2)
+    stream.even_batches = False
+    assert [len(read(stream)), stream.even_batches] == [1, False]
+
+
+def test_a_pass_costs_few_calls_beside_torchs_own() -> None:
+    import sys
+
+    def calls(loader: Any) -> int:
+        counted = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for _ in loader:
+                pass
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    data = torch.utils.data.TensorDataset(torch.randn(3200, 4), torch.randn(3200))
+    plain = DataLoader(data, batch_size=32, shuffle=True)
+    ours = prepare_data_loader(
+        DataLoader(data, batch_size=32, shuffle=True),
+        num_processes=1, process_index=0, device="cpu", put_on_device=True,
+    )  # fmt: skip
+    # Twelve a batch: the loop, and the way of two tensors to the device.
+    assert calls(ours) - calls(plain) < 12 * 100 + 600

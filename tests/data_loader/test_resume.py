@@ -1,0 +1,308 @@
+"""Going on from a saved position: each sample once, in the order of the uninterrupted run."""
+
+import json
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.data_loader.reference import Handed, Numbers, SizedStream, Stream, by_hand, handed, read, read_all, worlds
+from trainer_lib import StateError
+from trainer_lib.data_loader import DataLoaderShard, prepare_data_loader, skip_first_batches
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
+
+SIZE = 21
+
+
+class Own(Sampler[int]):
+    """A user's sampler that draws from torch's generator."""
+
+    def __iter__(self):
+        return iter(torch.randperm(SIZE).tolist())
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+def _made(kind: str, batch_size: int = 3, num_workers: int = 0, **options: Any) -> DataLoader[int]:
+    options |= {"batch_size": batch_size, "num_workers": num_workers}
+    if "stream" in kind:
+        return (StatefulDataLoader if "stateful" in kind else DataLoader)(Stream(SIZE), **options)
+    samplers: dict[str, Any] = {
+        "weighted": lambda: WeightedRandomSampler(torch.arange(SIZE) + 1.0, SIZE),
+        "own": Own,
+        "draws": lambda: RandomSampler(range(SIZE), replacement=True, num_samples=SIZE),
+    }
+    if kind in samplers:
+        return DataLoader(Numbers(SIZE), sampler=samplers[kind](), **options)
+    return (StatefulDataLoader if "stateful" in kind else DataLoader)(
+        Numbers(SIZE), shuffle="shuffle" in kind, **options
+    )
+
+
+def _prepared(kind: str, processes: int = 1, batch_size: int = 3, **options: Any) -> list[DataLoaderShard]:
+    return worlds(_made(kind, batch_size, **options), processes, data_seed=5)
+
+
+def _handed(loader: Any, count: int) -> list[Handed]:
+    """Return the next batches of a loader, over as many passes as it takes; the last pass is broken off."""
+    batches: list[Handed] = []
+    while len(batches) < count:
+        for batch in loader:
+            batches.append(handed(batch, loader))
+            if len(batches) == count:
+                break
+    return batches
+
+
+def _saved_after(loader: Any, batches: int) -> dict[str, Any]:
+    """Read some batches, and return the state as a checkpoint would hold it."""
+    reading = iter(loader)
+    for _ in range(batches):
+        next(reading)
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+KINDS = ["sequential", "shuffle", "draws", "weighted", "own", "stream", "shuffle, stateful", "stream, stateful"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_position_can_be_gone_on_from(kind: str, processes: int) -> None:
+    for rank in range(processes):
+        whole = _handed(_prepared(kind, processes)[rank], 20)
+        for done in range(16):
+            saving, resumed = _prepared(kind, processes)[rank], _prepared(kind, processes)[rank]
+            assert _handed(saving, done) == whole[:done]
+            resumed.load_state_dict(json.loads(json.dumps(saving.state_dict())))
+            assert _handed(resumed, 20 - done) == whole[done:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "persistent"),
+    [
+        ("shuffle", 2, False),
+        ("shuffle", 2, True),
+        ("own", 1, True),
+        ("stream", 1, True),
+        ("stream", 2, False),
+        ("shuffle, stateful", 2, False),
+        ("stream, stateful", 2, True),
+    ],
+)
+def test_with_workers_too(kind: str, num_workers: int, persistent: bool) -> None:
+    def prepared() -> DataLoaderShard:
+        return _prepared(kind, num_workers=num_workers, persistent_workers=persistent)[0]
+
+    whole = _handed(prepared(), 18)
+    for done in (0, 1, 4, 6, 7, 9):
+        saving, resumed = prepared(), prepared()
+        assert _handed(saving, done) == whole[:done]
+        resumed.load_state_dict(json.loads(json.dumps(saving.state_dict())))
+        assert _handed(resumed, 18 - done) == whole[done:]
+
+
+@pytest.mark.parametrize("kind", ["sequential", "shuffle", "draws", "weighted", "own", "stream"])
+@pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 3)), ((2, 3), (1, 4)), ((2, 2), (4, 2)), ((4, 1), (2, 5))])
+def test_another_world_and_batch_size_go_on_where_the_first_was(
+    kind: str, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    order = sum(read(_prepared(kind, 1, SIZE)[0]), [])
+    for done in range(SIZE // (before[0] * before[1]) + 1):
+        state = _saved_after(_prepared(kind, *before)[0], done)
+        consumed = done * before[0] * before[1]
+        for rank, resumed in enumerate(_prepared(kind, *after)):
+            resumed.load_state_dict(state)
+            if consumed >= SIZE:
+                continue
+            assert read_all(resumed) == by_hand(order, after[1], after[0], rank, start=consumed)
+
+
+def test_so_do_split_batches() -> None:
+    order = sum(read(_prepared("shuffle", 1, SIZE)[0]), [])
+    state = _saved_after(worlds(_made("shuffle", 4), 2, data_seed=5, split_batches=True)[1], 2)
+    for rank, resumed in enumerate(worlds(_made("shuffle", 6), 3, data_seed=5, split_batches=True)):
+        resumed.load_state_dict(state)
+        assert read_all(resumed) == by_hand(order, 6, 3, rank, split=True, start=8)
+
+
+def test_batches_of_a_users_batch_sampler_are_gone_on_from_by_batches() -> None:
+    buckets = [[3 * index, 3 * index + 1] for index in range(7)]
+    loader = DataLoader(Numbers(SIZE), batch_sampler=buckets)
+    state = _saved_after(worlds(loader, 2)[0], 2)
+    assert (state["unit"], state["position"]) == ("batches", 4)
+    resumed = worlds(loader, 3)
+    for one in resumed:
+        one.load_state_dict(state)
+    assert [read(one) for one in resumed] == [[buckets[4]], [buckets[5]], [buckets[6]]]
+
+
+def test_a_process_that_ends_early_says_the_same_as_the_others() -> None:
+    first, second = worlds(_made("shuffle", 3), 2, data_seed=5, even_batches=False)
+    assert (len(first), len(second)) == (4, 3)
+    states = [[loader.state_dict() for _ in loader] for loader in (first, second)]
+    assert states[0][:3] == states[1] and states[1][-1]["position"] == 18
+    assert first.state_dict() == second.state_dict() == {**states[0][0], "epoch": 1, "position": 0}
+    second.load_state_dict(states[0][2])
+    assert read(second) == []
+    other = worlds(_made("shuffle", 3), 2, data_seed=5, even_batches=False)[1]
+    other.set_epoch(1)
+    assert read(second) == read(other)
+
+
+def test_the_last_batch_in_hand_means_the_next_pass() -> None:
+    (loader,) = _prepared("shuffle")
+    reading = iter(loader)
+    for _ in range(len(loader)):
+        next(reading)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
+
+
+def test_a_broken_off_pass_stays_the_position_until_the_next_one() -> None:
+    (loader,) = _prepared("shuffle")
+    for _ in loader:
+        break
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 3)
+    reading = iter(loader)
+    next(reading)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 3)
+
+
+def test_naming_the_epoch_that_is_resumed_keeps_the_position() -> None:
+    (whole,) = _prepared("shuffle")
+    passes = [read(whole) for _ in range(3)]
+    (saving,) = _prepared("shuffle")
+    saving.set_epoch(1)
+    state = _saved_after(saving, 2)
+    (resumed,) = _prepared("shuffle")
+    resumed.load_state_dict(state)
+    resumed.set_epoch(1)
+    assert read(resumed) == passes[1][2:]
+    resumed.load_state_dict(state)
+    resumed.set_epoch(2)
+    assert read(resumed) == passes[2]
+
+
+def test_the_seed_comes_with_the_state() -> None:
+    first = prepare_data_loader(_made("shuffle"), num_processes=1, process_index=0, data_seed=1)
+    second = prepare_data_loader(_made("shuffle"), num_processes=1, process_index=0, data_seed=2)
+    second.load_state_dict(first.state_dict())
+    assert read(second) == read(first)
+
+
+def test_only_what_is_left_is_loaded() -> None:
+    class Counting(Numbers):
+        loaded = 0
+
+        def __getitem__(self, index: int) -> int:
+            self.loaded += 1
+            return super().__getitem__(index)
+
+    for sampler in (None, Own()):
+        dataset = Counting(SIZE)
+        loader = DataLoader(dataset, batch_size=3, sampler=sampler)
+        prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
+        state = _saved_after(prepared, 5)
+        dataset.loaded = 0
+        prepared.load_state_dict(state)
+        read(prepared)
+        assert dataset.loaded == SIZE - 15
+
+
+# -- skipping by hand ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_prepared_loader_can_be_started_some_batches_in(kind: str, processes: int) -> None:
+    for rank in range(processes):
+        whole = _prepared(kind, processes)[rank]
+        first, second, third = read_all(whole), read_all(whole), read_all(whole)
+        for skipped in range(len(first) + 2):
+            loader = _prepared(kind, processes)[rank]
+            rest = skip_first_batches(loader, skipped)
+            if "stream" not in kind:
+                assert (len(rest), len(loader)) == (max(0, len(first) - skipped), len(first))
+            assert read_all(rest) == first[skipped:]
+            # The pass over the rest was one over the data, whichever loader is read next.
+            assert read_all(loader) == second
+            assert read_all(rest) == third
+            if "stream" not in kind:
+                assert len(rest) == len(first)
+
+
+def test_the_state_of_the_loader_tells_of_the_skipped_start() -> None:
+    (loader,) = _prepared("shuffle")
+    for _ in islice(skip_first_batches(loader, 2), 3):
+        pass
+    assert loader.state_dict()["position"] == 15
+
+
+def test_a_loaded_position_is_not_skipped_twice() -> None:
+    # As scripts for Accelerate do it: load the state, then skip what was done.
+    (whole,) = _prepared("shuffle")
+    first = read(whole)
+    state = _saved_after(_prepared("shuffle")[0], 3)
+    (loader,) = _prepared("shuffle")
+    loader.load_state_dict(state)
+    assert read(skip_first_batches(loader, 3)) == first[3:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_plain_loaders_can_be_started_some_batches_in(num_workers: int) -> None:
+    loader = DataLoader(Numbers(10), batch_size=4, num_workers=num_workers)
+    rest = skip_first_batches(loader, 1)
+    assert type(rest) is DataLoader and len(rest) == 2
+    assert [read(rest), read(rest), read(loader)] == [read(loader)[1:], read(loader), read(loader)]
+    assert read(skip_first_batches(loader, 5)) == []
+    stream = DataLoader(Stream(10), batch_size=4, num_workers=num_workers)
+    rest = skip_first_batches(stream, 1)
+    assert [read(rest), read(rest)] == [read(stream)[1:], read(stream)]
+
+
+# -- states that do not fit ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (lambda: DataLoader(Numbers(9)), lambda: DataLoader(Numbers(8)), "saved with 9 samples a pass.*has 8"),
+        (lambda: DataLoader(SizedStream(9)), lambda: DataLoader(SizedStream(8)), "saved with 9 samples a pass.*has 8"),
+        (lambda: DataLoader(Stream(9)), lambda: DataLoader(Numbers(9)), "style 'iterable'.*style 'map'"),
+        (
+            lambda: DataLoader(Numbers(9)),
+            lambda: DataLoader(Numbers(9), batch_sampler=[[0]]),
+            "unit 'samples'.*unit 'batches'",
+        ),
+        (lambda: DataLoader(Stream(9), num_workers=2), lambda: DataLoader(Stream(9)), "num_workers was 2.*is 0"),
+        (
+            lambda: DataLoader(Stream(9), num_workers=2),
+            lambda: DataLoader(Stream(9), num_workers=2, batch_size=2),
+            "read 1 samples a round.*2 now",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(saved: Any, loaded: Any, message: str) -> None:
+    state = prepare_data_loader(saved(), num_processes=1, process_index=0).state_dict()
+    loader = prepare_data_loader(loaded(), num_processes=1, process_index=0)
+    with pytest.raises(StateError, match=message):
+        loader.load_state_dict(state)
+
+
+def test_something_else_is_no_state() -> None:
+    loader = prepare_data_loader(DataLoader(Numbers(9)), num_processes=1, process_index=0)
+    with pytest.raises(StateError, match="epoch, position, seed, style, unit, length, bookmark is missing"):
+        loader.load_state_dict({"_num_yielded": 3})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_one_worker_reads_in_the_same_order_as_none(num_workers: int) -> None:
+    (saving,) = _prepared("stream", num_workers=num_workers)
+    (resumed,) = _prepared("stream", num_workers=1 - num_workers)
+    whole = read(resumed)
+    resumed.load_state_dict(_saved_after(saving, 2))
+    assert read(resumed) == whole[2:]

@@ -1,0 +1,122 @@
+"""Augmentations that depend on seed, epoch and sample only."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.data_loader.reference import worlds
+from trainer_lib.data_loader import prepare_data_loader
+
+SIZE = 12
+
+
+class Augmented(Dataset[Any]):
+    """Samples with random numbers of all generators."""
+
+    def __init__(self, names: list[str] | None = None) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: Any) -> tuple[Any, float, float, float]:
+        return index, random.random(), np.random.normal(), torch.rand(()).item()
+
+
+class ByBatch(Augmented):
+    """The same, with a way of its own to several samples."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def _prepared(batch_size: int = 3, num_workers: int = 0, dataset: Any = None, **options: Any) -> Any:
+    return worlds(
+        DataLoader(
+            dataset or Augmented(), batch_size, shuffle=True, num_workers=num_workers,
+            collate_fn=list, persistent_workers=num_workers > 0,
+        ),
+        options.pop("processes", 1), data_seed=5, seed_each_sample=True, **options,
+    )  # fmt: skip
+
+
+def _drawn(*loaders: Any) -> dict[Any, Any]:
+    samples = [sample for loader in loaders for batch in loader for sample in batch]
+    drawn = {sample[0]: sample[1:] for sample in samples}
+    assert all(drawn[sample[0]] == sample[1:] for sample in samples)  # repeats too
+    return drawn
+
+
+def test_a_sample_is_the_same_whoever_loads_it() -> None:
+    (alone,) = _prepared()
+    first, second = _drawn(alone), _drawn(alone)
+    assert len(first) == SIZE and len(set(first.values())) == SIZE
+    assert all(first[index] != second[index] for index in range(SIZE))
+    for others in (_prepared(4), _prepared(5, processes=2), _prepared(num_workers=2), _prepared(dataset=ByBatch())):
+        assert [_drawn(*others), _drawn(*others)] == [first, second]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_so_it_is_after_a_resume(num_workers: int) -> None:
+    (whole,) = _prepared()
+    _drawn(whole)
+    second = _drawn(whole)
+    (saving,), (resumed,) = _prepared(num_workers=num_workers), _prepared(num_workers=num_workers)
+    saving.set_epoch(1)
+    seen = next(iter(saving))
+    resumed.load_state_dict(saving.state_dict())
+    rest = _drawn(resumed)
+    assert rest == {index: second[index] for index in rest} and len(rest) == SIZE - len(seen)
+
+
+def test_another_seed_draws_other_numbers() -> None:
+    loaders = [
+        prepare_data_loader(
+            DataLoader(Augmented(), collate_fn=list),
+            num_processes=1, process_index=0, data_seed=seed, seed_each_sample=True,
+        )
+        for seed in (1, 2)
+    ]  # fmt: skip
+    first, second = (_drawn(loader) for loader in loaders)
+    assert all(first[index] != second[index] for index in range(SIZE))
+
+
+def test_training_finds_its_generators_as_it_left_them() -> None:
+    def drawn(source: Any) -> list[Any]:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(1)
+        return [(random.random(), np.random.random(), torch.rand(1).item()) for _ in source]
+
+    assert drawn(_prepared()[0]) == drawn(range(4))
+
+
+def test_samples_may_have_names() -> None:
+    names = [f"sample {index}" for index in range(4)]
+
+    def prepared(sampler: list[str], num_workers: int = 0) -> Any:
+        loader = DataLoader(Augmented(), 2, sampler=sampler, num_workers=num_workers, collate_fn=list)  # type: ignore[arg-type]
+        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5, seed_each_sample=True)
+
+    assert _drawn(prepared(names)) == _drawn(prepared(names[::-1], num_workers=1))
+
+
+def test_batches_of_a_users_sampler_and_single_samples_are_seeded_too() -> None:
+    (alone,) = _prepared()
+    first = _drawn(alone)
+    order = [[3, 1], [2, 0]]
+    loader = DataLoader(Augmented(), batch_sampler=order, collate_fn=list)
+    batched = prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5, seed_each_sample=True)
+    assert _drawn(batched) == {index: first[index] for index in range(4)}
+    single = DataLoader(Augmented(), batch_size=None)
+    single = prepare_data_loader(single, num_processes=1, process_index=0, data_seed=5, seed_each_sample=True)
+    assert {sample[0]: tuple(sample[1:]) for sample in single} == first
+
+
+def test_the_dataset_is_still_the_users() -> None:
+    dataset = Augmented(["a"])
+    (loader,) = _prepared(dataset=dataset)
+    assert loader.dataset is dataset
