@@ -3,8 +3,10 @@
 There is always a group: `LoneProcess` is a world of one, so nobody has to ask whether there are others.
 """
 
+import atexit
 import contextlib
 import itertools
+import sys
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
@@ -171,6 +173,7 @@ def form(world: World, device: torch.device, options: InitProcessGroupKwargs) ->
     """
     if not dist.is_initialized():
         _bring_together(world, options, _backend(device, options.backend))
+        atexit.register(_leave_at_exit)
     group = TorchProcesses()
     expected = environment.expected_world_size()
     if group.size != world.size or expected not in (None, group.size):
@@ -190,12 +193,17 @@ def adopted() -> ProcessGroup | None:
 
 def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str) -> None:
     timeout: dict[str, Any] = {} if options.timeout is None else {"timeout": options.timeout}
+    if options.init_method is None:
+        _check_address(world)
     try:
         if options.init_method is not None:
             where: dict[str, Any] = {"init_method": options.init_method}
         else:
             where = {"store": _store(world, timeout)}
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, **where, **timeout)
+        if "gloo" in backend:
+            # Who is through first and ends at once would take its connections from under those still making theirs.
+            dist.all_reduce(torch.zeros(1))
     except (dist.DistError, ValueError, RuntimeError) as error:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -207,12 +215,22 @@ def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str)
         ) from error
 
 
-def _store(world: World, timeout: dict[str, Any]) -> dist.Store:
-    if world.size > 1 and (world.master_addr is None or world.master_port is None) and world.size > world.local_size:
+def _leave_at_exit() -> None:
+    # While there is still a Python: gloo's threads may be giving back the tensors of the last collective, which aborts
+    # the process once the interpreter is gone. Not after an error: then the others may never answer.
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+def _check_address(world: World) -> None:
+    if world.size > world.local_size and (world.master_addr is None or world.master_port is None):
         raise ConfigurationError(
             "MASTER_ADDR and MASTER_PORT are not set, so processes on several machines cannot find one another. "
             "Set both to the first machine's address and a free port."
         )
+
+
+def _store(world: World, timeout: dict[str, Any]) -> dist.Store:
     file = environment.store_file()
     attempt = environment.elastic_attempt()
     store = _file_store(file, world, timeout) if file is not None else _port_store(world, attempt is not None, timeout)

@@ -93,7 +93,8 @@ def test_gather_keeps_containers(everywhere: Everywhere) -> None:
         assert [tensor.reshape(2 * size, -1)[:, 0].tolist() for tensor in tensors(gathered)] == [expected] * 9
         assert isinstance(gathered["point"], Point)
         assert isinstance(gathered["batch"], Batch)
-        assert isinstance(gathered["output"], Output) and gathered["output"].loss is None
+        assert isinstance(gathered["output"], Output)
+        assert gathered["output"].loss is None
         assert isinstance(gathered["encoding"], BatchEncoding)
 
     everywhere(body)
@@ -188,7 +189,7 @@ def test_reduce_keeps_containers(everywhere: Everywhere) -> None:
 
 
 def test_an_unknown_reduction_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="Unknown reduction 'avg'. Known: mean, none, sum."):
+    with pytest.raises(ConfigurationError, match=r"Unknown reduction 'avg'. Known: mean, none, sum."):
         reduce(torch.ones(1), "avg")
 
 
@@ -316,7 +317,8 @@ def test_nested_tensors_stay_with_a_warning() -> None:
 def test_pad_input_makes_equal_parts(rows: int, processes: int, padded: int) -> None:
     result = pad_input_tensors({"a": torch.ones(rows, 2), "b": torch.tensor(1)}, rows, processes)
     assert result["a"].shape == (padded, 2)
-    assert result["a"][:rows].eq(1).all() and result["a"][rows:].eq(0).all()
+    assert result["a"][:rows].eq(1).all()
+    assert result["a"][rows:].eq(0).all()
     assert result["b"].tolist() == 1
 
 

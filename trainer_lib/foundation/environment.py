@@ -255,7 +255,7 @@ def _slurm_world(env: Mapping[str, str]) -> World | None:
         master["master_addr"] = first_slurm_node(nodes)
     if master["master_port"] is None:
         # All tasks of a job derive the same port, and two jobs on one node rarely meet.
-        master["master_port"] = 15000 + int(env.get("SLURM_JOB_ID", "0")) % 20000
+        master["master_port"] = 15000 + _whole_number("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0")) % 20000
     tasks_here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(size))))
     return _checked(World(
         rank=_whole_number("SLURM_PROCID", env["SLURM_PROCID"]),
@@ -274,8 +274,8 @@ def first_slurm_node(nodes: str) -> str:
         >>> first_slurm_node("gpu[07-09,12],login1")
         'gpu07'
     """
-    bracket = re.match(r"([^\[,]+)\[([^\],-]+)[^\]]*\]([^,]*)", nodes)
-    return bracket.group(1) + bracket.group(2) + bracket.group(3) if bracket else nodes.split(",")[0]
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # up to a comma outside of brackets
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else "")
 
 
 def _mpi_world(env: Mapping[str, str]) -> World | None:

@@ -60,7 +60,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             check_flag(name, getattr(self, name))
         for name in ("comm_hook", "comm_wrapper"):
             check_choice(name, getattr(self, name), list(DDPCommunicationHookType))
-            if getattr(self, name) is not DDPCommunicationHookType.NO:
+            if getattr(self, name) != DDPCommunicationHookType.NO:
                 raise UnsupportedError(
                     f"{name}={getattr(self, name)!s}: this version reduces gradients uncompressed only. "
                     "Leave it at DDPCommunicationHookType.NO."

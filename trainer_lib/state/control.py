@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,7 +106,7 @@ class ProcessControl:
         """Hand each process its part of `inputs` for the length of a `with` block.
 
         Args:
-            inputs: A list, tuple, tensor, dataset with `select`, or a dict of those of one length.
+            inputs: A list, tuple, tensor, array, dataset with `select`, or a dict of those of one length.
             apply_padding: Repeat the last input so that all processes get as many.
 
         Example:
@@ -166,6 +167,8 @@ def _picked(inputs: Any, indices: list[int]) -> Any:
         return {key: _picked(value, indices) for key, value in inputs.items()}
     if isinstance(inputs, Tensor):
         return inputs[torch.tensor(indices, dtype=torch.long, device=inputs.device)]
+    if isinstance(inputs, np.ndarray):
+        return inputs[np.array(indices, dtype=int)]
     if hasattr(inputs, "select"):
         return inputs.select(indices)
     picked = [inputs[index] for index in indices]

@@ -1,0 +1,282 @@
+"""What launchers say through the environment, and how settings are read from it."""
+
+import os
+from typing import Any
+
+import pytest
+
+from trainer_lib import ConfigurationError, UnsupportedError
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.environment import (
+    World,
+    clear_environment,
+    first_slurm_node,
+    get_int_from_env,
+    parse_choice_from_env,
+    parse_flag_from_env,
+    patch_environment,
+    purge_accelerate_environment,
+    read_world,
+    str_to_bool,
+)
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+SLURM = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
+
+
+def world(**variables: str) -> World | None:
+    """Read the world in an environment of nothing but `variables`."""
+    with clear_environment(), patch_environment(**variables):
+        return read_world()
+
+
+def test_without_a_launcher_there_is_no_world() -> None:
+    assert world() is None
+    assert world(LOCAL_RANK="-1") is None
+
+
+def test_torchrun() -> None:
+    assert world(**TORCHRUN, **MASTER) == World(
+        rank=5, size=8, local_rank=1, local_size=4, launcher="torchrun", master_addr="node0", master_port=1234
+    )
+
+
+def test_torchrun_without_local_variables_means_one_machine() -> None:
+    found = world(RANK="2", WORLD_SIZE="4")
+    assert found == World(rank=2, size=4, local_rank=2, local_size=4, launcher="torchrun")
+    assert world(RANK="0", WORLD_SIZE="1") is not None, "one process under torchrun is a world too"
+
+
+def test_srun() -> None:
+    assert world(**SLURM) == World(
+        rank=3, size=4, local_rank=1, local_size=2, launcher="srun", master_addr="gpu07", master_port=15042
+    )
+    named = world(**SLURM, **MASTER)
+    assert named is not None
+    assert (named.master_addr, named.master_port) == ("node0", 1234)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param({"SLURM_STEP_ID": "4294967291"}, id="batch script"),
+        pytest.param({"SLURM_STEP_ID": "4294967290"}, id="interactive shell"),
+        pytest.param({"SLURM_STEP_ID": "4294967292"}, id="extern step"),
+        pytest.param({"SLURM_STEP_ID": ""}, id="allocation"),
+        pytest.param({"SLURM_STEP_NUM_TASKS": "1"}, id="one task"),
+    ],
+)
+def test_slurm_outside_of_a_real_step_means_alone(step: dict[str, str]) -> None:
+    assert world(**{**SLURM, **step}) is None
+
+
+def test_mpirun() -> None:
+    found = world(**MPI)
+    assert found == World(rank=1, size=2, local_rank=0, local_size=1, launcher="mpirun")
+    assert world(PMI_RANK="1", PMI_SIZE="2", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2") == World(
+        rank=1, size=2, local_rank=1, local_size=2, launcher="mpirun"
+    )
+    assert world(PMI_RANK="0", PMI_SIZE="1") is None
+
+
+def test_torchrun_beats_slurm_beats_mpi() -> None:
+    assert [
+        found and found.launcher for found in (world(**MPI, **SLURM, **TORCHRUN), world(**MPI, **SLURM), world(**MPI))
+    ] == ["torchrun", "srun", "mpirun"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is missing while RANK is set. Set both"),
+        ({"WORLD_SIZE": "2"}, "RANK is missing while WORLD_SIZE is set. Set both"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 is set but RANK and WORLD_SIZE are not. Start with torchrun"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a whole number."),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' is not a whole number."),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "x"}, "MASTER_PORT='x' is not a whole number."),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "Rank 2 does not fit a world of 2 (torchrun)."),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "Rank -1 does not fit a world of 2 (torchrun)."),
+        ({**SLURM, "SLURM_PROCID": "4"}, "Rank 4 does not fit a world of 4 (srun)."),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is not a whole number."),
+        ({**SLURM, "SLURM_JOB_ID": "?"}, "SLURM_JOB_ID='?' is not a whole number."),
+        ({**MPI, "OMPI_COMM_WORLD_RANK": "?"}, "OMPI_COMM_WORLD_RANK='?' is not a whole number."),
+    ],
+)
+def test_half_a_world_is_an_error_and_no_lone_process(variables: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        world(**variables)
+    assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("login1", "login1"),
+        ("login1,gpu[3-4]", "login1"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("gpu[12]", "gpu12"),
+        ("node-a,node-b[1-2]", "node-a"),
+        ("gpu[1,3]-ib", "gpu1-ib"),
+        ("rack[2-3]node[04-05]", "rack2node04"),
+        ("", ""),
+    ],
+)
+def test_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_slurm_node(nodes) == first
+
+
+@pytest.mark.parametrize("text", ["y", "yes", "t", "TRUE", "on", "1"])
+def test_ways_to_say_yes(text: str) -> None:
+    assert str_to_bool(text) == 1
+    assert str_to_bool(text, to_bool=True) is True
+
+
+@pytest.mark.parametrize("text", ["n", "no", "f", "False", "off", "0"])
+def test_ways_to_say_no(text: str) -> None:
+    assert str_to_bool(text) == 0
+    assert str_to_bool(text, to_bool=True) is False
+
+
+def test_neither_yes_nor_no() -> None:
+    with pytest.raises(ConfigurationError, match=r"'maybe' is neither yes nor no. Known: 0, 1, f, false"):
+        str_to_bool("maybe")
+
+
+def test_values_in_variables() -> None:
+    with patch_environment(first="", second="7", third="-1", flag="yes", empty="", choice="bf16"):
+        assert get_int_from_env(["MISSING", "THIRD", "SECOND"], 3) == 7
+        assert get_int_from_env(["MISSING", "THIRD"], 3) == 3
+        assert parse_flag_from_env("FLAG") is True
+        assert parse_flag_from_env("EMPTY") is False
+        assert parse_flag_from_env("MISSING", default=True) is True
+        assert parse_choice_from_env("CHOICE") == "bf16"
+        assert parse_choice_from_env("MISSING") == "no"
+        with pytest.raises(ConfigurationError, match="CHOICE='bf16' is not a whole number"):
+            get_int_from_env(["CHOICE"], 1)
+
+
+def test_settings_of_the_launcher() -> None:
+    assert environment.debug_mode() is False
+    assert environment.cpu_requested() is False
+    assert environment.device_requested() is None
+    assert environment.mixed_precision_requested() == "no"
+    assert environment.accumulation_steps_requested() == 1
+    assert environment.expected_world_size() is None
+    assert environment.launched_by_fork() is False
+    assert environment.log_level_requested() is None
+    assert environment.elastic_attempt() is None
+    assert environment.store_file() is None
+    with patch_environment(
+        accelerate_debug_mode="true",
+        accelerate_use_cpu="1",
+        accelerate_torch_device="cpu",
+        accelerate_mixed_precision="BF16",
+        accelerate_gradient_accumulation_steps="4",
+        trainer_lib_world_size="2",
+        fork_launched="1",
+        accelerate_log_level="info",
+        torchelastic_use_agent_store="True",
+        torchelastic_restart_count="3",
+        trainer_lib_store_file="/somewhere",
+    ):
+        assert environment.debug_mode() is True
+        assert environment.cpu_requested() is True
+        assert environment.device_requested() == "cpu"
+        assert environment.mixed_precision_requested() == "bf16"
+        assert environment.accumulation_steps_requested() == 4
+        assert environment.expected_world_size() == 2
+        assert environment.launched_by_fork() is True
+        assert environment.log_level_requested() == "info"
+        assert environment.elastic_attempt() == "3"
+        assert environment.store_file() == "/somewhere"
+
+
+@pytest.mark.parametrize("engine", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP"])
+def test_engines_that_are_not_there_are_refused_by_name(engine: str) -> None:
+    with (
+        patch_environment(**{f"ACCELERATE_USE_{engine}": "true"}),
+        pytest.raises(UnsupportedError, match=f"ACCELERATE_USE_{engine} asks for .* Unset ACCELERATE_USE_{engine}"),
+    ):
+        environment.refuse_unsupported_engines()
+    with patch_environment(**{f"ACCELERATE_USE_{engine}": "false", "ACCELERATE_DYNAMO_BACKEND": "NO"}):
+        environment.refuse_unsupported_engines()
+
+
+def test_compilation_is_refused_with_the_way_out() -> None:
+    with (
+        patch_environment(accelerate_dynamo_backend="INDUCTOR"),
+        pytest.raises(UnsupportedError, match=r"Call model.compile\(\) yourself"),
+    ):
+        environment.refuse_unsupported_engines()
+
+
+def test_patched_environment_comes_back_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "before")
+
+    def fail_inside() -> None:
+        with patch_environment(kept=1, new="x"):
+            assert (os.environ["KEPT"], os.environ["NEW"]) == ("1", "x")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert os.environ["KEPT"] == "before"
+    assert "NEW" not in os.environ
+
+
+def test_cleared_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "before")
+    with clear_environment():
+        assert not os.environ
+        os.environ["NEW"] = "x"
+    assert os.environ["KEPT"] == "before"
+    assert "NEW" not in os.environ
+
+
+def test_purging_takes_back_what_a_function_or_test_class_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_KEPT", "before")
+
+    def change() -> str:
+        os.environ["ACCELERATE_KEPT"] = "changed"
+        os.environ["ACCELERATE_NEW"] = "x"
+        return "done"
+
+    class Tests:
+        def test_something(self) -> str:
+            return change()
+
+    for changing in (purge_accelerate_environment(change), purge_accelerate_environment(Tests)().test_something):
+        assert changing() == "done"
+        assert os.environ["ACCELERATE_KEPT"] == "before"
+        assert "ACCELERATE_NEW" not in os.environ
+
+
+def test_cublas_choice_made_already_stays() -> None:
+    with clear_environment():
+        environment.make_cublas_deterministic()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with clear_environment(), patch_environment(cublas_workspace_config=":16:8"):
+        environment.make_cublas_deterministic()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_variables_can_be_set_for_good() -> None:
+    with clear_environment():
+        settings: dict[str, Any] = {"ACCELERATE_USE_CPU": "1"}
+        environment.set_variables(settings)
+        assert environment.cpu_requested()

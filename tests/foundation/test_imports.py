@@ -1,0 +1,56 @@
+"""Questions about optional packages."""
+
+import importlib.metadata
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from trainer_lib import ConfigurationError, MissingPackageError
+from trainer_lib.foundation import imports
+from trainer_lib.foundation.imports import compare_versions, is_package_available, is_torch_version, require
+
+
+def test_a_package_is_found_without_being_imported() -> None:
+    assert is_package_available("torch")
+    assert is_package_available("torch", "torch")
+    assert not is_package_available("no_such_package")
+    assert not is_package_available("no_such_package.inside")
+    assert not is_package_available("json", "no-such-distribution"), "a folder of that name is not enough"
+
+
+def test_require_returns_the_module_or_says_how_to_get_it() -> None:
+    assert isinstance(require("json", "test"), ModuleType)
+    with pytest.raises(MissingPackageError, match=r"pip install no_such_package` or `pip install trainer-lib\[test\]"):
+        require("no_such_package", "test")
+
+
+def test_versions_are_compared_as_versions() -> None:
+    installed = importlib.metadata.version("packaging")
+    assert compare_versions("packaging", "==", installed)
+    assert compare_versions("packaging", ">=", "9") == (int(installed.split(".")[0]) >= 9)
+    assert is_torch_version(">=", "2.13")
+    assert not is_torch_version("<", "2.13")
+    with pytest.raises(ConfigurationError, match=r"Unknown comparison '=>'. Known: <, <=, =="):
+        compare_versions("torch", "=>", "2.0")
+
+
+def test_predicates_answer_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pandas", raising=False)
+    predicates = {name: value for name, value in vars(imports).items() if name.endswith("_available")}
+    predicates.pop("is_package_available")
+    assert len(predicates) > 45
+    for name, predicate in predicates.items():
+        assert predicate() in (True, False), name
+        assert predicate.__doc__, name
+    assert "pandas" not in sys.modules
+
+
+def test_predicates_take_accelerates_arguments() -> None:
+    assert not imports.is_mps_available(min_version="99")
+    assert not imports.is_torch_xla_available(check_is_tpu=True)
+    assert not imports.is_bnb_available(min_version="99")
+    assert not imports.is_hpu_available(init_hccl=True)
+    assert not imports.is_npu_available(check_device=True)
+    assert imports.is_rocm_available() == (torch.version.hip is not None)

@@ -1,0 +1,89 @@
+"""The settings of the engine."""
+
+from typing import Any
+
+import pytest
+
+from trainer_lib import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.environment import patch_environment
+from trainer_lib.launchers import run_forked
+from trainer_lib.options.kinds import PrecisionType
+from trainer_lib.state import AcceleratorState, PartialState
+
+
+def test_it_knows_what_the_process_knows() -> None:
+    state = AcceleratorState(cpu=True)
+    assert state.initialized
+    assert (state.num_processes, state.device.type, state.is_main_process) == (1, "cpu", True)
+    assert repr(state).endswith("Mixed precision type: no\n")
+    with pytest.raises(AttributeError):
+        state.nothing_of_the_kind  # noqa: B018
+
+
+@pytest.mark.parametrize("given", ["bf16", "BF16", PrecisionType.BF16])
+def test_precision_in_any_form(given: Any) -> None:
+    assert AcceleratorState(mixed_precision=given, cpu=True).mixed_precision == "bf16"
+    assert AcceleratorState().mixed_precision == "bf16", "all instances are one"
+
+
+def test_precision_of_the_launcher_and_of_the_script() -> None:
+    with patch_environment(accelerate_mixed_precision="fp16"):
+        assert AcceleratorState(cpu=True).mixed_precision == "fp16"
+        AcceleratorState._reset_state()
+        assert AcceleratorState(mixed_precision="no", cpu=True).mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ("bf61", ConfigurationError, "Unknown precision 'bf61'. Known: bf16, fp16, no. Did you mean 'bf16'?"),
+        ("fp8", UnsupportedError, "mixed_precision='fp8' is not supported by this version"),
+    ],
+)
+def test_other_precisions_are_refused(given: str, error: type[Exception], told: str) -> None:
+    with pytest.raises(error) as caught:
+        AcceleratorState(mixed_precision=given, cpu=True)
+    assert str(caught.value).startswith(told)
+    assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16", "the next attempt starts afresh"
+
+
+def test_another_precision_comes_too_late_until_the_first_is_released() -> None:
+    state = AcceleratorState(mixed_precision="bf16", cpu=True)
+    AcceleratorState(mixed_precision="bf16")
+    with pytest.raises(ConfigurationError, match=r"mixed_precision='no' came too late: .*free_memory"):
+        AcceleratorState(mixed_precision="no")
+    state.release()
+    assert AcceleratorState(mixed_precision="no").mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    "name", ["dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin"]
+)
+def test_engines_that_are_not_there_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{name}='x'"):
+        AcceleratorState(cpu=True, **{name: "x"})  # pyright: ignore[reportArgumentType]
+    with (
+        patch_environment(accelerate_use_fsdp="1"),
+        pytest.raises(UnsupportedError, match="ACCELERATE_USE_FSDP asks for FSDP"),
+    ):
+        AcceleratorState(cpu=True)
+
+
+def test_it_forms_and_leaves_the_world() -> None:
+    def body() -> list[int]:
+        state = AcceleratorState()
+        size = state.num_processes
+        state.wait_for_everyone()
+        state.destroy_process_group()
+        return [size, state.group.size]
+
+    assert run_forked(body, timeout=60) == [[2, 1]] * 2
+
+
+def test_reset() -> None:
+    AcceleratorState(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state()
+    assert PartialState().initialized
+    assert AcceleratorState().mixed_precision == "no"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not PartialState._shared_state

@@ -1,0 +1,68 @@
+"""The window of gradients, as its readers see it."""
+
+from dataclasses import dataclass
+
+from trainer_lib import GradientAccumulationPlugin
+from trainer_lib.state import GradientState
+from trainer_lib.state.gradients import Rows
+
+
+@dataclass(eq=False)
+class Loader:
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    rows: Rows | None = None
+
+
+def test_defaults() -> None:
+    state = GradientState()
+    assert state.initialized
+    assert (state.num_steps, state.sync_gradients, state.adjust_scheduler, state.sync_with_dataloader) == (
+        1,
+        True,
+        True,
+        True,
+    )
+    assert (state.active_dataloader, state.in_dataloader, state.end_of_dataloader, state.remainder) == (
+        None,
+        False,
+        False,
+        -1,
+    )
+    assert not state.is_xla_gradients_synced
+    assert "Sync Gradients: True\n" in repr(state)
+
+
+def test_all_instances_are_one_and_a_new_plugin_counts() -> None:
+    first = GradientState()
+    GradientState(
+        GradientAccumulationPlugin(num_steps=4, adjust_scheduler=False, sync_with_dataloader=False)
+    ).sync_gradients = False
+    assert (first.num_steps, first.adjust_scheduler, first.sync_with_dataloader) == (4, False, False)
+    assert not first.sync_gradients
+    assert GradientState().num_steps == 4
+    GradientState._reset_state()
+    assert GradientState().num_steps == 1
+
+
+def test_the_innermost_loader_is_the_active_one() -> None:
+    state = GradientState()
+    outer, inner = Loader(remainder=3), Loader(end_of_dataloader=True, remainder=5)
+    state._add_dataloader(outer)
+    state._add_dataloader(inner)
+    assert state.active_dataloader is inner
+    assert state.dataloader_references == [None, outer, inner]
+    assert (state.in_dataloader, state.end_of_dataloader, state.remainder) == (True, True, 5)
+    state._remove_dataloader(outer)  # abandoned in the middle, and closed late
+    assert state.active_dataloader is inner
+    state._remove_dataloader(inner)
+    state._remove_dataloader(inner)
+    assert not state.in_dataloader
+
+
+def test_a_loader_may_be_read_in_two_loops_at_a_time() -> None:
+    state, loader = GradientState(), Loader()
+    state._add_dataloader(loader)
+    state._add_dataloader(loader)
+    state._remove_dataloader(loader)
+    assert state.active_dataloader is loader

@@ -1,0 +1,163 @@
+"""Worlds of processes: how they form, what they say to one another, and when they give up."""
+
+import multiprocessing
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer_lib import ConfigurationError, WorldError
+from trainer_lib.foundation.environment import patch_environment
+from trainer_lib.foundation.ports import free_port
+from trainer_lib.launchers import run_forked
+from trainer_lib.process_group import LoneProcess, TorchProcesses
+from trainer_lib.state import PartialState
+
+ONE_SECOND = timedelta(seconds=1)
+
+
+def conversation() -> list[Any]:
+    """Say everything that a group can say."""
+    group = PartialState(cpu=True).group
+    rank = group.rank
+    group.barrier()
+    return [
+        group.all_reduce(torch.tensor(rank + 1)).item(),
+        group.all_reduce(torch.tensor(rank + 1), "max").item(),
+        group.all_reduce(torch.tensor(rank + 1), "min").item(),
+        [tensor.item() for tensor in group.all_gather(torch.tensor(rank + 1))],
+        group.broadcast(torch.tensor(rank + 1), source=group.size - 1).item(),
+        group.all_gather_objects({"rank": rank}),
+        group.broadcast_objects([rank, "text"]),
+        group.scatter_objects([10, 11, 12, 13][: group.size] if rank == 0 else None),
+    ]
+
+
+def test_a_lone_process_is_a_world_of_one() -> None:
+    assert conversation() == [1, 1, 1, [1], 1, [{"rank": 0}], [0, "text"], 10]
+    assert isinstance(PartialState().group, LoneProcess)
+    for say in ("broadcast", "broadcast_objects", "scatter_objects"):
+        with pytest.raises(ConfigurationError, match="no process 1 in a world of 1"):
+            getattr(LoneProcess(), say)([], source=1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_processes_of_a_launcher_form_a_real_world(size: int) -> None:
+    def body() -> tuple[list[Any], bool, str | None]:
+        said = conversation()
+        return said, isinstance(PartialState().group, TorchProcesses) and dist.is_initialized(), dist.get_backend()
+
+    ranks = range(size)
+    for rank, (said, is_real, backend) in enumerate(run_forked(body, num_processes=size, timeout=60)):
+        assert (is_real, backend) == (True, "gloo")
+        assert said == [
+            sum(ranks) + size,
+            size,
+            1,
+            [other + 1 for other in ranks],
+            size,
+            [{"rank": other} for other in ranks],
+            [0, "text"],
+            10 + rank,
+        ]
+
+
+def test_torchruns_variables_are_enough() -> None:
+    variables = {"rank": "0", "world_size": "1", "master_addr": "127.0.0.1", "master_port": str(free_port())}
+    with patch_environment(**variables):
+        assert conversation()[0] == 1
+        assert dist.is_initialized()
+
+
+def test_a_group_that_the_script_formed_is_taken_over() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    state = PartialState(cpu=True)
+    assert isinstance(state.group, TorchProcesses)
+    assert state.num_processes == 1
+
+
+def test_a_world_can_form_again() -> None:
+    def body() -> list[float]:
+        sums: list[float] = []
+        for _ in range(2):
+            state = PartialState()
+            sums.append(state.group.all_reduce(torch.ones(1)).item())
+            state.destroy_process_group()
+            PartialState._reset_state()
+        return sums
+
+    assert run_forked(body, timeout=60) == [[2.0, 2.0]] * 2
+
+
+def test_another_world_than_asked_for_is_an_error() -> None:
+    def body() -> str:
+        with pytest.raises(WorldError) as caught:
+            PartialState()
+        assert not dist.is_initialized()
+        return str(caught.value)
+
+    for message in run_forked(body, timeout=60, TRAINER_LIB_WORLD_SIZE="4"):
+        assert message.startswith("4 processes were asked for and a world of 2 formed.")
+
+
+def test_a_group_of_the_script_that_is_not_the_launchers_world_is_an_error() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with (
+        patch_environment(rank="0", world_size="2"),
+        pytest.raises(WorldError, match="2 processes were asked for and a world of 1 formed"),
+    ):
+        PartialState(cpu=True)
+
+
+@pytest.mark.parametrize("through_a_file", [True, False])
+def test_who_waits_for_a_missing_process_gives_up_in_time(through_a_file: bool, tmp_path: Any) -> None:
+    port = free_port()
+    variables = {"rank": "0", "world_size": "2", "master_addr": "127.0.0.1", "master_port": str(port)}
+    if through_a_file:
+        variables["trainer_lib_store_file"] = str(tmp_path / "store")
+    began = monotonic()
+    with patch_environment(**variables), pytest.raises(WorldError) as caught:
+        PartialState(cpu=True, timeout=ONE_SECOND)
+    assert 0.5 < monotonic() - began < 20
+    assert str(caught.value).startswith(
+        f"Process 0 could not join the world of 2 at 127.0.0.1:{port} (torchrun, gloo): "
+    )
+    assert "Check that all 2 processes are started" in str(caught.value)
+    assert not dist.is_initialized()
+
+
+def test_a_collective_gives_up_in_time() -> None:
+    over = multiprocessing.get_context("fork").Event()
+
+    def body() -> float:
+        state = PartialState(timeout=ONE_SECOND)
+        began = monotonic()
+        if state.is_main_process:
+            with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+                state.wait_for_everyone()
+            over.set()
+        else:
+            over.wait(30)
+        return monotonic() - began
+
+    first, _ = run_forked(body, timeout=60)
+    assert 0.5 < first < 20
+
+
+def test_several_machines_need_an_address() -> None:
+    with (
+        patch_environment(rank="0", world_size="4", local_world_size="2"),
+        pytest.raises(ConfigurationError, match="MASTER_ADDR and MASTER_PORT are not set, so processes on several"),
+    ):
+        PartialState(cpu=True)
+
+
+def test_nccl_on_the_cpu_is_refused() -> None:
+    with (
+        patch_environment(rank="0", world_size="2", accelerate_use_cpu="1"),
+        pytest.raises(ConfigurationError, match=r"backend='nccl' cannot work on the CPU. Use 'gloo', or leave it out"),
+    ):
+        PartialState(backend="nccl")
