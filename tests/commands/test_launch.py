@@ -6,15 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from trainer_lib.commands.main import main
-from trainer_lib.launchers import accelerators
 
 COMMAND = [sys.executable, "-m", "trainer_lib.commands.main", "launch"]
 LIMIT = 60
@@ -42,7 +41,7 @@ def script(tmp_path: Path) -> Callable[..., str]:
 
     def write(*lines: str) -> str:
         path = tmp_path / "a script.py"
-        path.write_text("\n".join(textwrap.dedent(line) for line in lines))
+        path.write_text("\n".join(lines))
         return str(path)
 
     return write
@@ -54,14 +53,27 @@ def launch(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 
     def launched(*arguments: str) -> Ended:
         code = main(["launch", *arguments])
-        return Ended(code, *capfd.readouterr())
+        captured = capfd.readouterr()
+        return Ended(code, captured.out, captured.err)
 
     return launched
 
 
 def test_arguments_of_the_script_arrive_as_they_were_given(launch: Any, script: Any) -> None:
     path = script(TELL)
-    given = ["a b", "it's", '"quoted"', "$HOME ${local_rank} $$", "`id`; echo", "", "--num_processes", "7", "--", "-m", "*"]
+    given = [
+        "a b",
+        "it's",
+        '"quoted"',
+        "$HOME ${local_rank} $$",
+        "`id`; echo",
+        "",
+        "--num_processes",
+        "7",
+        "--",
+        "-m",
+        "*",
+    ]
     ended = launch("--cpu", "--num-processes=2", path, *given)
     assert ended.code == 0
     assert [argv for argv, _ in ended.told] == [[path, *given]] * 2
@@ -100,7 +112,9 @@ def test_one_process_is_started_by_default_and_is_told_nothing_that_was_not_aske
 def test_module_runs_as_with_python_m(launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
-    (tmp_path / "package" / "script.py").write_text(f"assert __name__ == '__main__' and __package__ == 'package'; {TELL}")
+    (tmp_path / "package" / "script.py").write_text(
+        f"assert __name__ == '__main__' and __package__ == 'package'; {TELL}"
+    )
     monkeypatch.chdir(tmp_path)
     ended = launch("-m", "package.script", "--flag", "a b")
     assert ended.code == 0, ended.err
@@ -116,7 +130,8 @@ def test_script_sees_itself_as_under_plain_python(launch: Any, script: Any, tmp_
         "if __name__ == '__main__':",
         "    assert __file__ == sys.argv[0] and sys.path[0] == sys.argv[1] and 'torch' not in sys.modules",
         "    assert pickle.loads(pickle.dumps(Here())).__class__ is Here is __main__.Here",
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool: assert pool.map(double, [neighbour.value]) == [6]",
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:",
+        "        assert pool.map(double, [neighbour.value]) == [6]",
     )
     assert launch(path, str(tmp_path)).code == 0
 
@@ -145,7 +160,9 @@ def test_other_world_than_the_one_asked_for_is_an_error(launch: Any, script: Any
 
 
 def test_torchrun_forms_a_world_too(script: Any) -> None:
-    path = script(JOIN, "print(state.process_index, state.num_processes, state.backend)")
+    path = script(
+        JOIN, "import sys; sys.stdout.write(f'{state.process_index} {state.num_processes} {state.backend}\\n')"
+    )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run([*torchrun, path], capture_output=True, text=True, timeout=LIMIT, check=True)
     assert sorted(done.stdout.splitlines()) == ["0 2 gloo", "1 2 gloo"]
@@ -247,7 +264,16 @@ def test_two_machines_form_one_world(script: Any) -> None:
     path = script(JOIN, "print(state.process_index, state.local_process_index, state.num_processes)")
     with socket.create_server(("", 0)) as listener:
         port = str(listener.getsockname()[1])
-    shared = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    shared = [
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        port,
+    ]
     machines = [
         subprocess.Popen([*COMMAND, *shared, "--machine_rank", rank, path], stdout=subprocess.PIPE, text=True)
         for rank in ("0", "1")
@@ -287,14 +313,19 @@ def test_processes_do_not_outlive_a_killed_launcher(script: Any) -> None:
         assert process.stdout.read() == ""  # it ends when the last process does
 
 
-def test_output_is_teed_into_the_log_folder(launch: Any, script: Any, tmp_path: Path) -> None:
-    path = script("import os, sys; print('out', os.environ['RANK']); sys.exit('rank 1 fails' if os.environ['RANK'] == '1' else 0)")
-    ended = launch("--num_processes", "2", "--tee", "3", "--log_dir", str(tmp_path / "logs"), "--role", "job", path)
-    assert ended.code == 1
-    assert "[job1]:out 1" in ended.out
+def test_output_is_teed_into_the_log_folder(script: Any, tmp_path: Path) -> None:
+    path = script(
+        "import os, sys",
+        "print('out', os.environ['RANK'])",
+        "sys.exit('rank 1 fails' if os.environ['RANK'] == '1' else 0)",
+    )
+    options = ["--num_processes", "2", "--tee", "3", "--log_dir", str(tmp_path / "logs"), "--role", "job"]
+    done = subprocess.run([*COMMAND, *options, path], capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 1
+    assert "[job1]:out 1" in done.stdout
     (log,) = tmp_path.glob("logs/*/attempt_0/1/stderr.log")
     assert log.read_text() == "rank 1 fails\n"
-    assert f"Its output is in {log}." in ended.err
+    assert f"Its output is in {log}." in done.stderr
 
 
 def test_nothing_is_left_in_the_temporary_folder(
@@ -377,20 +408,17 @@ class FakeAccelerators:
     """Two devices that nothing can be computed on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import torch
-
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+        )
         monkeypatch.setattr(torch.accelerator, "device_count", self.device_count)
-        self.accelerators = accelerators
 
     def device_count(self) -> int:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return 2 if visible is None else len(visible.split(","))
 
 
-def test_accelerators_set_the_default_and_the_limit(
-    launch: Any, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accelerators_set_the_default_and_the_limit(launch: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeAccelerators(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     path = script(TELL)

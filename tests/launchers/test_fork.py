@@ -161,7 +161,7 @@ def test_output_of_the_processes_is_not_lost(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_result_that_cannot_be_sent_is_an_error() -> None:
-    with pytest.raises(ProcessFailedError, match="Process 0 of 1 failed with exit code 1:\n(.|\n)*lambda"):
+    with pytest.raises(ProcessFailedError, match=r"Process 0 of 1 failed with exit code 1:\n(.|\n)*lambda"):
         run_forked(lambda: lambda: 0, num_processes=1, timeout=LIMIT)
 
 
@@ -193,5 +193,6 @@ run_forked(wait)
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"function": total_rank, **arguments}
     with pytest.raises(ConfigurationError, match=message):
-        run_forked(**{"function": total_rank, **arguments})
+        run_forked(**given)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer_lib import debug_launcher, notebook_launcher
-from trainer_lib.foundation.environment import patch_environment
+from trainer_lib.foundation.environment import clear_environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, WorldError
 from trainer_lib.launchers import ProcessFailedError, notebook
 from trainer_lib.state import AcceleratorState, PartialState
@@ -32,8 +32,7 @@ def fail_on_the_last() -> None:
 
 
 def taken_port() -> socket.socket:
-    listener = socket.create_server(("", 0))
-    return listener
+    return socket.create_server(("", 0))
 
 
 def test_closures_run_in_one_world_and_results_come_in_order_of_rank() -> None:
@@ -66,14 +65,14 @@ def test_process_killed_by_a_signal_is_named() -> None:
         notebook_launcher(die, num_processes=2)
 
 
-def test_restart_after_the_world_has_formed_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_restart_after_the_world_has_formed_ends_well(capfd: pytest.CaptureFixture[str]) -> None:
     def fail_at_first() -> tuple[str, int]:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             fail_on_the_last()
         return os.environ["TORCHELASTIC_RESTART_COUNT"], place()[0]
 
     assert notebook_launcher(fail_at_first, num_processes=2, max_restarts=1) == [("1", 0), ("1", 1)]
-    told = capsys.readouterr().out
+    told = capfd.readouterr().out
     assert "KeyError: 'only here'" in told
     assert told.endswith("Starting all processes again (restart 1 of 1).\n")
 
@@ -124,20 +123,19 @@ def test_lone_state_is_not_inherited_and_a_world_is_refused() -> None:
 
     def launch_again() -> None:
         place()
-        with patch_environment(rank="", world_size=""):
-            del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        with clear_environment():  # as if a cell had formed the world itself
             notebook_launcher(place, num_processes=2)
 
-    with pytest.raises(ProcessFailedError, match="torch.distributed is initialized in this process. Create the Acc"):
+    with pytest.raises(ProcessFailedError, match=r"torch.distributed is initialized in this process. Create the Acc"):
         debug_launcher(launch_again)
-    with pytest.raises(ProcessFailedError, match="this is process 0 of 1 that torchrun started. Call the function"):
+    with pytest.raises(ProcessFailedError, match=r"this is process 0 of 1 that torchrun started. Call the function"):
         debug_launcher(notebook_launcher, (place,), num_processes=1)
 
 
 def test_given_port_is_used_again_and_again() -> None:
     with taken_port() as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(WorldError, match=f"Port {port} cannot be used(.|\n)*Name another port, or none"):
+        with pytest.raises(WorldError, match=rf"Port {port} cannot be used(.|\n)*Name another port, or none"):
             notebook_launcher(place, num_processes=2, use_port=str(port))
 
     def meeting() -> str:
@@ -176,7 +174,7 @@ def test_used_accelerator_without_cloudpickle_says_what_to_do(monkeypatch: pytes
     monkeypatch.setattr(notebook, "count_accelerators", lambda: 2)
     monkeypatch.setattr(notebook, "forks_are_poisoned", lambda: True)
     monkeypatch.setattr(notebook, "is_package_available", lambda module: False)
-    with pytest.raises(MissingPackageError, match="Restart the kernel(.|\n)*pip install cloudpickle"):
+    with pytest.raises(MissingPackageError, match=r"Restart the kernel(.|\n)*pip install cloudpickle"):
         notebook_launcher(place)
 
 
@@ -196,8 +194,9 @@ def test_used_accelerator_without_cloudpickle_says_what_to_do(monkeypatch: pytes
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"function": place, "num_processes": 2, **arguments}
     with pytest.raises(error, match=message):
-        notebook_launcher(**{"function": place, "num_processes": 2, **arguments})
+        notebook_launcher(**given)
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

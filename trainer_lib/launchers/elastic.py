@@ -42,7 +42,12 @@ def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan
         KeyboardInterrupt: If this process was interrupted; the others have been ended.
         SystemExit: If this process was asked to end by another signal; the others have been ended.
     """
-    with _torch_is_quiet(plan.verbose), _signals_are_passed_on(), _log_folder(plan) as folder, _meeting(plan) as meeting:
+    with (
+        _torch_is_quiet(plan.verbose),
+        _signals_are_passed_on(),
+        _log_folder(plan) as folder,
+        _meeting(plan) as meeting,
+    ):
         agent = _Agent(entry, args, plan, meeting, folder)
         try:
             result = agent.run()
@@ -57,7 +62,11 @@ def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan
         return [value for _, value in sorted(result.return_values.items())]
 
 
-class _Agent(LocalElasticAgent):
+# A decorator hides the types of its methods, so that a typed subclass could not override them.
+_TorchAgent: Any = LocalElasticAgent
+
+
+class _Agent(_TorchAgent):
     """Torch's agent, with less patience after a death and more to tell about it."""
 
     def __init__(
@@ -159,7 +168,7 @@ def _streams(tee: str) -> Any:
         return Std.from_str(tee)
     except ValueError:
         raise ConfigurationError(
-            f"tee must be 0, 1 (output), 2 (errors) or 3 (both), or say it for some processes as in 0:3,1:2; got {tee!r}."
+            f"tee must be 0, 1 (output), 2 (errors) or 3 (both), or such for some processes as in 0:3,1:2; got {tee!r}."
         ) from None
 
 
@@ -168,7 +177,7 @@ def _meeting(plan: Plan) -> Generator[RendezvousHandler]:
     if plan.is_local:
         handler: RendezvousHandler = OneMachine(plan.main_process_port, plan.rdzv_id)
     else:
-        options = {"timeout": 900, **plan.rdzv_conf}
+        options: dict[str, Any] = {"timeout": 900, **plan.rdzv_conf}
         if plan.rdzv_backend == "static":
             options["rank"] = plan.machine_rank
         parameters = RendezvousParameters(
@@ -187,8 +196,8 @@ def _meeting(plan: Plan) -> Generator[RendezvousHandler]:
 def _not_met(plan: Plan, error: Exception) -> WorldError:
     return WorldError(
         f"Machine {plan.machine_rank} of {plan.num_machines} could not meet the others at {plan.endpoint} "
-        f"({plan.rdzv_backend}): {str(error).splitlines()[0]} Check that the launcher runs on all machines with the same "
-        "options but for machine_rank, that they can reach that address, and that no other program uses the port."
+        f"({plan.rdzv_backend}): {str(error).splitlines()[0]} Check that the launcher runs on all machines with the "
+        "same options but for machine_rank, that they can reach that address, and that no other program uses the port."
     )
 
 

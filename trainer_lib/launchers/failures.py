@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from trainer_lib.foundation.errors import WorldError
 
-
 _LINE = 160  # characters of an error that only followed from another
 
 

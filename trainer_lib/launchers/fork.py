@@ -102,7 +102,7 @@ class _Worker:
                 # In C, since Python's own handlers would wait for the end of a collective that hangs.
                 faulthandler.register(signal.SIGUSR1, stacks, chain=True)
                 torch.save(function(*args), self.result)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it is, the parent has to hear of it
             self.error.write_text(traceback.format_exc())
             leave()
 

@@ -121,7 +121,7 @@ def _call(parent: int, function: Callable[[], Any], threads: int = 1) -> bytes:
         result = io.BytesIO()
         torch.save(function(), result)
         return result.getvalue()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
         get_error_handler().record_exception(error)
         leave()
 

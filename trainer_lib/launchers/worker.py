@@ -1,9 +1,10 @@
-"""This file is what each process of `trainer-lib launch` runs before the script: `worker.py LAUNCHER_PID [-m] SCRIPT …`.
+"""This file is what each process of `trainer-lib launch` runs before the script.
 
-It is run by its path and imports nothing but the standard library. torch must not be there before the script is: the
-script may set variables that torch reads when it is imported.
+It is run by its path, as `worker.py PID_OF_THE_LAUNCHER [-m] SCRIPT …`, and imports nothing but the standard library.
+torch must not be there before the script is: the script may set variables that torch reads when it is imported.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -17,6 +18,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 
@@ -35,7 +37,8 @@ def main() -> None:
     die_with_parent(int(launcher), signal.SIGTERM)
     faulthandler.enable()  # a segmentation fault tells where
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # whole lines: those of several processes do not run into each other
+        # Whole lines, at once: nothing is lost, and lines of several processes do not run into each other.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     as_module = command[0] == "-m"
     target, *arguments = command[as_module:]
     sys.argv = [target, *arguments]
@@ -49,8 +52,9 @@ def main() -> None:
         raise
     except BaseException as error:  # noqa: BLE001
         _record(error)
+        sys.last_value = error  # as without this file: what runs at exit can tell that this is not a good end
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+        _leave(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _run(target: str, as_module: bool) -> None:
@@ -58,6 +62,14 @@ def _run(target: str, as_module: bool) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(os.path.abspath(target), run_name="__main__")  # noqa: PTH100
+
+
+def _leave(code: int) -> NoReturn:
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: it would wait for threads, and for collectives that the other processes never answer.
+    os._exit(code)
 
 
 def _record(error: BaseException) -> None:
