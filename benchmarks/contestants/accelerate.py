@@ -1,0 +1,33 @@
+"""This file is Hugging Face Accelerate, with the same loop."""
+
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.contestants.accelerator_loop import AcceleratorLoop
+from benchmarks.task import Task
+
+
+class Accelerate(AcceleratorLoop):
+    """`accelerate.Accelerator`."""
+
+    name = "Accelerate"
+    package = "accelerate"
+    statement = "from accelerate import Accelerator"
+
+    def accelerator(self, task: Task) -> Any:
+        """Return a new `Accelerator`."""
+        accelerate = import_module("accelerate")
+        return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=task.accumulation)
+
+    def backward(self, accelerator: Any, loss: Tensor, weight: Tensor) -> None:
+        """Sum the weights of all processes first, as its documentation does, and divide by them."""
+        weights = accelerator.reduce(weight, "sum")
+        accelerator.backward(loss * (accelerator.num_processes / weights))
+
+    def reset(self) -> None:
+        """Forget the state that all its objects share."""
+        state = import_module("accelerate.state")
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()

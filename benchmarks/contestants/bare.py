@@ -1,0 +1,99 @@
+"""This file is the loop written by hand: what the others are measured against."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.contestants.base import Contestant
+from benchmarks.meters import Meter
+from benchmarks.task import IGNORED, MAX_NORM, Parts, Task, labels_sum, weights_norm
+
+
+class Bare(Contestant):
+    """PyTorch and nothing else; on several processes `DistributedDataParallel`."""
+
+    name = "by hand"
+
+    def update(self, task: Task, meter: Meter) -> float:
+        """Train."""
+        if task.accumulation > 1:
+            return self._accumulate(task, meter)
+        model, optimizer, scheduler, loader = _parts(task)
+        total = torch.zeros(())
+        with meter:
+            for inputs, labels in loader:
+                loss = cross_entropy(model(inputs), labels)
+                loss.backward()
+                clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                total += loss.detach()
+        return weights_norm(model)
+
+    def _accumulate(self, task: Task, meter: Meter) -> float:
+        model, optimizer, scheduler, loader = _parts(task)
+        steps, last = task.accumulation, task.steps - 1
+        no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else nullcontext
+        total = torch.zeros(())
+        with meter:
+            for index, (inputs, labels) in enumerate(loader):
+                updates = (index + 1) % steps == 0 or index == last
+                with nullcontext() if updates else no_sync():
+                    loss = cross_entropy(model(inputs), labels)
+                    (loss / steps).backward()
+                if updates:
+                    clip_grad_norm_(model.parameters(), MAX_NORM)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                total += loss.detach()
+        return weights_norm(model)
+
+    def update_by_weight(self, task: Task, meter: Meter) -> float:
+        """Train on sums; how many labels count is a message of its own."""
+        model, optimizer, scheduler, loader = _parts(task)
+        total = torch.zeros(())
+        with meter:
+            for inputs, labels in loader:
+                weight = (labels != IGNORED).sum()
+                if task.world_size > 1:
+                    dist.all_reduce(weight)
+                loss = cross_entropy(model(inputs), labels, ignore_index=IGNORED, reduction="sum")
+                (loss * (task.world_size / weight)).backward()
+                clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                total += loss.detach()
+        return weights_norm(model)
+
+    def read(self, task: Task, meter: Meter) -> float:
+        """Go through the data."""
+        loader = task.loader()
+        total = labels_sum([labels for _, labels in loader])
+        with meter:
+            for _ in loader:
+                pass
+        return total
+
+
+class BareAgain(Bare):
+    """The same once more: how far it is from itself is how far the others have to be to mean anything."""
+
+    name = "by hand, again"
+
+
+def _parts(task: Task) -> Parts:
+    parts = task.parts()
+    if task.world_size == 1:
+        return parts
+    sampler: DistributedSampler[Tensor] = DistributedSampler(parts.loader.dataset, shuffle=False)
+    loader = DataLoader(parts.loader.dataset, parts.loader.batch_size, sampler=sampler)
+    return parts._replace(model=DistributedDataParallel(parts.model), loader=loader)

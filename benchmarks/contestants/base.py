@@ -1,0 +1,42 @@
+"""This file is what a contestant is asked to do: a loop of each kind, with the meter around it."""
+
+from importlib.util import find_spec
+from typing import ClassVar
+
+from benchmarks.meters import Meter
+from benchmarks.task import Task
+
+
+class NotOfferedError(Exception):
+    """The contestant has no loop of this kind."""
+
+
+class Contestant:
+    """One way to train. Each loop enters `meter` around nothing but itself and returns a number to compare.
+
+    The number is what the loop came to (`weights_norm`, `labels_sum`): all contestants have to come to the same.
+    """
+
+    name: ClassVar[str]
+    package: ClassVar[str | None] = None  # what has to be installed for it
+    statement: ClassVar[str | None] = None  # what a script imports of it
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Whether its package is there."""
+        return cls.package is None or find_spec(cls.package) is not None
+
+    def update(self, task: Task, meter: Meter) -> float:
+        """Train, with an update for each batch, or for each `task.accumulation` of them."""
+        raise NotOfferedError
+
+    def update_by_weight(self, task: Task, meter: Meter) -> float:
+        """Train on the mean over the labels that count, on all processes together."""
+        raise NotOfferedError
+
+    def read(self, task: Task, meter: Meter) -> float:
+        """Go through the data and do nothing with it."""
+        raise NotOfferedError
+
+    def reset(self) -> None:
+        """Forget what is kept for the whole process, so that the next run starts anew."""

@@ -1,0 +1,32 @@
+"""This file is the engine of this repository."""
+
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.contestants.accelerator_loop import AcceleratorLoop
+from benchmarks.task import Task
+
+
+class TrainerLib(AcceleratorLoop):
+    """`trainer_lib.Accelerator`."""
+
+    name = "trainer_lib"
+    statement = "from trainer_lib import Accelerator"
+
+    def accelerator(self, task: Task) -> Any:
+        """Return a new `Accelerator`."""
+        from trainer_lib import Accelerator
+
+        return Accelerator(cpu=True, gradient_accumulation_steps=task.accumulation)
+
+    def backward(self, accelerator: Any, loss: Tensor, weight: Tensor) -> None:
+        """Name the weight; it travels with the gradients."""
+        accelerator.backward(loss, weight=weight)
+
+    def reset(self) -> None:
+        """Forget the state that all its objects share."""
+        from trainer_lib.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()

@@ -1,0 +1,68 @@
+"""This file is what comes out: medians and spreads over the rounds, one row a contestant."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+
+class Sample(NamedTuple):
+    """One run of one contestant, in seconds a step."""
+
+    cpu: float
+    wall: float
+
+
+class Spread(NamedTuple):
+    """A median, and what it is the median of reaches from and to."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contestant in one scenario; the first row of a scenario is what the others are compared with."""
+
+    contestant: str
+    samples: Sequence[Sample] = ()
+    baseline: Sequence[Sample] = ()
+    calls: float | None = None
+    note: str = ""  # why there are no samples
+    target: str = ""
+
+    @property
+    def cpu(self) -> Spread:
+        """Seconds of the processor a step."""
+        return _spread([sample.cpu for sample in self.samples])
+
+    @property
+    def wall(self) -> Spread:
+        """Seconds a step."""
+        return _spread([sample.wall for sample in self.samples])
+
+    @property
+    def cpu_ratio(self) -> Spread:
+        """The processor's time beside that of the baseline, round by round."""
+        pairs = zip(self.samples, self.baseline, strict=True)
+        return _spread([own.cpu / other.cpu for own, other in pairs])
+
+    @property
+    def wall_ratio(self) -> Spread:
+        """The time beside that of the baseline, round by round."""
+        pairs = zip(self.samples, self.baseline, strict=True)
+        return _spread([own.wall / other.wall for own, other in pairs])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All rows of one scenario."""
+
+    name: str
+    title: str
+    rows: Sequence[Row]
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(median(values), min(values), max(values))

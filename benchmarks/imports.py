@@ -1,0 +1,52 @@
+"""This file is what an import takes on top of `import torch`, each time in a fresh process."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from benchmarks.contestants import Contestant
+from benchmarks.figures import Comparison, Row, Sample
+
+NAME, TITLE, TARGET = "imports", "Imports, after `import torch`", "≤ 0.1 s"
+
+_PROBE = """
+import time, torch
+wall, cpu = time.perf_counter(), time.process_time()
+{statement}
+print(time.process_time() - cpu, time.perf_counter() - wall)
+"""
+
+
+def compare_imports(
+    contestants: Sequence[type[Contestant]], rounds: int, tell: Callable[[str], None] = lambda _: None
+) -> Comparison:
+    """Measure the imports, in turn, round after round."""
+    wanted = {"import trainer_lib": True} | {
+        kind.statement: kind.is_installed() for kind in contestants if kind.statement is not None
+    }
+    samples: dict[str, list[Sample]] = {statement: [] for statement in wanted}
+    installed = [statement for statement, is_installed in wanted.items() if is_installed]
+    for statement in installed:
+        _time(statement)  # so that files are in the system's cache, and compiled
+    for index in range(rounds):
+        tell(f"{TITLE}: round {index + 1} of {rounds}")
+        start = index % len(installed)
+        for statement in installed[start:] + installed[:start]:
+            samples[statement].append(_time(statement))
+    rows = [
+        Row(
+            contestant=f"`{statement}`",
+            samples=samples[statement],
+            note="" if is_installed else "not installed",
+            target=TARGET if "trainer_lib" in statement else "",
+        )
+        for statement, is_installed in wanted.items()
+    ]
+    return Comparison(name=NAME, title=TITLE, rows=rows)
+
+
+def _time(statement: str) -> Sample:
+    command = [sys.executable, "-W", "ignore", "-c", _PROBE.format(statement=statement)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    cpu, wall = done.stdout.split()[-2:]
+    return Sample(float(cpu), float(wall))

@@ -1,0 +1,31 @@
+"""This file is what the figures were taken on."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def describe() -> str:
+    """Return processor, system and versions in one line."""
+    packages = [f"{name} {number}" for name in ("torch", "accelerate", "lightning") if (number := _version(name))]
+    return ", ".join([
+        _processor(),
+        f"{os.cpu_count()} cores",
+        platform.system(),
+        f"Python {platform.python_version()}",
+        *packages,
+    ])  # fmt: skip
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    names = [line for line in facts.read_text().splitlines() if line.startswith("model name")] if facts.exists() else []
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

@@ -1,0 +1,72 @@
+"""This file is what is measured around a loop: its time, or its calls of Python functions."""
+
+import gc
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Meter:
+    """A context around the loop alone, so that set-up and the collection of its garbage stay outside.
+
+    A contestant that owns its loop calls `start` and `stop` from its callbacks instead.
+    """
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to measure."""
+        gc.collect()
+        # The heap holds all contestants: what a collection costs says nothing about the one that triggers it.
+        gc.disable()
+        if dist.is_initialized():
+            dist.barrier()
+
+    def stop(self) -> None:
+        """End measuring."""
+        gc.enable()
+
+
+class Stopwatch(Meter):
+    """The seconds of the processor and of the clock on the wall."""
+
+    cpu = wall = 0.0
+
+    def start(self) -> None:
+        """Begin to measure."""
+        super().start()
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        """End measuring."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        self.cpu, self.wall = cpu - self.cpu, wall - self.wall
+        super().stop()
+
+
+class CallCounter(Meter):
+    """The calls of Python functions: the same number on a busy machine as on an idle one."""
+
+    calls = 0
+
+    def start(self) -> None:
+        """Begin to measure."""
+        super().start()
+        sys.setprofile(self._count)
+
+    def stop(self) -> None:
+        """End measuring."""
+        sys.setprofile(None)
+        super().stop()
+
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
+        del frame, argument
+        if event == "call":
+            self.calls += 1

@@ -1,0 +1,80 @@
+"""This file is the figures as people and programs read them: a table, Markdown, JSON."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Comparison, Row, Spread
+
+_TO = "\N{EN DASH}"
+_COLUMNS = ["", "CPU time", "time", "CPU ratio", "time ratio", "calls", "target"]
+
+
+def table(comparisons: Sequence[Comparison]) -> str:
+    """Return one table for a terminal."""
+    cells = {comparison.name: [_cells(row) for row in comparison.rows] for comparison in comparisons}
+    lines = [_COLUMNS, *(line for rows in cells.values() for line in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    text = [_line(_COLUMNS, widths)]
+    for comparison in comparisons:
+        text += [rule, comparison.title.replace("`", "")]
+        text += [_line([cell.replace("`", "") for cell in line], widths) for line in cells[comparison.name]]
+    return "\n".join(text)
+
+
+def markdown(comparisons: Sequence[Comparison]) -> str:
+    """Return a section with a table for each scenario."""
+    text: list[str] = []
+    for comparison in comparisons:
+        text += [f"### {comparison.title}", ""]
+        text += [f"| {' | '.join(_COLUMNS)} |", "|---" + "|---:" * (len(_COLUMNS) - 2) + "|---|"]
+        text += [f"| {' | '.join(_cells(row))} |" for row in comparison.rows]
+        text += [""]
+    return "\n".join(text)
+
+
+def write_json(path: Path, machine: str, settings: dict[str, Any], comparisons: Sequence[Comparison]) -> None:
+    """Write everything that was measured, run by run."""
+    scenarios = {
+        comparison.name: {
+            row.contestant: {"note": row.note}
+            if row.note
+            else {
+                "calls": row.calls,
+                "cpu": [sample.cpu for sample in row.samples],
+                "wall": [sample.wall for sample in row.samples],
+            }
+            for row in comparison.rows
+        }
+        for comparison in comparisons
+    }
+    path.write_text(json.dumps({"machine": machine, **settings, "scenarios": scenarios}, indent=1) + "\n")
+
+
+def _cells(row: Row) -> list[str]:
+    if row.note:
+        return [row.contestant, row.note, "", "", "", "", row.target]
+    calls = "" if row.calls is None else f"{row.calls:.0f}"
+    ratios = ["", ""]
+    if row.baseline:
+        ratios = ["1", "1"] if row.samples == row.baseline else [_ratio(row.cpu_ratio), _ratio(row.wall_ratio)]
+    return [row.contestant, _seconds(row.cpu), _seconds(row.wall), *ratios, calls, row.target]
+
+
+def _seconds(spread: Spread) -> str:
+    factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if spread.median * f >= 1 or f == 1e6)
+    middle, low, high = (value * factor for value in spread)
+    digits = 2 if middle < 10 else 0
+    return f"{middle:.{digits}f} {unit} ({low:.{digits}f}{_TO}{high:.{digits}f})"
+
+
+def _ratio(spread: Spread) -> str:
+    return f"{spread.median:.3f} ({spread.low:.2f}{_TO}{spread.high:.2f})"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cells[0].ljust(widths[0])]
+    padded += [cell.rjust(width) for cell, width in zip(cells[1:-1], widths[1:-1], strict=True)]
+    return "  ".join([*padded, cells[-1]]).rstrip()

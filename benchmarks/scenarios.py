@@ -1,0 +1,76 @@
+"""This file is what is compared: which loop, on which task, and what the engine is meant to reach there."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from benchmarks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One comparison.
+
+    Args:
+        name: What `--only` calls it.
+        title: What the table calls it.
+        loop: The contestants' method.
+        settings: The fields of the `Task`.
+        target: What `trainer_lib` is meant to reach, as the table shows it.
+    """
+
+    name: str
+    title: str
+    loop: Literal["update", "update_by_weight", "read"]
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    target: str = ""
+
+    def task(self, steps: int) -> Task:
+        """Return the task with so many batches a process."""
+        return Task(steps=steps, **self.settings)
+
+    @property
+    def world_size(self) -> int:
+        """How many processes it takes."""
+        return self.settings.get("world_size", 1)
+
+
+SCENARIOS = [
+    Scenario(
+        name="step",
+        title="An update for each batch",
+        loop="update",
+        target="CPU ≤ 1.08, calls ≤ 620",
+    ),
+    Scenario(
+        name="accumulation",
+        title="An update for each 4 batches",
+        loop="update",
+        settings={"accumulation": 4},
+        target="CPU ≤ 1.08, calls ≤ 620",
+    ),
+    Scenario(
+        name="reading",
+        title="Reading the data, in order",
+        loop="read",
+        target="CPU ≤ 1.05",
+    ),
+    Scenario(
+        name="shuffled",
+        title="Reading the data, shuffled",
+        loop="read",
+        settings={"shuffle": True},
+        target="CPU ≤ 1.05",
+    ),
+    Scenario(
+        name="ddp",
+        title="Two processes (DDP)",
+        loop="update",
+        settings={"world_size": 2},
+    ),
+    Scenario(
+        name="weighted",
+        title="Two processes (DDP), losses weighted by their labels",
+        loop="update_by_weight",
+        settings={"world_size": 2, "some_ignored": True},
+    ),
+]

@@ -1,0 +1,102 @@
+"""The benchmarks compare like with like, and tell what they saw. No test looks at a time."""
+
+import json
+import os
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import plot, report
+from benchmarks.contestants.bare import Bare, BareAgain
+from benchmarks.contestants.trainer_lib import TrainerLib
+from benchmarks.figures import Comparison, Row, Sample
+from benchmarks.isolation import isolated
+from benchmarks.meters import Meter
+from benchmarks.processes import compare_on_processes
+from benchmarks.rounds import compare
+from benchmarks.scenarios import SCENARIOS, Scenario
+from benchmarks.task import Task
+
+
+class Missing(Bare):
+    name = "missing"
+    package = "a_package_that_is_not_there"
+
+
+class Lazy(Bare):
+    name = "lazy"
+
+    def update(self, task: Task, meter: Meter) -> float:
+        with meter:
+            pass
+        return 0.0
+
+
+@pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.world_size == 1])
+def test_contestants_do_the_same_work_on_one_process(scenario: Scenario) -> None:
+    by_hand, again, engine, missing = compare(scenario, [Bare, BareAgain, TrainerLib, Missing], rounds=2, steps=8).rows
+    assert len(engine.samples) == len(by_hand.samples) == 2
+    assert by_hand.cpu_ratio == (1.0, 1.0, 1.0)
+    assert by_hand.calls == again.calls
+    assert (missing.note, missing.samples) == ("not installed", ())
+
+
+def test_contestants_do_the_same_work_on_two_processes() -> None:
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "weighted")
+    rows = compare_on_processes(scenario, [Bare, TrainerLib], rounds=2, steps=8).rows
+    assert [len(row.samples) for row in rows] == [2, 2]
+
+
+def test_contestant_that_does_less_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"lazy came to 0\.0 in 'step'.* do not do the same work"):
+        compare(SCENARIOS[0], [Bare, Lazy], rounds=1, steps=8)
+
+
+def test_a_run_leaves_the_environment_as_it_was() -> None:
+    before = dict(os.environ)
+    with isolated():
+        os.environ["A_VARIABLE_OF_A_CONTESTANT"] = "1"
+    assert dict(os.environ) == before
+
+
+@pytest.fixture
+def comparison() -> Comparison:
+    """Return what a run could have measured."""
+    by_hand = [Sample(cpu=400e-6, wall=500e-6), Sample(cpu=500e-6, wall=500e-6), Sample(cpu=400e-6, wall=500e-6)]
+    engine = [Sample(cpu=420e-6, wall=600e-6), Sample(cpu=520e-6, wall=600e-6), Sample(cpu=440e-6, wall=700e-6)]
+    rows = [
+        Row(contestant="by hand", samples=by_hand, baseline=by_hand, calls=490.0),
+        Row(contestant="trainer_lib", samples=engine, baseline=by_hand, calls=528.4, target="CPU 1.08"),
+        Row(contestant="Accelerate", baseline=by_hand, note="not installed"),
+    ]
+    return Comparison(name="step", title="Steps <each>", rows=rows)
+
+
+def test_figures_are_medians_of_the_rounds(comparison: Comparison) -> None:
+    engine = comparison.rows[1]
+    assert engine.cpu == (440e-6, 420e-6, 520e-6)
+    assert engine.cpu_ratio == pytest.approx((1.05, 1.04, 1.10))
+    assert engine.wall_ratio == pytest.approx((1.2, 1.2, 1.4))
+
+
+def test_tables_show_every_contestant(comparison: Comparison) -> None:
+    for text in (report.table([comparison]), report.markdown([comparison])):
+        engine = next(line for line in text.splitlines() if "trainer_lib" in line)
+        assert "1.050" in engine
+        assert "528" in engine
+        assert "CPU 1.08" in engine
+        assert any("Accelerate" in line and "not installed" in line for line in text.splitlines())
+
+
+def test_picture_is_a_drawing_with_a_bar_for_each_that_ran(comparison: Comparison) -> None:
+    drawing = ElementTree.fromstring(plot.svg([comparison]))
+    assert [text.text for text in drawing.iter() if text.text in ("trainer_lib", "Accelerate")] == ["trainer_lib"]
+
+
+def test_json_holds_every_run(comparison: Comparison, tmp_path: Path) -> None:
+    report.write_json(tmp_path / "runs.json", "a machine", {"rounds": 3}, [comparison])
+    told = json.loads((tmp_path / "runs.json").read_text())
+    assert told["rounds"] == 3
+    assert told["scenarios"]["step"]["trainer_lib"]["cpu"] == [420e-6, 520e-6, 440e-6]
+    assert told["scenarios"]["step"]["Accelerate"] == {"note": "not installed"}
