@@ -12,7 +12,15 @@ from trainer_lib.launchers import run_forked
 from trainer_lib.state import AcceleratorState, GradientState, PartialState
 
 LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "TORCHELASTIC_", "TRAINER_LIB_")
-LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+LAUNCHER_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "FORK_LAUNCHED",
+}
 
 torch.set_num_threads(1)  # tests with several processes share few cores
 

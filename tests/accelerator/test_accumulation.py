@@ -9,7 +9,7 @@ from trainer_lib import Accelerator, ConfigurationError, GradientAccumulationPlu
 from trainer_lib.launchers import run_forked
 
 
-def _loader(samples: int, batch_size: int) -> DataLoader:
+def _loader(samples: int, batch_size: int) -> DataLoader[tuple[torch.Tensor, ...]]:
     inputs, targets, _ = toy.data()
     return DataLoader(TensorDataset(inputs[:samples], targets[:samples]), batch_size=batch_size)
 
@@ -20,7 +20,8 @@ def _windows(samples: int, batch_size: int, steps: int, style: str = "zero last"
     network = toy.model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
     network, optimizer, loader = accelerator.prepare(network, optimizer, _loader(samples, batch_size))
-    updates = []
+    updates: list[list[torch.Tensor]] = []
+    gradients: list[torch.Tensor] = []
     for inputs, targets in loader:
         with accelerator.accumulate(network):
             if style == "zero first":

@@ -40,7 +40,7 @@ from trainer_lib.options.precision import GradScalerKwargs
 )
 def test_what_cannot_be_done_is_said(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        Accelerator(**{"cpu": True, **arguments})
+        Accelerator(**arguments)
 
 
 def test_arguments_left_at_none_are_no_requests() -> None:

@@ -1,12 +1,14 @@
 """Clipping: of what, when, and how much."""
 
+from typing import Any
+
 import torch
 
 from tests.accelerator import toy
 from trainer_lib import Accelerator, GradScalerKwargs
 
 
-def _prepared(steps: int = 1) -> tuple:
+def _prepared(steps: int = 1) -> tuple[Any, ...]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     network = toy.model()
     network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
@@ -67,5 +69,6 @@ def test_clipping_one_model_leaves_the_scale_of_another_alone() -> None:
     torch.testing.assert_close(ratio, torch.full_like(ratio, 256.0))
     accelerator.clip_grad_norm_(other.parameters(), 1e9)
     torch.testing.assert_close(other[0].weight.grad, one[0].weight.grad)
-    first.step(), second.step()
+    first.step()
+    second.step()
     assert not accelerator.optimizer_step_was_skipped

@@ -1,5 +1,7 @@
 """DDP against one process: losses, gradient norms, weights, whatever the loop."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from trainer_lib import Accelerator, DistributedDataParallelKwargs
 from trainer_lib.launchers import run_forked
 
 
-def _train(global_batch: int, steps: int, precision: str, shuffle: bool, epochs: int = 3) -> dict:
+def _train(global_batch: int, steps: int, precision: str, shuffle: bool, epochs: int = 3) -> dict[str, Any]:
     """Train a few passes; return what one process and several must agree on."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision)
     inputs, targets, _ = toy.data()

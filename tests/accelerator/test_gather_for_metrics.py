@@ -1,5 +1,8 @@
 """Metrics over several processes: each sample once, whatever the tail."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -8,7 +11,7 @@ from trainer_lib import Accelerator, ConfigurationError
 from trainer_lib.launchers import run_forked
 
 
-class Numbers(Dataset):
+class Numbers(Dataset[Any]):
     """0, 1, 2 … with their names."""
 
     def __init__(self, size: int) -> None:
@@ -17,21 +20,21 @@ class Numbers(Dataset):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> dict:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return {"number": torch.tensor(index), "name": f"#{index}", "even": torch.tensor(index % 2 == 0)}
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[Any]):
     """The same, without a length."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(Numbers(self.size)[index] for index in range(self.size))
 
 
-def _gathered(size: int, kind: str, options: dict) -> tuple[list[int], list[str], list[bool], list[int]]:
+def _gathered(size: int, kind: str, options: dict[str, Any]) -> tuple[list[int], list[str], list[bool], list[int]]:
     accelerator = Accelerator(cpu=True, **options)
     dataset = Stream(size) if kind == "stream" else Numbers(size)
     loader = accelerator.prepare(DataLoader(dataset, batch_size=4, shuffle=kind == "shuffled"))
@@ -59,7 +62,7 @@ def test_each_sample_comes_once_and_in_order(size: int, processes: int, kind: st
 @pytest.mark.parametrize("kind", ["map", "stream", "shuffled"])
 @pytest.mark.parametrize("options", [{"split_batches": True}, {"dispatch_batches": True}])
 @pytest.mark.parametrize("size", [1, 9, 17])
-def test_so_it_does_in_other_ways_to_share_out(size: int, options: dict, kind: str) -> None:
+def test_so_it_does_in_other_ways_to_share_out(size: int, options: dict[str, Any], kind: str) -> None:
     for numbers, names, _, _ in run_forked(_gathered, (size, kind, options), 2, timeout=60):
         assert sorted(numbers) == list(range(size))
         assert names == [f"#{number}" for number in numbers]
@@ -76,7 +79,8 @@ def test_the_order_of_a_shuffled_loader_is_that_of_one_process() -> None:
         return seen
 
     (alone,) = run_forked(order, (8,), 1, timeout=60)
-    assert sorted(alone) == list(range(32)) and alone != list(range(32))
+    assert sorted(alone) == list(range(32))
+    assert alone != list(range(32))
     assert run_forked(order, (4,), 2, timeout=60) == [alone] * 2
     assert run_forked(order, (2,), 4, timeout=60) == [alone] * 4
 

@@ -1,5 +1,7 @@
 """Preparing: what comes back, and what is refused."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.scheduler import AcceleratedScheduler
 
 
-def _parts() -> tuple:
+def _parts() -> tuple[Any, ...]:
     network = toy.model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -25,9 +27,13 @@ def test_everything_comes_back_in_the_order_given() -> None:
     marker = object()
     # A schedule before its optimizer: the order is the caller's, not ours.
     s, m, o, other, d = Accelerator(cpu=True).prepare(schedule, network, optimizer, marker, loader)
-    assert isinstance(s, AcceleratedScheduler) and isinstance(o, AcceleratedOptimizer) and isinstance(d, DataLoader)
-    assert m is network and other is marker
-    assert s.optimizers == [o] and o.optimizer is optimizer
+    assert isinstance(s, AcceleratedScheduler)
+    assert isinstance(o, AcceleratedOptimizer)
+    assert isinstance(d, DataLoader)
+    assert m is network
+    assert other is marker
+    assert s.optimizers == [o]
+    assert o.optimizer is optimizer
 
 
 def test_one_object_comes_back_alone() -> None:
@@ -112,7 +118,7 @@ def test_a_model_stays_where_it_is_on_request() -> None:
 
 def _spread() -> str:
     network = toy.model()
-    network.hf_device_map = {"0": "cpu", "2": "disk"}
+    network.hf_device_map = {"0": "cpu", "2": "disk"}  # pyright: ignore[reportArgumentType]
     try:
         Accelerator(cpu=True).prepare(network)
     except PreparationError as error:

@@ -1,6 +1,7 @@
 """Schedules: a function of updates, whatever the world."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from trainer_lib import Accelerator, GradientAccumulationPlugin
 from trainer_lib.launchers import run_forked
 
 
-def _rates(steps: int = 1, batches: int = 6, **options: object) -> list[float]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)  # type: ignore[arg-type]
+def _rates(steps: int = 1, batches: int = 6, **options: Any) -> list[float]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
     network = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda moves: float(moves))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, float)
     network, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
     rates = []
     for _ in range(batches):
@@ -34,7 +35,7 @@ def test_it_waits_for_the_window() -> None:
     assert _rates(steps=3) == [0, 0, 1, 1, 1, 2]
 
 
-def _rates_of_all(options: dict) -> list[float]:
+def _rates_of_all(options: dict[str, Any]) -> list[float]:
     return _rates(**options)
 
 
@@ -102,7 +103,7 @@ def test_its_state_is_the_wrapped_ones() -> None:
     assert schedule.scheduler.last_epoch == schedule.last_epoch == 4
 
 
-def _warned(options: dict) -> int:
+def _warned(options: dict[str, Any]) -> int:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]

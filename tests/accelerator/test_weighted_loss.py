@@ -1,5 +1,7 @@
 """Losses with a weight: the update is that of the mean over all items, however they are spread."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -146,7 +148,7 @@ def test_two_optimizers_weigh_their_own_losses(processes: int) -> None:
         toy.assert_same(other, toy.mean_gradients(list(range(24)), toy.data()[2]))
 
 
-def _prepared(optimizers: int = 1) -> tuple[Accelerator, torch.nn.Module, list]:
+def _prepared(optimizers: int = 1) -> tuple[Accelerator, torch.nn.Module, list[Any]]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     network = toy.model()
     made = [torch.optim.SGD([p], lr=0.1) for p in list(network.parameters())[:optimizers]]

@@ -70,7 +70,7 @@ class Accelerator(Processes):
         rng_types: list[str] | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: list[KwargsHandler] | None = None,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
         *,
         scheduler_steps_per_process: bool = False,
         **older_arguments: Any,

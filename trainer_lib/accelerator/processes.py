@@ -6,7 +6,6 @@ import torch
 
 from trainer_lib import collectives
 from trainer_lib.collectives.remainder import gather_real_objects, gather_real_rows
-from trainer_lib.foundation import trees
 from trainer_lib.options.kinds import DistributedType
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.accelerator import AcceleratorState
@@ -63,7 +62,12 @@ class Processes(ProcessControl):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather predictions and labels of a batch, without the samples that the loader repeated to fill it.
 
-        Tensors of any type, trees of them, and lists of objects; the processes may hold different numbers of rows.
+        Tensors of any type, lists of texts or other objects, and structures of them; the processes may hold different
+        numbers of rows.
+
+        Args:
+            input_data: One row (or as many) for each sample of the batch.
+            use_gather_object: Send objects whole, instead of looking for tensors inside.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -72,9 +76,7 @@ class Processes(ProcessControl):
         """
         loader = self.gradient_state.active_dataloader
         rows = None if loader is None else loader.rows
-        if use_gather_object or not any(True for _ in trees.tensors(input_data)):
-            return gather_real_objects(input_data, rows)
-        return gather_real_rows(input_data, rows)
+        return gather_real_objects(input_data, rows) if use_gather_object else gather_real_rows(input_data, rows)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum or mean of the tensors of all processes."""
