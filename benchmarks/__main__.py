@@ -33,8 +33,8 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     names = [*(scenario.name for scenario in SCENARIOS), imports.NAME]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What the engine costs beside others.")
-    parser.add_argument("--rounds", type=int, default=15, help="how often each contestant runs (default: 15)")
-    parser.add_argument("--steps", type=int, default=400, help="batches a run; a multiple of 4 (default: 400)")
+    parser.add_argument("--rounds", type=int, default=30, help="how often each contestant runs (default: 30)")
+    parser.add_argument("--steps", type=int, default=200, help="batches a run; a multiple of 4 (default: 200)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single run there")
     parser.add_argument("--publish", action="store_true", help="put tables and picture into docs/")
@@ -52,7 +52,7 @@ def measure(arguments: argparse.Namespace) -> list[Comparison]:
             comparisons.append(compare_on_processes(scenario, CONTESTANTS, arguments.rounds, arguments.steps))
     if imports.NAME in arguments.only:
         # Fresh processes take seconds each, and differ little.
-        comparisons.append(compare_imports(CONTESTANTS, max(3, arguments.rounds // 2), tell))
+        comparisons.append(compare_imports(CONTESTANTS, max(3, arguments.rounds // 4), tell))
     return comparisons
 
 

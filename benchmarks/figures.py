@@ -49,6 +49,11 @@ class Row:
         return _spread([own.cpu / other.cpu for own, other in pairs])
 
     @property
+    def calm_ratio(self) -> float:
+        """The processor's time beside that of the baseline, in the runs that nothing else got in the way of."""
+        return _calm(self.samples) / _calm(self.baseline)
+
+    @property
     def wall_ratio(self) -> Spread:
         """The time beside that of the baseline, round by round."""
         pairs = zip(self.samples, self.baseline, strict=True)
@@ -62,6 +67,12 @@ class Comparison:
     name: str
     title: str
     rows: Sequence[Row]
+
+
+def _calm(samples: Sequence[Sample]) -> float:
+    """Return the tenth percentile: the lowest value of all is sometimes a fluke of the clock."""
+    times = sorted(sample.cpu for sample in samples)
+    return times[(len(times) - 1) // 10]
 
 
 def _spread(values: Sequence[float]) -> Spread:

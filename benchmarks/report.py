@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.figures import Comparison, Row, Spread
 
 _TO = "\N{EN DASH}"
-_COLUMNS = ["", "CPU time", "time", "CPU ratio", "time ratio", "calls", "target"]
+_COLUMNS = ["", "CPU time", "time", "CPU ratio", "calm", "time ratio", "calls", "target"]
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
@@ -55,19 +55,17 @@ def write_json(path: Path, machine: str, settings: dict[str, Any], comparisons: 
 
 def _cells(row: Row) -> list[str]:
     if row.note:
-        return [row.contestant, row.note, "", "", "", "", row.target]
+        return [row.contestant, row.note, *[""] * (len(_COLUMNS) - 3), row.target]
     calls = "" if row.calls is None else f"{row.calls:.0f}"
-    ratios = ["", ""]
-    if row.baseline:
-        ratios = ["1", "1"] if row.samples == row.baseline else [_ratio(row.cpu_ratio), _ratio(row.wall_ratio)]
-    return [row.contestant, _seconds(row.cpu), _seconds(row.wall), *ratios, calls, row.target]
+    ratios = ["1"] * 3 if row.baseline else [""] * 3
+    if row.baseline and row.samples != row.baseline:
+        ratios = [_ratio(row.cpu_ratio), f"{row.calm_ratio:.3f}", _ratio(row.wall_ratio)]
+    return [row.contestant, _seconds(row.cpu.median), _seconds(row.wall.median), *ratios, calls, row.target]
 
 
-def _seconds(spread: Spread) -> str:
-    factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if spread.median * f >= 1 or f == 1e6)
-    middle, low, high = (value * factor for value in spread)
-    digits = 2 if middle < 10 else 0
-    return f"{middle:.{digits}f} {unit} ({low:.{digits}f}{_TO}{high:.{digits}f})"
+def _seconds(seconds: float) -> str:
+    factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if seconds * f >= 1 or f == 1e6)
+    return f"{seconds * factor:.{2 if seconds * factor < 10 else 0}f} {unit}"
 
 
 def _ratio(spread: Spread) -> str:

@@ -71,9 +71,7 @@ def test_package_list_equals_the_folders_on_disk() -> None:
 
 
 def test_every_package_has_an_init_file() -> None:
-    missing = [
-        name for name in packages_on_disk() if not (ROOT / name.replace(".", "/") / "__init__.py").exists()
-    ]
+    missing = [name for name in packages_on_disk() if not (ROOT / name.replace(".", "/") / "__init__.py").exists()]
     assert missing == []
 
 

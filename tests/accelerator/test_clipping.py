@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from tests.accelerator import toy
-from trainer_lib import Accelerator, GradScalerKwargs
+from trainer_lib import Accelerator, ConfigurationError, GradScalerKwargs
 
 
 def _prepared(steps: int = 1) -> tuple[Any, ...]:
@@ -72,3 +73,16 @@ def test_clipping_one_model_leaves_the_scale_of_another_alone() -> None:
     first.step()
     second.step()
     assert not accelerator.optimizer_step_was_skipped
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+def test_impossible_norms_are_refused(max_norm: float) -> None:
+    accelerator, network, _ = _prepared()
+    with pytest.raises(ConfigurationError, match="at least 0"):
+        accelerator.clip_grad_norm_(network.parameters(), max_norm)
+
+
+@pytest.mark.parametrize(("loss", "words"), [(1.0, "got a float"), (torch.ones(()), "depends on nothing")])
+def test_what_cannot_be_differentiated_is_refused(loss: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Accelerator(cpu=True).backward(loss)

@@ -100,7 +100,7 @@ def test_an_optimizer_may_be_prepared_without_a_model() -> None:
 
 
 def test_device_placement_is_one_value_for_each_object() -> None:
-    with pytest.raises(ConfigurationError, match="1 values for 2 objects"):
+    with pytest.raises(ConfigurationError, match="one value for each of the 2 objects"):
         Accelerator(cpu=True).prepare(toy.model(), toy.model(), device_placement=[True])
 
 

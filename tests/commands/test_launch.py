@@ -185,6 +185,20 @@ def test_failure_of_one_process_ends_all_and_is_told_last(launch: Any, script: A
     assert "torchelastic" not in ended.err
 
 
+def test_process_that_fails_ends_though_nobody_answers_its_collective(launch: Any, script: Any) -> None:
+    path = script(
+        "import signal, torch",
+        JOIN,
+        "if state.is_main_process: signal.pause()",
+        "pending = torch.distributed.all_reduce(torch.ones(1), async_op=True)",
+        "raise ValueError('nobody answers')",
+    )
+    ended = launch("--num_processes", "2", path)
+    assert ended.code == 1
+    assert "Process 1 of 2 failed with exit code 1:" in ended.err
+    assert ended.err.endswith("ValueError: nobody answers\n")
+
+
 @pytest.mark.parametrize(
     ("end", "code", "told"),
     [

@@ -1,11 +1,12 @@
 """This file is what the data loader's tests compare with: samples that know who they are, and sharing done by hand."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from trainer_lib.data_loader import DataLoaderShard, prepare_data_loader
+from trainer_lib.data_loader import prepare_data_loader
 
 
 class Numbers(Dataset[int]):
@@ -52,17 +53,21 @@ class Handed(NamedTuple):
     rows: tuple[int, int] | None  # total and real
 
 
-def worlds(loader: DataLoader[Any], processes: int, **options: Any) -> list[DataLoaderShard]:
+def worlds(loader: DataLoader[Any], processes: int, **options: Any) -> list[Any]:
     """Return what each of several processes would prepare."""
     return [
-        prepare_data_loader(loader, num_processes=processes, process_index=rank, **options)  # type: ignore[misc]
-        for rank in range(processes)
+        prepare_data_loader(loader, num_processes=processes, process_index=rank, **options) for rank in range(processes)
     ]
 
 
 def read(loader: Any) -> list[list[int]]:
     """Return the samples of each batch."""
     return [batch.tolist() for batch in loader]
+
+
+def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
+    """Return the samples of several batches in one list."""
+    return list(chain.from_iterable(batches))
 
 
 def read_all(loader: Any) -> list[Handed]:

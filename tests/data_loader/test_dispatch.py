@@ -50,8 +50,10 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["map", "stream", "stream, with a worker"])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "drop_last"),
+    [("map", False), ("map", True), ("stream", False), ("stream", True), ("stream, with a worker", False)],
+)
 def test_every_size_is_dealt_out_as_by_hand(mode: str, kind: str, drop_last: bool) -> None:
     sizes = [0, 1, 4, 7] if "worker" in kind else list(range(17))
     told = _everywhere(lambda: [_read(_loader(kind, size, 4, drop_last), **MODES[mode]) for size in sizes])
@@ -185,12 +187,14 @@ def test_an_error_of_the_reading_process_reaches_all() -> None:
 
     first, second = _everywhere(run)
     assert first == "OSError: the disk is gone"
-    assert second.startswith("WorldError") and "OSError: the disk is gone" in second
+    assert second.startswith("WorldError")
+    assert "OSError: the disk is gone" in second
 
 
 def test_a_world_of_one_takes_the_same_path() -> None:
     batches, length = _read(DataLoader(Numbers(5), batch_size=2))
-    assert [handed.samples for handed in batches] == [[0, 1], [2, 3], [4]] and length == 3
+    assert [handed.samples for handed in batches] == [[0, 1], [2, 3], [4]]
+    assert length == 3
 
 
 def test_processes_that_are_not_there_are_sent_nothing() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.data_loader.reference import worlds
+from tests.data_loader.reference import flat, worlds
 from trainer_lib import PartialState
 from trainer_lib.data_loader import prepare_data_loader
 from trainer_lib.launchers import run_forked
@@ -41,7 +41,7 @@ def _ids(loader: Any) -> list[list[int]]:
 
 
 def _loader(kind: str, batch_size: int, num_workers: int = 0) -> DataLoader[Any]:
-    shuffles = {"shuffle": True} if kind == "in memory" else {}
+    shuffles: dict[str, Any] = {"shuffle": True} if kind == "in memory" else {}
     return DataLoader(_dataset(kind), batch_size=batch_size, num_workers=num_workers, **shuffles)
 
 
@@ -55,7 +55,7 @@ def test_the_order_does_not_depend_on_the_world(kind: str) -> None:
     orders = []
     for _ in range(2):
         orders.append(_ids(alone))
-        assert sorted(sum(orders[-1], [])) == list(range(SIZE))
+        assert sorted(flat(orders[-1])) == list(range(SIZE))
         assert [left + right for left, right in zip(*map(_ids, pair), strict=True)] == orders[-1]
     # Those that shuffle do so anew in each pass: they are told the epoch.
     assert (orders[0] != orders[1]) == (kind in ("in memory", "shuffled"))
@@ -136,7 +136,7 @@ def test_a_dataset_split_by_node_is_not_shared_out_again(num_shards: int) -> Non
     told = run_forked(_split, (num_shards,), 2, timeout=60)
     assert len(told[0]) == len(told[1])
     real = [[sample for ids, rows in one for sample in ids[: 4 if rows is None else rows.real]] for one in told]
-    assert sorted(sum(real, [])) == list(range(22))
+    assert sorted(flat(real)) == list(range(22))
     # By halves if the shards go into two, else sample by sample.
     assert real[0] == (list(range(11)) if num_shards == 2 else list(range(0, 22, 2)))
 

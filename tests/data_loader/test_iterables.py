@@ -92,7 +92,8 @@ def test_a_worker_init_fn_reaches_the_users_dataset() -> None:
     loader = DataLoader(Configured(), batch_size=2, num_workers=2, worker_init_fn=_configure)
     samples = [sample for one in worlds(loader, 2) for batch in read(one) for sample in batch]
     # Six samples a worker: a round of four, and two filled with two.
-    assert sorted(set(samples)) == list(range(12)) and len(samples) == 16
+    assert sorted(set(samples)) == list(range(12))
+    assert len(samples) == 16
 
 
 # -- random numbers --------------------------------------------------------------------------------------------------
@@ -187,9 +188,10 @@ def test_a_bookmark_is_one_of_the_pass_it_is_in() -> None:
     (loader,) = worlds(DataLoader(Keeping(400), batch_size=4), 1)
     list(islice(loader, 60))
     assert loader.state_dict()["bookmark"]["position"] == 4 * 48
-    skipping = skip_first_batches(loader, 20)
+    skipping: Any = skip_first_batches(loader, 20)
     list(islice(skipping, 3))
-    assert loader.state_dict()["bookmark"]["position"] <= 4 * 23
+    assert loader.state_dict()["position"] == 4 * 23
+    assert loader.state_dict()["bookmark"] is None  # none of the pass before
     assert loader.state_dict() == skipping.state_dict()
     read(skipping)
     assert loader.state_dict()["bookmark"] is None
@@ -207,7 +209,8 @@ def test_after_a_bookmark_other_samples_fill_the_tail() -> None:
     rest = read_all(resumed)
     assert rest[:-1] == whole[17:-1]
     assert rest[-1].rows == whole[-1].rows == (4, 3)
-    assert rest[-1].samples[:3] == whole[-1].samples[:3] and len(rest[-1].samples) == 4
+    assert rest[-1].samples[:3] == whole[-1].samples[:3]
+    assert len(rest[-1].samples) == 4
 
 
 class Wandering(Keeping):
@@ -243,7 +246,7 @@ def test_the_workers_of_a_stateful_loader_keep_their_places(num_workers: int, ke
         return worlds(StatefulDataLoader(dataset, batch_size=2, num_workers=num_workers), 2)[1]
 
     whole = read_all(prepared())
-    for done in (3, 16, 18):
+    for done in (3, 18):
         saving, resumed = prepared(), prepared()
         list(islice(saving, done))
         state = json.loads(json.dumps(saving.state_dict()))
@@ -274,8 +277,9 @@ def _split(sizes: list[int], num_workers: int, options: dict[str, Any]) -> list[
     return [[handed(batch, loader) for batch in loader] for _ in range(2)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("sizes", [[5, 2], [2, 5], [4, 4], [0, 3], [3, 0], [0, 0]])
+@pytest.mark.parametrize(
+    ("sizes", "num_workers"), [([5, 2], 0), ([2, 5], 1), ([4, 4], 0), ([0, 3], 0), ([3, 0], 1), ([0, 0], 0)]
+)
 def test_processes_with_data_of_their_own_end_together(sizes: list[int], num_workers: int) -> None:
     told = run_forked(_split, (sizes, num_workers, {}), 2, timeout=60)
     rounds = -(-max(sizes) // 2)
@@ -295,7 +299,7 @@ def test_or_each_for_itself_if_they_need_not_be_even() -> None:
 
 def test_a_split_for_another_world_is_no_place_to_go_on_from() -> None:
     state = worlds(DataLoader(Split([4, 4]), batch_size=2), 2)[0].state_dict()
-    with pytest.raises(StateError, match="split among 2 processes.*is among 3"):
+    with pytest.raises(StateError, match=r"split among 2 processes.*is among 3"):
         worlds(DataLoader(Split([4, 4]), batch_size=2), 3)[0].load_state_dict(state)
 
 

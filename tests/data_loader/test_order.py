@@ -1,4 +1,4 @@
-"""The global order: the same for any number of processes, for every kind of sampler, and apart from training's chance."""
+"""The global order: the same for any number of processes, whatever the sampler, and apart from training's chance."""
 
 import random
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.data_loader.reference import Numbers, read, worlds
+from tests.data_loader.reference import Numbers, flat, read, worlds
 from trainer_lib.data_loader import SeedableRandomSampler, get_sampler, prepare_data_loader
 from trainer_lib.launchers import run_forked
 
@@ -42,7 +42,8 @@ class HasGenerators(Sampler[int]):
 
     def __init__(self) -> None:
         self.python, self.numpy = random.Random(1), np.random.default_rng(1)
-        self.inner = RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(1))
+        self.generator = torch.Generator().manual_seed(1)
+        self.inner = RandomSampler(range(SIZE), generator=self.generator)
 
     def __iter__(self) -> Iterator[int]:
         order = list(self.inner)
@@ -72,8 +73,8 @@ def _loader(kind: str, batch_size: int) -> DataLoader[int]:
     samplers: dict[str, Any] = {
         "shuffle": RandomSampler(range(SIZE)),
         "replacement": RandomSampler(range(SIZE), replacement=True),
-        "weighted": WeightedRandomSampler(torch.arange(SIZE) + 1.0, SIZE),
-        "weighted, seeded": WeightedRandomSampler(torch.arange(SIZE) + 1.0, SIZE, generator=torch.Generator()),
+        "weighted": WeightedRandomSampler(range(1, SIZE + 1), SIZE),
+        "weighted, seeded": WeightedRandomSampler(range(1, SIZE + 1), SIZE, generator=torch.Generator()),
         "subset": SubsetRandomSampler(range(SIZE)),
         "draws from everywhere": DrawsFromEverywhere(),
         "has generators": HasGenerators(),
@@ -138,11 +139,11 @@ def test_reading_leaves_the_generators_of_training_alone(kind: str, num_workers:
 
 def test_users_samplers_stay_as_they_are() -> None:
     sampler = HasGenerators()
-    before = sampler.python.getstate(), sampler.numpy.bit_generator.state, sampler.inner.generator.get_state()
+    before = sampler.python.getstate(), sampler.numpy.bit_generator.state, sampler.generator.get_state()
     loader = DataLoader(Numbers(SIZE), batch_size=8, sampler=sampler)
     read(prepare_data_loader(loader, num_processes=1, process_index=0))
     assert (sampler.python.getstate(), sampler.numpy.bit_generator.state) == before[:2]
-    assert torch.equal(sampler.inner.generator.get_state(), before[2])
+    assert torch.equal(sampler.generator.get_state(), before[2])
     assert loader.sampler is sampler
 
 
@@ -167,7 +168,7 @@ def test_batches_of_a_users_batch_sampler_come_in_one_order_for_all() -> None:
     first, second = worlds(DataLoader(Numbers(SIZE), batch_sampler=Pairs()), 2, data_seed=5)
     for _ in range(2):
         expected = read(alone)
-        assert sorted(sum(expected, [])) == list(range(SIZE))
+        assert sorted(flat(expected)) == list(range(SIZE))
         assert [batch for pair in zip(read(first), read(second), strict=True) for batch in pair] == expected
 
 
@@ -176,16 +177,18 @@ def test_torchs_shuffle_becomes_one_that_is_a_function_of_the_seed() -> None:
     loader = DataLoader(Numbers(SIZE), batch_size=8, shuffle=True, generator=generator)
     prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
     sampler = get_sampler(prepared)
-    assert isinstance(sampler, SeedableRandomSampler) and prepared.state_dict()["seed"] == 21
-    assert prepared.sampler is sampler and prepared.get_sampler() is sampler
-    assert sum(read(prepared), []) == list(SeedableRandomSampler(range(SIZE), data_seed=21))
+    assert isinstance(sampler, SeedableRandomSampler)
+    assert prepared.state_dict()["seed"] == 21
+    assert prepared.sampler is sampler
+    assert prepared.get_sampler() is sampler
+    assert flat(read(prepared)) == list(SeedableRandomSampler(range(SIZE), data_seed=21))
     assert type(loader.sampler) is RandomSampler
 
 
 def test_a_users_seedable_sampler_keeps_its_seed() -> None:
     sampler = SeedableRandomSampler(range(SIZE), data_seed=33)
     loader = DataLoader(Numbers(SIZE), batch_size=8, sampler=sampler)
-    assert sum(read(prepare_data_loader(loader, num_processes=1, process_index=0)), []) == list(sampler)
+    assert flat(read(prepare_data_loader(loader, num_processes=1, process_index=0))) == list(sampler)
 
 
 def _seeds(data_seed: int | None) -> tuple[int, list[list[int]]]:
@@ -200,7 +203,7 @@ def _seeds(data_seed: int | None) -> tuple[int, list[list[int]]]:
 def test_all_processes_take_the_seed_of_the_first(data_seed: int | None, expected: int) -> None:
     told = run_forked(_seeds, (data_seed,), 2, timeout=60)
     assert [seed for seed, _ in told] == [expected] * 2
-    assert sorted(sum((sum(batches, []) for _, batches in told), [])) == list(range(8))
+    assert sorted(flat((flat(batches) for _, batches in told))) == list(range(8))
 
 
 def test_a_plain_batch_sampler_subclass_is_shared_by_samples() -> None:
@@ -209,5 +212,6 @@ def test_a_plain_batch_sampler_subclass_is_shared_by_samples() -> None:
 
     loader = DataLoader(Numbers(9), batch_sampler=Named(RandomSampler(range(9)), 2, drop_last=False))
     first, second = worlds(loader, 2, data_seed=5)
-    assert first.state_dict()["unit"] == "samples" and first.batch_sampler.name == "mine"
+    assert first.state_dict()["unit"] == "samples"
+    assert first.batch_sampler.name == "mine"
     assert len(read(first)) == len(read(second)) == 3

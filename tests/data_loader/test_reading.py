@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.data_loader.reference import Numbers, Stream, read, worlds
+from tests.data_loader.reference import Numbers, Stream, flat, read, worlds
 from trainer_lib.data_loader import prepare_data_loader
 from trainer_lib.launchers import run_forked
 from trainer_lib.state import GradientState
@@ -29,7 +29,8 @@ def test_the_last_batch_is_known_while_it_is_in_hand(dataset: Any) -> None:
         assert [(loader.end_of_dataloader, state.end_of_dataloader) for _ in loader] == [(False, False)] * 3 + [
             (True, True)
         ]
-    assert not state.end_of_dataloader and not loader.end_of_dataloader
+    assert not state.end_of_dataloader
+    assert not loader.end_of_dataloader
 
 
 def test_samples_are_loaded_when_they_are_asked_for() -> None:
@@ -88,8 +89,9 @@ def test_a_loop_that_is_left_is_no_longer_read(leave: str, dataset: Any) -> None
         gc.collect()
     else:
         left()
-    assert _readers() == [] and not loader.end_of_dataloader
-    assert sum(read(loader), []) == list(range(10))
+    assert _readers() == []
+    assert not loader.end_of_dataloader
+    assert flat(read(loader)) == list(range(10))
 
 
 def test_an_error_in_a_dataset_comes_through() -> None:
@@ -100,11 +102,16 @@ def test_an_error_in_a_dataset_comes_through() -> None:
             return index
 
     loader = _prepared(dataset=Broken(10))
-    seen = []
-    with pytest.raises(OSError, match="sample 7"):
+    seen: list[int] = []
+
+    def collect() -> None:
         for batch in loader:
-            seen += batch.tolist()
-    assert seen == [0, 1, 2, 3, 4, 5] and _readers() == []
+            seen.extend(batch.tolist())
+
+    with pytest.raises(OSError, match="sample 7"):
+        collect()
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert _readers() == []
     assert loader.state_dict()["position"] == 6
 
 
@@ -145,7 +152,7 @@ def test_the_epoch_reaches_those_who_want_to_know() -> None:
         def set_epoch(self, epoch: int) -> None:
             told.append(("dataset", epoch))
 
-    class Batches(list):
+    class Batches(list[list[int]]):
         def set_epoch(self, epoch: int) -> None:
             told.append(("batch sampler", epoch))
 
@@ -165,7 +172,8 @@ def test_even_batches_can_be_switched_for_a_while() -> None:
     second.even_batches = False
     assert len(read(second)) == len(second) == 1
     second.batch_sampler.even_batches = True  # as scripts for Accelerate do it
-    assert second.even_batches and len(read(second)) == 2
+    assert second.even_batches
+    assert len(read(second)) == 2
     (_, stream) = worlds(DataLoader(Stream(9), batch_size=4), 2)
     stream.even_batches = False
     assert [len(read(stream)), stream.even_batches] == [1, False]

@@ -1,15 +1,29 @@
 """Going on from a saved position: each sample once, in the order of the uninterrupted run."""
 
 import json
+import random
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.data_loader.reference import Handed, Numbers, SizedStream, Stream, by_hand, handed, read, read_all, worlds
+from tests.data_loader.reference import (
+    Handed,
+    Numbers,
+    SizedStream,
+    Stream,
+    by_hand,
+    flat,
+    handed,
+    read,
+    read_all,
+    worlds,
+)
 from trainer_lib import StateError
 from trainer_lib.data_loader import DataLoaderShard, prepare_data_loader, skip_first_batches
 
@@ -33,7 +47,7 @@ def _made(kind: str, batch_size: int = 3, num_workers: int = 0, **options: Any) 
     if "stream" in kind:
         return (StatefulDataLoader if "stateful" in kind else DataLoader)(Stream(SIZE), **options)
     samplers: dict[str, Any] = {
-        "weighted": lambda: WeightedRandomSampler(torch.arange(SIZE) + 1.0, SIZE),
+        "weighted": lambda: WeightedRandomSampler(range(1, SIZE + 1), SIZE),
         "own": Own,
         "draws": lambda: RandomSampler(range(SIZE), replacement=True, num_samples=SIZE),
     }
@@ -87,7 +101,6 @@ def test_every_position_can_be_gone_on_from(kind: str, processes: int) -> None:
     [
         ("shuffle", 2, False),
         ("shuffle", 2, True),
-        ("own", 1, True),
         ("stream", 1, True),
         ("stream", 2, False),
         ("shuffle, stateful", 2, False),
@@ -98,12 +111,12 @@ def test_with_workers_too(kind: str, num_workers: int, persistent: bool) -> None
     def prepared() -> DataLoaderShard:
         return _prepared(kind, num_workers=num_workers, persistent_workers=persistent)[0]
 
-    whole = _handed(prepared(), 18)
-    for done in (0, 1, 4, 6, 7, 9):
+    whole = _handed(prepared(), 12)
+    for done in (1, 6, 7):
         saving, resumed = prepared(), prepared()
         assert _handed(saving, done) == whole[:done]
         resumed.load_state_dict(json.loads(json.dumps(saving.state_dict())))
-        assert _handed(resumed, 18 - done) == whole[done:]
+        assert _handed(resumed, 12 - done) == whole[done:]
 
 
 @pytest.mark.parametrize("kind", ["sequential", "shuffle", "draws", "weighted", "own", "stream"])
@@ -111,7 +124,7 @@ def test_with_workers_too(kind: str, num_workers: int, persistent: bool) -> None
 def test_another_world_and_batch_size_go_on_where_the_first_was(
     kind: str, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    order = sum(read(_prepared(kind, 1, SIZE)[0]), [])
+    order = flat(read(_prepared(kind, 1, SIZE)[0]))
     for done in range(SIZE // (before[0] * before[1]) + 1):
         state = _saved_after(_prepared(kind, *before)[0], done)
         consumed = done * before[0] * before[1]
@@ -123,7 +136,7 @@ def test_another_world_and_batch_size_go_on_where_the_first_was(
 
 
 def test_so_do_split_batches() -> None:
-    order = sum(read(_prepared("shuffle", 1, SIZE)[0]), [])
+    order = flat(read(_prepared("shuffle", 1, SIZE)[0]))
     state = _saved_after(worlds(_made("shuffle", 4), 2, data_seed=5, split_batches=True)[1], 2)
     for rank, resumed in enumerate(worlds(_made("shuffle", 6), 3, data_seed=5, split_batches=True)):
         resumed.load_state_dict(state)
@@ -145,7 +158,8 @@ def test_a_process_that_ends_early_says_the_same_as_the_others() -> None:
     first, second = worlds(_made("shuffle", 3), 2, data_seed=5, even_batches=False)
     assert (len(first), len(second)) == (4, 3)
     states = [[loader.state_dict() for _ in loader] for loader in (first, second)]
-    assert states[0][:3] == states[1] and states[1][-1]["position"] == 18
+    assert states[0][:3] == states[1]
+    assert states[1][-1]["position"] == 18
     assert first.state_dict() == second.state_dict() == {**states[0][0], "epoch": 1, "position": 0}
     second.load_state_dict(states[0][2])
     assert read(second) == []
@@ -256,7 +270,8 @@ def test_a_loaded_position_is_not_skipped_twice() -> None:
 def test_plain_loaders_can_be_started_some_batches_in(num_workers: int) -> None:
     loader = DataLoader(Numbers(10), batch_size=4, num_workers=num_workers)
     rest = skip_first_batches(loader, 1)
-    assert type(rest) is DataLoader and len(rest) == 2
+    assert type(rest) is DataLoader
+    assert len(rest) == 2
     assert [read(rest), read(rest), read(loader)] == [read(loader)[1:], read(loader), read(loader)]
     assert read(skip_first_batches(loader, 5)) == []
     stream = DataLoader(Stream(10), batch_size=4, num_workers=num_workers)
@@ -306,3 +321,42 @@ def test_one_worker_reads_in_the_same_order_as_none(num_workers: int) -> None:
     whole = read(resumed)
     resumed.load_state_dict(_saved_after(saving, 2))
     assert read(resumed) == whole[2:]
+
+
+# -- random numbers that training and data draw from the same generators ---------------------------------------------
+
+
+class Noisy(Numbers):
+    """A dataset whose samples draw from the generators that training draws from."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), np.random.random(), torch.rand(()).item()
+
+
+def _noisy(rows: list[Any]) -> list[Any]:
+    return [(row, random.random(), np.random.random(), torch.rand(()).item()) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "collate function", "collate function of a stream"])
+def test_without_workers_even_random_numbers_go_on_bitwise(kind: str) -> None:
+    def prepared() -> Any:
+        dataset = Noisy(SIZE) if kind == "dataset" else Stream(SIZE) if "stream" in kind else Numbers(SIZE)
+        loader = DataLoader(dataset, batch_size=3, collate_fn=list if kind == "dataset" else _noisy)
+        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5)
+
+    def training(loader: Any) -> Iterator[Any]:
+        while True:
+            for batch in loader:
+                yield batch, torch.rand(()).item(), random.random(), np.random.random()  # a dropout, say
+
+    for done in (0, 2, 6, 7, 9):
+        loader, resumed = prepared(), prepared()
+        run = training(loader)
+        list(islice(run, done))
+        state = loader.state_dict()
+        generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        rest = list(islice(run, 9))
+        resumed.load_state_dict(state)
+        for restore, saved in zip((torch.set_rng_state, random.setstate, np.random.set_state), generators, strict=True):
+            restore(saved)
+        assert list(islice(training(resumed), 9)) == rest

@@ -54,7 +54,8 @@ def _drawn(*loaders: Any) -> dict[Any, Any]:
 def test_a_sample_is_the_same_whoever_loads_it() -> None:
     (alone,) = _prepared()
     first, second = _drawn(alone), _drawn(alone)
-    assert len(first) == SIZE and len(set(first.values())) == SIZE
+    assert len(first) == SIZE
+    assert len(set(first.values())) == SIZE
     assert all(first[index] != second[index] for index in range(SIZE))
     for others in (_prepared(4), _prepared(5, processes=2), _prepared(num_workers=2), _prepared(dataset=ByBatch())):
         assert [_drawn(*others), _drawn(*others)] == [first, second]
@@ -70,7 +71,8 @@ def test_so_it_is_after_a_resume(num_workers: int) -> None:
     seen = next(iter(saving))
     resumed.load_state_dict(saving.state_dict())
     rest = _drawn(resumed)
-    assert rest == {index: second[index] for index in rest} and len(rest) == SIZE - len(seen)
+    assert rest == {index: second[index] for index in rest}
+    assert len(rest) == SIZE - len(seen)
 
 
 def test_another_seed_draws_other_numbers() -> None:

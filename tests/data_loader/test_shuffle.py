@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ def _are_even(counts: list[int]) -> bool:
 
 
 def test_uneven_counts_are_noticed() -> None:
-    assert _are_even([101, 99, 105, 94]) and not _are_even([101, 99, 155, 94])
+    assert _are_even([101, 99, 105, 94])
+    assert not _are_even([101, 99, 155, 94])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1000, 4095, 4096, 10_007])
@@ -31,7 +33,7 @@ def test_each_sample_comes_once(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_all_orders_of_few_samples_are_as_likely(size: int) -> None:
-    passes = 25 * math.factorial(size)
+    passes = 12 * math.factorial(size)
     found = Counter(tuple(Shuffle(size, str(key))(np.arange(size)).tolist()) for key in range(passes))
     assert _are_even([found[order] for order in permutations(range(size))])
 
@@ -58,7 +60,8 @@ def test_passes_differ_and_a_pass_comes_again() -> None:
     first, second = list(sampler), list(sampler)
     assert sum(one == other for one, other in zip(first, second, strict=True)) < 10
     sampler.set_epoch(0)
-    assert list(sampler) == first and list(sampler) == second
+    assert list(sampler) == first
+    assert list(sampler) == second
     assert list(SeedableRandomSampler(range(1000), data_seed=4)) != first
 
 
@@ -72,7 +75,7 @@ def test_passes_differ_and_a_pass_comes_again() -> None:
         (9, {"num_samples": 30}),
     ],
 )
-def test_a_pass_can_be_entered_anywhere(size: int, options: dict) -> None:
+def test_a_pass_can_be_entered_anywhere(size: int, options: dict[str, Any]) -> None:
     sampler = SeedableRandomSampler(range(size), data_seed=3, **options)
     whole = list(sampler)
     assert len(whole) == len(sampler) == options.get("num_samples", size)
@@ -85,7 +88,8 @@ def test_more_samples_than_there_are_come_in_whole_rounds() -> None:
     drawn = list(SeedableRandomSampler(range(9), num_samples=30, data_seed=3))
     rounds = [drawn[start : start + 9] for start in range(0, 27, 9)]
     assert all(sorted(one) == list(range(9)) for one in rounds)
-    assert len(set(map(tuple, rounds))) == 3 and len(set(drawn[27:])) == 3
+    assert len(set(map(tuple, rounds))) == 3
+    assert len(set(drawn[27:])) == 3
 
 
 def test_draws_with_replacement_are_even() -> None:
@@ -100,7 +104,8 @@ def test_the_seed_is_the_given_one_else_the_generators_else_torchs() -> None:
     assert SeedableRandomSampler(range(9), generator=generator).initial_seed == 5
     torch.manual_seed(8)
     sampler = SeedableRandomSampler(range(9))
-    assert sampler.initial_seed == 8 and isinstance(sampler, RandomSampler)
+    assert sampler.initial_seed == 8
+    assert isinstance(sampler, RandomSampler)
     torch.manual_seed(-1)
     assert SeedableRandomSampler(range(9)).initial_seed == 2**63 - 1
 
@@ -109,5 +114,6 @@ def test_any_place_of_a_huge_dataset_is_found_at_once() -> None:
     sampler = SeedableRandomSampler(range(10**12), data_seed=3)
     places = np.array([0, 1, 10**12 - 1])
     samples = sampler.lookup(3, 0)(places)
-    assert len(set(samples.tolist())) == 3 and ((samples >= 0) & (samples < 10**12)).all()
+    assert len(set(samples.tolist())) == 3
+    assert ((samples >= 0) & (samples < 10**12)).all()
     assert next(sampler.iterate_from(10**12 - 1)) == samples[2]

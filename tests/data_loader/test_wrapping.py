@@ -1,6 +1,7 @@
 """What of a user's loader survives being prepared: everything but who reads what."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.data_loader.reference import Numbers, Stream, read, read_all, worlds
+from tests.data_loader.reference import Numbers, Stream, flat, read, read_all, worlds
 from trainer_lib import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.data_loader import (
     BatchSamplerShard,
@@ -22,6 +23,8 @@ from trainer_lib.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
+from trainer_lib.data_loader.rounds import Counted
+from trainer_lib.state.gradients import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
 
@@ -55,7 +58,8 @@ def test_a_subclass_with_an_iteration_of_its_own_stays(dataset: Any, num_workers
     assert [handed.samples for handed in batches[1]] == [[4, 6], [12, 0]]
     assert [handed.is_last for handed in batches[1]] == [False, True]
     assert [handed.rows for handed in batches[1]] == [None, (2, 1)]
-    assert first.passes == 1 and loader.passes == 0
+    assert first.passes == 1
+    assert loader.passes == 0
     if isinstance(dataset, Numbers):
         assert first.largest() == 12
     first.factor = 3
@@ -70,13 +74,18 @@ def test_attributes_are_those_of_the_users_loader() -> None:
     dataset, collate, generator = Numbers(7), lambda rows: rows, torch.Generator()
     loader = DataLoader(dataset, batch_size=2, collate_fn=collate, generator=generator, pin_memory=False, timeout=0)
     loader.name = "mine"  # type: ignore[attr-defined]
-    for prepared in (_alone(loader), _alone(DataLoader(Stream(7), 2, collate_fn=collate, generator=generator))):
-        assert isinstance(prepared, DataLoader) and prepared._is_accelerate_prepared
+    stream: Any = DataLoader(Stream(7), 2, collate_fn=collate, generator=generator)
+    for prepared in (_alone(loader), _alone(stream)):
+        assert prepared._is_accelerate_prepared
+        assert isinstance(prepared, DataLoader)
         assert (prepared.batch_size, prepared.num_workers, prepared.drop_last) == (2, 0, False)
-        assert prepared.collate_fn is collate and prepared.generator is generator
+        assert prepared.collate_fn is collate
+        assert prepared.generator is generator
     prepared = _alone(loader)
-    assert prepared.dataset is dataset and prepared.name == "mine"
-    assert isinstance(prepared.batch_sampler, BatchSamplerShard) and isinstance(prepared.sampler, SequentialSampler)
+    assert prepared.dataset is dataset
+    assert prepared.name == "mine"
+    assert isinstance(prepared.batch_sampler, BatchSamplerShard)
+    assert isinstance(prepared.sampler, SequentialSampler)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = prepared.nothing
     with pytest.raises(ValueError, match="batch_size attribute should not be set"):
@@ -93,13 +102,14 @@ def test_the_users_loader_stays_as_it_is() -> None:
         prepared = _alone(loader)
         read(prepared)
         assert loader.__dict__ == before
-        assert sorted(sum(read(loader), [])) == list(range(7))
+        assert sorted(flat(read(loader))) == list(range(7))
 
 
 def _remember(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
-    info.dataset.marked = 100 + worker
+    dataset: Any = info.dataset
+    dataset.marked = 100 + worker
 
 
 class Marked(Numbers):
@@ -163,15 +173,40 @@ def test_a_stateful_loader_is_counted_by_what_the_user_got() -> None:
 def test_a_copy_reads_too() -> None:
     prepared = _alone(DataLoader(Numbers(5), batch_size=2))
     assert read(copy.copy(prepared)) == [[0, 1], [2, 3], [4]]
-    assert "DataLoader" in repr(prepared) and "process 0 of 1" in repr(prepared)
+    assert "DataLoader" in repr(prepared)
+    assert "process 0 of 1" in repr(prepared)
 
 
 def test_another_sampler_can_be_set() -> None:
     prepared = _alone(DataLoader(Numbers(4), batch_size=2))
     prepared.set_sampler([3, 2, 1, 0])
-    assert read(prepared) == [[3, 2], [1, 0]] and get_sampler(prepared) == [3, 2, 1, 0]
+    assert read(prepared) == [[3, 2], [1, 0]]
+    assert get_sampler(prepared) == [3, 2, 1, 0]
     with pytest.raises(UnsupportedError, match="iterable style"):
         _alone(DataLoader(Stream(4))).set_sampler([0])
+
+
+@pytest.mark.parametrize(("dataset", "seeds"), [(Stream(5), False), (Numbers(5), True)])
+def test_what_workers_are_given_can_be_sent_to_them(dataset: Any, seeds: bool) -> None:
+    # As a start method other than fork has to.
+    (_, loader) = worlds(DataLoader(dataset, batch_size=2), 2, seed_each_sample=seeds)
+    inner = loader._reader.loader
+    sent, collate = pickle.loads(pickle.dumps((inner.dataset, inner.collate_fn)))
+    assert sent.size == 5
+    sent.size = 6
+    assert sent.dataset.size == 6
+    if not seeds:
+        tail = list(sent)[-2:]
+        assert collate(tail)[1:] == ((2, 0, 2), 2)
+        assert collate(tail).batch.tolist() == [0, 1]
+
+
+def test_counts_survive_pinning() -> None:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    counted = Counted(["text"], Rows(2, 1, 2), 3)
+    assert pin_memory(counted) == counted
+    assert type(pin_memory(counted)) is Counted
 
 
 # -- made by hand ----------------------------------------------------------------------------------------------------
@@ -209,13 +244,17 @@ def test_what_is_prepared_is_not_prepared_again() -> None:
         _alone(_alone(DataLoader(Numbers(4))))
 
 
+def _with_a_state() -> Any:
+    loader = StatefulDataLoader(Numbers(4))
+    loader.load_state_dict(StatefulDataLoader(Numbers(4)).state_dict())
+    return loader
+
+
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
         (lambda: [1, 2], {}, ConfigurationError, "takes a DataLoader, got list"),
         (lambda: DataLoader(Numbers(4)), {"torch_device_mesh": object()}, UnsupportedError, "torch_device_mesh"),
-        (lambda: DataLoader(Numbers(4)), {"process_index": 2}, ConfigurationError, "process_index=2"),
-        (lambda: DataLoader(Numbers(4)), {"num_processes": 0}, ConfigurationError, "num_processes"),
         (lambda: DataLoader(Stream(4)), {"seed_each_sample": True}, UnsupportedError, "iterable dataset has none"),
         (
             lambda: DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), num_replicas=2, rank=0)),
@@ -223,25 +262,26 @@ def test_what_is_prepared_is_not_prepared_again() -> None:
             PreparationError,
             "DistributedSampler shares samples out among 2 processes",
         ),
-        (lambda: _with_a_state(), {}, PreparationError, "A state was loaded into this StatefulDataLoader"),
+        (_with_a_state, {}, PreparationError, "A state was loaded into this StatefulDataLoader"),
     ],
 )
 def test_what_cannot_be_prepared_is_told(given: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        prepare_data_loader(given(), **{"num_processes": 2, "process_index": 0, **options})
+        worlds(given(), 2, **options)
 
 
-def _with_a_state() -> Any:
-    loader = StatefulDataLoader(Numbers(4))
-    loader.load_state_dict(StatefulDataLoader(Numbers(4)).state_dict())
-    return loader
+@pytest.mark.parametrize(("processes", "index", "message"), [(2, 2, "process_index=2"), (0, 0, "num_processes")])
+def test_a_place_that_is_not_there_is_told(processes: int, index: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        prepare_data_loader(DataLoader(Numbers(4)), num_processes=processes, process_index=index)
 
 
 def test_a_distributed_sampler_for_one_process_is_a_sampler() -> None:
     sampler = DistributedSampler(Numbers(6), num_replicas=1, rank=0, seed=3)
     prepared = _alone(DataLoader(Numbers(6), batch_size=6, sampler=sampler))
     first, second = read(prepared), read(prepared)
-    assert first != second and sorted(first[0]) == list(range(6))
+    assert first != second
+    assert sorted(first[0]) == list(range(6))
 
 
 def test_batches_out_of_order_have_no_exact_position() -> None:
@@ -256,5 +296,6 @@ def test_what_cannot_be_skipped_is_told(loader: Any, message: str) -> None:
 
 
 def test_the_names_are_there() -> None:
-    assert issubclass(DataLoaderDispatcher, DataLoader) and issubclass(DataLoaderShard, DataLoader)
+    assert issubclass(DataLoaderDispatcher, DataLoader)
+    assert issubclass(DataLoaderShard, DataLoader)
     assert IterableDatasetShard(Stream(3)).size == 3

@@ -101,6 +101,7 @@ def test_hung_processes_are_ended_and_say_where_they_were() -> None:
 
 
 def test_forks_train_after_the_parent_has_trained() -> None:
+    torch.set_num_threads(2)  # so that the parent has threads which the forks do not
     before = train()
 
     def train_together() -> tuple[float, float]:
@@ -108,6 +109,7 @@ def test_forks_train_after_the_parent_has_trained() -> None:
 
     assert run_forked(train_together, timeout=LIMIT) == [(pytest.approx(before), 1.0)] * 2
     assert train() == before  # and the parent still can
+    torch.set_num_threads(1)
 
 
 def test_forks_do_not_tear_down_what_the_parent_left(capfd: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +165,11 @@ def test_output_of_the_processes_is_not_lost(capfd: pytest.CaptureFixture[str]) 
 def test_result_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(ProcessFailedError, match=r"Process 0 of 1 failed with exit code 1:\n(.|\n)*lambda"):
         run_forked(lambda: lambda: 0, num_processes=1, timeout=LIMIT)
+
+
+def test_process_that_ends_before_its_function_does_is_told() -> None:
+    with pytest.raises(ProcessFailedError, match=r"Process 0 of 1 ended without a result \(exit code 0\)\."):
+        run_forked(os._exit, (0,), num_processes=1, timeout=LIMIT)
 
 
 def test_processes_do_not_outlive_their_parent() -> None:

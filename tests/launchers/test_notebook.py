@@ -135,7 +135,7 @@ def test_lone_state_is_not_inherited_and_a_world_is_refused() -> None:
 def test_given_port_is_used_again_and_again() -> None:
     with taken_port() as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(WorldError, match=rf"Port {port} cannot be used(.|\n)*Name another port, or none"):
+        with pytest.raises(WorldError, match=rf"Port {port} cannot be used(.|\n)*Name another, or none"):
             notebook_launcher(place, num_processes=2, use_port=str(port))
 
     def meeting() -> str:

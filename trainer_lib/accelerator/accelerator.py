@@ -188,9 +188,10 @@ class Accelerator(Processes):
         """
         if device_placement is None:
             device_placement = [None] * len(args)
-        elif len(device_placement) != len(args):
+        elif not isinstance(device_placement, Sequence) or len(device_placement) != len(args):
             raise ConfigurationError(
-                f"device_placement has {len(device_placement)} values for {len(args)} objects. Give one for each."
+                f"device_placement must be a list of one value for each of the {len(args)} objects, "
+                f"got {device_placement!r}."
             )
         self._check_not_prepared(args)
         # Schedules last: they are bound to the prepared optimizers.
@@ -360,6 +361,8 @@ class Accelerator(Processes):
             >>> losses = model(torch.ones(3, 4)).square().sum(dim=1)
             >>> accelerator.backward(losses.sum(), weight=len(losses))
         """
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise _nothing_to_differentiate(loss)
         window = self._window
         if weight is not None:
             self._weighted_backward(loss, weight, optimizer, kwargs)
@@ -383,6 +386,8 @@ class Accelerator(Processes):
 
         On a micro-batch that does not update nothing is clipped; the norm is that of the gradients as they stand.
         """
+        if isinstance(max_norm, (int, float)) and not max_norm >= 0:
+            raise ConfigurationError(f"max_norm must be a number of at least 0, got {max_norm!r}.")
         parameters = _listed(parameters)
         if not self.gradient_state.sync_gradients:
             return self.strategy.grad_norm(parameters, norm_type)
@@ -555,6 +560,17 @@ def _inside(value: Any) -> Any:
 def _is_prepared(value: Any) -> bool:
     return isinstance(value, (AcceleratedOptimizer, AcceleratedScheduler)) or getattr(
         value, "_is_accelerate_prepared", False
+    )
+
+
+def _nothing_to_differentiate(loss: Any) -> ConfigurationError:
+    if not isinstance(loss, Tensor):
+        return ConfigurationError(
+            f"backward takes the loss as a tensor, got a {type(loss).__name__}. Give it before .item() or float()."
+        )
+    return ConfigurationError(
+        "This loss depends on nothing that is trained. The forward ran under torch.no_grad(), the loss was detached, or "
+        "all parameters are frozen."
     )
 
 

@@ -97,14 +97,16 @@ def _add_processes(group: Any) -> None:
 
 def _add_training(group: Any) -> None:
     group.add_argument("--mixed_precision", metavar="NAME", help="no, fp16 or bf16, if the script does not say it")
-    group.add_argument(
-        "--gradient_accumulation_steps", type=_count, metavar="N", help="if the script does not say it"
-    )
+    group.add_argument("--gradient_accumulation_steps", type=_count, metavar="N", help="if the script does not say it")
 
 
 def _add_machines(group: Any) -> None:
-    group.add_argument("--num_machines", type=_count, default=1, metavar="N", help="run the launcher on each (default: 1)")
-    group.add_argument("--machine_rank", type=_count_or_none, default=0, metavar="K", help="which of them this is, from 0")
+    group.add_argument(
+        "--num_machines", type=_count, default=1, metavar="N", help="run the launcher on each (default: 1)"
+    )
+    group.add_argument(
+        "--machine_rank", type=_count_or_none, default=0, metavar="K", help="which of them this is, from 0"
+    )
     group.add_argument("--main_process_ip", metavar="ADDRESS", help="the address of machine 0")
     group.add_argument(
         "--main_process_port",

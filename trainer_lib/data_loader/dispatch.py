@@ -74,8 +74,9 @@ class DataLoaderDispatcher(PreparedLoader):
             return parcel
         try:
             parcels = next(sent)
+            # Here, not while the others wait already: not everything can be sent.
+            pickle.dumps(parcels)
         except Exception as error:
-            # The others wait for their batches.
             self._group.scatter_objects([f"{type(error).__name__}: {error}"] * self._group.size)
             raise
         return self._group.scatter_objects(parcels)

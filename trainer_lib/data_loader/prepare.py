@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -109,6 +109,10 @@ def prepare_data_loader(
     return DataLoaderDispatcher.around(reader, delivery, seed, group, slicing)
 
 
+@overload
+def skip_first_batches(dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader: ...
+@overload
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]: ...
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader whose first pass starts `num_batches` in; its later passes are whole.
 

@@ -21,7 +21,7 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.launchers.failures import Failure, ProcessFailedError, failed
 from trainer_lib.launchers.plan import Plan
-from trainer_lib.launchers.store import OneMachine
+from trainer_lib.launchers.store import MeetAtPort, MeetInFile
 
 # After a death the others cannot go on, and may wait for the dead one in a collective that no signal interrupts.
 _GRACE_AFTER_DEATH = 3
@@ -46,7 +46,7 @@ def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan
         _torch_is_quiet(plan.verbose),
         _signals_are_passed_on(),
         _log_folder(plan) as folder,
-        _meeting(plan) as meeting,
+        _meeting(entry, plan, Path(folder)) as meeting,
     ):
         agent = _Agent(entry, args, plan, meeting, folder)
         try:
@@ -173,9 +173,12 @@ def _streams(tee: str) -> Any:
 
 
 @contextlib.contextmanager
-def _meeting(plan: Plan) -> Generator[RendezvousHandler]:
-    if plan.is_local:
-        handler: RendezvousHandler = OneMachine(plan.main_process_port, plan.rdzv_id)
+def _meeting(entry: str | Callable[..., Any], plan: Plan, folder: Path) -> Generator[RendezvousHandler]:
+    handler: RendezvousHandler
+    if plan.is_local and callable(entry) and plan.start_method == "fork":
+        handler = MeetInFile(plan.main_process_port, plan.rdzv_id, folder)
+    elif plan.is_local:
+        handler = MeetAtPort(plan.main_process_port, plan.rdzv_id)
     else:
         options: dict[str, Any] = {"timeout": 900, **plan.rdzv_conf}
         if plan.rdzv_backend == "static":
@@ -187,10 +190,12 @@ def _meeting(plan: Plan) -> Generator[RendezvousHandler]:
             handler = get_rendezvous_handler(parameters)
         except (RendezvousError, dist.DistError, ValueError) as error:
             raise _not_met(plan, error) from error
-    try:
-        yield handler
-    finally:
-        handler.shutdown()
+    # What this process was told of its own meeting is not for those it starts; and what it tells forks is not for it.
+    with environment.patch_environment(trainer_lib_store_file=""):
+        try:
+            yield handler
+        finally:
+            handler.shutdown()
 
 
 def _not_met(plan: Plan, error: Exception) -> WorldError:

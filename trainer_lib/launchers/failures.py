@@ -46,7 +46,9 @@ class Failure:
     @property
     def how(self) -> str:
         """The end of the process in a few words."""
-        if self.exit_code >= 0:
+        if self.exit_code == 0:
+            return "ended without a result (exit code 0)"
+        if self.exit_code > 0:
             return f"failed with exit code {self.exit_code}"
         hint = " (by hand, or for want of memory)" if -self.exit_code == signal.SIGKILL else ""
         return f"was killed by {signal_name(-self.exit_code)}{hint}"
@@ -72,7 +74,7 @@ def failed(failures: Iterable[Failure], num_processes: int, lines: int | None = 
         parts.append(f"Its output is in {first.log}.")
     if others:
         parts.append(f"After that, {'; '.join(_briefly(other) for other in others)}.")
-    exit_code = first.exit_code if first.exit_code >= 0 else 128 - first.exit_code
+    exit_code = (first.exit_code or 1) if first.exit_code >= 0 else 128 - first.exit_code
     return ProcessFailedError("\n".join(parts), first.rank, exit_code)
 
 

@@ -82,12 +82,13 @@ class _Worker:
 
     def failure(self) -> Failure | None:
         """How the process failed, if it has by now."""
-        if not self.process.exitcode:
+        code = self.process.exitcode
+        if code is None or (code == 0 and self.result.exists()):
             return None
         told = self.error.exists()
         return Failure(
             rank=self.rank,
-            exit_code=self.process.exitcode,
+            exit_code=code,
             traceback=self.error.read_text() if told else None,
             when=self.error.stat().st_mtime_ns if told else 0,
         )
@@ -127,19 +128,23 @@ def _place(rank: int, size: int, port: int, folder: str) -> dict[str, str]:
 
 def _wait(workers: Sequence[_Worker], timeout: float | None) -> None:
     deadline = None if timeout is None else monotonic() + timeout
-    while running := [worker for worker in workers if worker.is_running]:
-        # Looked at often as well as waited for: a child of a dead worker keeps its sentinel open.
-        wait([worker.process.sentinel for worker in running], _POLL)
+    while True:
+        running = [worker for worker in workers if worker.is_running]
         failures = [failure for worker in workers if (failure := worker.failure())]
         if failures:
             raise failed(failures, len(workers))
+        if not running:
+            return
         if deadline is not None and monotonic() > deadline:
-            raise _late([worker for worker in running if worker.is_running], len(workers), timeout)
+            raise _late(running, len(workers), timeout)
+        # Looked at often as well as waited for: a child of a dead worker keeps its sentinel open.
+        wait([worker.process.sentinel for worker in running], _POLL)
 
 
 def _late(workers: Sequence[_Worker], num_processes: int, timeout: float | None) -> ProcessFailedError:
     for worker in workers:
-        os.kill(worker.process.pid or 0, signal.SIGUSR1)
+        if worker.is_running and worker.process.pid is not None:
+            os.kill(worker.process.pid, signal.SIGUSR1)
     for worker in workers:
         worker.process.join(_GRACE)
     where = "".join(f"\nProcess {worker.rank} was here:\n{_stacks(worker)}" for worker in workers)

@@ -35,6 +35,7 @@ def main() -> None:
     """Run the script as `python SCRIPT` or `python -m SCRIPT` would, and leave a record of how it failed."""
     launcher, *command = sys.argv[1:]
     die_with_parent(int(launcher), signal.SIGTERM)
+    atexit.register(_leave_the_world)
     faulthandler.enable()  # a segmentation fault tells where
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines, at once: nothing is lost, and lines of several processes do not run into each other.
@@ -52,7 +53,6 @@ def main() -> None:
         raise
     except BaseException as error:  # noqa: BLE001
         _record(error)
-        sys.last_value = error  # as without this file: what runs at exit can tell that this is not a good end
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
@@ -62,6 +62,14 @@ def _run(target: str, as_module: bool) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(os.path.abspath(target), run_name="__main__")  # noqa: PTH100
+
+
+def _leave_the_world() -> None:
+    # While there is still a Python: gloo's threads may be giving back the tensors of the last collective, which aborts
+    # the process once the interpreter is gone. Not after an error: then the others may never answer.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized() and not hasattr(sys, "last_value"):
+        distributed.destroy_process_group()
 
 
 def _leave(code: int) -> NoReturn:
@@ -74,6 +82,7 @@ def _leave(code: int) -> NoReturn:
 
 def _record(error: BaseException) -> None:
     error.__traceback__ = _without_this_file(error.__traceback__)
+    sys.last_value = error  # as without this file: what runs at exit can tell that this is not a good end
     # The layout is that of torch's `record`; this is read by the launcher, and by torchrun above it if there is one.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):  # noqa: PTH110
