@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -176,19 +177,26 @@ class Breaking(Stream):
         raise OSError("the disk is gone")
 
 
-def test_an_error_of_the_reading_process_reaches_all() -> None:
+def _unsendable(samples: list[int]) -> Any:
+    return lambda: samples
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [(Breaking(9), {}, "OSError: the disk is gone"), (Stream(9), {"collate_fn": _unsendable}, "local object")],
+)
+def test_an_error_of_the_reading_process_reaches_all(dataset: Any, options: dict[str, Any], message: str) -> None:
     def run() -> str:
-        loader = prepare_data_loader(DataLoader(Breaking(9), batch_size=2), dispatch_batches=True)
+        loader = prepare_data_loader(DataLoader(dataset, batch_size=2, **options), dispatch_batches=True)
         try:
-            read(loader)
-        except (OSError, WorldError) as error:
+            return str(list(loader))
+        except (OSError, AttributeError, PicklingError, WorldError) as error:
             return f"{type(error).__name__}: {error}"
-        return "nothing"
 
     first, second = _everywhere(run)
-    assert first == "OSError: the disk is gone"
+    assert message in first
     assert second.startswith("WorldError")
-    assert "OSError: the disk is gone" in second
+    assert message in second
 
 
 def test_a_world_of_one_takes_the_same_path() -> None:

@@ -569,8 +569,8 @@ def _nothing_to_differentiate(loss: Any) -> ConfigurationError:
             f"backward takes the loss as a tensor, got a {type(loss).__name__}. Give it before .item() or float()."
         )
     return ConfigurationError(
-        "This loss depends on nothing that is trained. The forward ran under torch.no_grad(), the loss was detached, or "
-        "all parameters are frozen."
+        "This loss depends on nothing that is trained: the forward ran under torch.no_grad(), the loss was detached, "
+        "or all parameters are frozen."
     )
 
 

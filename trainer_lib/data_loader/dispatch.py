@@ -73,13 +73,11 @@ class DataLoaderDispatcher(PreparedLoader):
                 raise WorldError(f"The first process could not read the next batches for all: {parcel}")
             return parcel
         try:
-            parcels = next(sent)
-            # Here, not while the others wait already: not everything can be sent.
-            pickle.dumps(parcels)
+            return self._group.scatter_objects(next(sent))
         except Exception as error:
+            # The others wait for their batches. (What cannot be sent raises before anything is sent.)
             self._group.scatter_objects([f"{type(error).__name__}: {error}"] * self._group.size)
             raise
-        return self._group.scatter_objects(parcels)
 
     def _sent(self, place: Place) -> Iterator[list[Parcel]]:
         """Yield what each process gets, round by round."""
