@@ -162,6 +162,18 @@ def test_the_same_engine_can_start_over_after_free_memory() -> None:
         accelerator.clear()
 
 
+def test_free_memory_ends_the_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    updating: list[bool] = []
+    for _ in range(2):
+        for _ in range(2):
+            with accelerator.accumulate():
+                updating.append(accelerator.sync_gradients)
+        accelerator.free_memory()
+        updating.append(accelerator.sync_gradients)
+    assert updating == [False, False, True] * 2
+
+
 def test_two_engines_with_the_same_settings_work_side_by_side() -> None:
     first, second = Accelerator(cpu=True, mixed_precision="bf16"), Accelerator(cpu=True, mixed_precision="bf16")
     assert first.state.mixed_precision == second.state.mixed_precision

@@ -51,6 +51,23 @@ def test_accelerates_habit_has_a_switch() -> None:
     assert run_forked(_rates_of_all, (split,), 2, timeout=60) == [[1, 2, 3, 4, 5, 6]] * 2
 
 
+def _past_its_end() -> int:
+    accelerator = Accelerator(cpu=True, scheduler_steps_per_process=True)
+    network = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=3)
+    network, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
+    for _ in range(2):
+        accelerator.backward(network(torch.ones(1, 1)).sum())
+        optimizer.step()
+        schedule.step()
+    return schedule.scheduler.last_epoch
+
+
+def test_a_schedule_of_fixed_length_stops_at_its_end() -> None:
+    assert run_forked(_past_its_end, (), 2, timeout=60) == [3, 3]
+
+
 def test_it_can_be_moved_independently_of_the_optimizer() -> None:
     with pytest.warns(UserWarning, match="before `optimizer.step"):  # torch, for the first two moves
         assert _rates(steps=3, step_scheduler_with_optimizer=False) == [1, 2, 3, 4, 5, 6]

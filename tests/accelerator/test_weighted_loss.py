@@ -183,3 +183,59 @@ def test_impossible_weights_are_refused(weight: object) -> None:
     accelerator, network, _ = _prepared()
     with pytest.raises(ConfigurationError, match="weight must be"):
         accelerator.backward(network(torch.ones(1, 8)).sum(), weight=weight)  # type: ignore[arg-type]
+
+
+def test_a_discarded_update_leaves_nothing_to_the_next() -> None:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, _ = toy.data()
+    for samples in (slice(0, 20), slice(20, 48)):
+        optimizer.zero_grad()
+        accelerator.backward(toy.losses(network, inputs[samples], targets[samples]).sum(), weight=len(inputs[samples]))
+        accelerator.clip_grad_norm_(network.parameters(), 1e9)
+    toy.assert_same(toy.gradients(network), toy.mean_gradients(list(range(20, 48))))
+
+
+def test_clipping_by_value_sees_the_gradients_of_the_big_batch() -> None:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, _ = toy.data()
+    accelerator.backward(toy.losses(network, inputs, targets).sum(), weight=48)
+    accelerator.clip_grad_value_(network.parameters(), 0.1)
+    optimizer.step()
+    expected = [g.clamp(-0.1, 0.1) for g in toy.mean_gradients(list(range(48)))]
+    toy.assert_same(toy.gradients(network), expected)
+
+
+def test_what_torchs_backward_takes_is_passed_on() -> None:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, _ = toy.data()
+    loss = toy.losses(network, inputs, targets).sum()
+    accelerator.backward(loss, weight=48, retain_graph=True)
+    accelerator.backward(loss, weight=48)  # weighs twice as much, and is the same mean
+    optimizer.step()
+    toy.assert_same(toy.gradients(network), toy.mean_gradients(list(range(48))))
+
+
+def _shared_by_two_optimizers() -> list[Tensor]:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    first, second = torch.optim.SGD(network[0].parameters(), lr=0.0), torch.optim.SGD(network[2].parameters(), lr=0.0)
+    network, first, second = accelerator.prepare(network, first, second)
+    inputs, targets, _ = toy.data()
+    samples = torch.arange(48)[accelerator.process_index :: accelerator.num_processes]
+    loss = toy.losses(network, inputs[samples], targets[samples]).sum()
+    accelerator.backward(loss, weight=len(samples), optimizer=(first, second))
+    first.step()
+    second.step()
+    return toy.gradients(network)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_two_optimizers_may_share_a_loss(processes: int) -> None:
+    for ours in run_forked(_shared_by_two_optimizers, (), processes, timeout=60):
+        toy.assert_same(ours, toy.mean_gradients(list(range(48))))

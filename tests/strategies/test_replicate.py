@@ -1,0 +1,103 @@
+"""Replication: what travels with the gradients arrives, whatever the gradients are."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.accelerator import toy
+from trainer_lib import Accelerator, DistributedDataParallelKwargs
+from trainer_lib.launchers import run_forked
+
+# Sums that 16-bit floats cannot tell from their neighbours.
+_VALUES = (100_001.0, 3.0)
+
+
+def _carried(dtype: torch.dtype, options: dict[str, Any], layers: int = 2) -> tuple[list[float], list[Tensor]]:
+    """Carry values with three backwards; return the last averages and gradients."""
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
+    network = nn.Sequential(*[nn.Linear(300, 300) for _ in range(layers)]).to(dtype)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(0.001)
+    network = accelerator.prepare(network)
+    averages: list[float] = []
+    for _ in range(3):
+        network.zero_grad()
+        loss = network(torch.full((1, 300), float(1 + accelerator.process_index), dtype=dtype)).sum()
+        accelerator.strategy.carry([value + accelerator.process_index for value in _VALUES])
+        accelerator.backward(loss)
+        averages = [float(value) for value in accelerator.strategy.carried()]
+    return averages, [g.float() for g in toy.gradients(network)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_cap_mb": 0.1},  # many buckets, of which the first takes the cargo
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_values_and_gradients_arrive(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    (alone,) = run_forked(_carried, (dtype, options), 1, timeout=60)
+    results = run_forked(_carried, (dtype, options), 2, timeout=60)
+    for averages, gradients in results:
+        assert averages == [value + 0.5 for value in _VALUES]
+        toy.assert_same(gradients, results[0][1], rtol=0)
+        # One process is fed 1 and two are fed 1 and 2, so what is averaged is 1.5 times as much.
+        torch.testing.assert_close(gradients[0], alone[1][0] * 1.5, rtol=2e-2, atol=0)
+
+
+def _carried_without_a_bucket() -> list[float]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    stranger = nn.Linear(2, 2)
+    accelerator.strategy.carry([float(accelerator.process_index)])
+    accelerator.backward(stranger(torch.ones(1, 2)).sum())
+    return [float(value) for value in accelerator.strategy.carried()]
+
+
+def test_values_travel_alone_if_no_gradient_does() -> None:
+    assert run_forked(_carried_without_a_bucket, (), 2, timeout=60) == [[0.5], [0.5]]
+
+
+def _restored() -> bool:
+    accelerator = Accelerator(cpu=True)
+    network = accelerator.prepare(toy.model())
+    inputs, targets, _ = toy.data()
+    mine = slice(accelerator.process_index * 4, accelerator.process_index * 4 + 4)
+    with accelerator.no_sync(network):
+        with accelerator.trigger_sync_in_backward(network):
+            accelerator.backward(toy.losses(network, inputs[mine], targets[mine]).mean())
+        network.zero_grad()
+        accelerator.backward(toy.losses(network, inputs[mine], targets[mine]).mean())
+    both = accelerator.gather(toy.gradients(network)[0].flatten()[None])
+    return torch.equal(both[0], both[1])
+
+
+def test_a_forced_reduction_is_over_with_its_block() -> None:
+    assert run_forked(_restored, (), 2, timeout=60) == [False, False]
+
+
+def _outlives_free_memory() -> bool:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    with accelerator.accumulate(network):
+        accelerator.backward(network(torch.ones(1, 8)).sum())
+    inside = weakref.ref(network.module)
+    network, optimizer = accelerator.free_memory(network, optimizer)
+    gc.collect()
+    return inside() is not None
+
+
+def test_models_are_let_go() -> None:
+    assert run_forked(_outlives_free_memory, (), 2, timeout=60) == [False, False]
