@@ -1,5 +1,6 @@
 """This file is the prepared optimizer: it steps when a window of gradients is complete, and not before."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_lib.precision.autocast import ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.gradients import GradientState
 from trainer_lib.state.window import GradientWindow
@@ -20,7 +22,7 @@ class AcceleratedOptimizer(Optimizer):
     Args:
         optimizer: The optimizer to wrap.
         device_placement: Bring its state to the device of its parameters.
-        scaler: Accepted under Accelerate's name; `precision` carries it.
+        scaler: The loss scaler, if there is no `precision` that has it.
         precision: How to unscale and step.
         window: The window of gradients.
     """
@@ -36,11 +38,13 @@ class AcceleratedOptimizer(Optimizer):
     ) -> None:
         # Not super().__init__: there is one set of parameter groups, the wrapped optimizer's.
         self.optimizer = optimizer
-        self.precision = precision or FullPrecision()
+        self.precision = precision or (FullPrecision() if scaler is None else ScaledAutocast.around(scaler))
         self.window = window or GradientWindow(GradientState())
-        self.scaler = self.precision.scaler if scaler is None else scaler
+        self.scaler = self.precision.scaler
         self._gradients_are_final = False
         self._backwards_at_step = self.window.backwards
+        self._stepped_in = 0  # the micro-batch of the last call of step
+        self._zeroes_first_in = 0  # the window that began with zero_grad before step
         if device_placement and optimizer.state:
             # torch knows which state belongs on the device and which stays on the host.
             optimizer.load_state_dict(optimizer.state_dict())
@@ -84,9 +88,12 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the weights if the window is complete."""
+        self._stepped_in = self.window.micro_batch
         if not self.window.state.sync_gradients:
             return None
-        if not self._gradients_are_final:
+        if closure is not None:
+            closure = functools.partial(self._after, closure)
+        elif not self._gradients_are_final:
             self._apply_factor()
         result = self.precision.step(self.optimizer, closure)
         self._finish_round()
@@ -94,8 +101,14 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
         """Drop the gradients, unless they wait for the rest of their window."""
-        if not self.window.may_zero(self.holds_gradients):
+        window = self.window
+        stepped = self._stepped_in == window.micro_batch
+        if window.size == 1 and not stepped:
+            self._zeroes_first_in = window.began
+        if not window.may_zero(stepped, self._zeroes_first_in == window.began, self.holds_gradients):
             return
+        if self._gradients_are_final:
+            self.precision.discard(self.optimizer)
         self._finish_round()
         if set_to_none is None:
             self.optimizer.zero_grad()
@@ -136,18 +149,25 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs."""
-        return self.__dict__.copy()
+        """Return what a copy needs: the window stays here, and so does the `step` that a schedule has wrapped."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("window", "step")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take up what `__getstate__` returned."""
-        self.__dict__.update(state)
+        self.__dict__.update(state, window=GradientWindow(GradientState()))
 
     def __repr__(self) -> str:
         """Return the wrapped optimizer's text."""
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
+    def _after(self, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        self._apply_factor()
+        return result
+
     def _apply_factor(self) -> None:
+        if not self.holds_gradients:  # those of the last update, which had it
+            return
         factor = self.window.factor(self)
         if isinstance(factor, Tensor) or factor != 1.0:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

@@ -31,7 +31,8 @@ class AcceleratedScheduler:
         once_per_process: bool = False,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers: list[Any] = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        # The list itself: an optimizer may be prepared after its schedule.
+        self.optimizers: Sequence[Any] = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
@@ -78,4 +79,4 @@ class AcceleratedScheduler:
 
     def _has_steps_left(self) -> bool:
         total = getattr(self.scheduler, "total_steps", None)
-        return total is None or self.scheduler._step_count <= total
+        return total is None or self.scheduler.last_epoch < total

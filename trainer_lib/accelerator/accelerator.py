@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from numbers import Real
 from typing import Any
 
 import torch
@@ -86,7 +87,10 @@ class Accelerator(Processes):
         plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         group_options = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
         self.state = AcceleratorState(
-            build.precision_name(mixed_precision, older_arguments), cpu, **group_options.to_kwargs()
+            build.precision_name(mixed_precision, older_arguments),
+            cpu,
+            _from_accelerator=True,
+            **group_options.to_kwargs(),
         )
         self.gradient_state = GradientState(plugin)
         self.precision = choose_precision(
@@ -99,7 +103,7 @@ class Accelerator(Processes):
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
-        self._window = GradientWindow(self.gradient_state)
+        self._window = GradientWindow(self.gradient_state, is_alone=self.num_processes == 1)
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
@@ -298,8 +302,10 @@ class Accelerator(Processes):
             keep_torch_compile: Leave it compiled.
         """
         model = self.strategy.unwrap(model)
-        if not keep_torch_compile and hasattr(model, "_orig_mod"):
-            model = self.strategy.unwrap(model._orig_mod)  # type: ignore[arg-type]
+        compiled: Any = getattr(model, "_orig_mod", None)
+        # What was compiled around DDP cannot stay compiled without it.
+        if compiled is not None and not (keep_torch_compile and self.strategy.unwrap(compiled) is compiled):
+            model = self.strategy.unwrap(compiled)
         if not keep_fp32_wrapper:
             self.precision.unwrap_forward(model)
         return model
@@ -369,9 +375,8 @@ class Accelerator(Processes):
             return
         if len(self._optimizers) == 1 and window.has_weights(self._optimizers[0]):
             raise ConfigurationError("A loss without weight= joins weighted ones in one update. Weigh all, or none.")
-        steps = self.gradient_state.num_steps
-        window.backwards += 1
-        self.precision.backward(loss if steps == 1 else loss / steps, window.is_first_micro_batch, **kwargs)
+        window.begin_backward()
+        self.precision.backward(loss if window.steps == 1 else loss / window.steps, window.is_fresh, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Bring gradients to their true size now: unscaled, and divided by what their window weighs."""
@@ -413,6 +418,8 @@ class Accelerator(Processes):
             >>> model = accelerator.prepare(torch.nn.Linear(2, 2))
             >>> (model,) = accelerator.free_memory(model)
         """
+        for model in self._models:
+            self.precision.unwrap_forward(self.strategy.unwrap(model))
         self._models.clear()
         self._optimizers.clear()
         self._schedulers.clear()
@@ -471,7 +478,8 @@ class Accelerator(Processes):
         for optimizer in optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             foreign = [parameter for parameter in parameters if id(parameter) not in known]
-            if foreign:
+            # Alone, a few of one's own are fine; with other processes nobody would share their gradients.
+            if foreign and (self.use_distributed or len(foreign) == len(parameters)):
                 raise PreparationError(
                     f"{len(foreign)} of the {len(parameters)} parameters of this {type(optimizer.optimizer).__name__} "
                     f"are in no prepared model (the first has the shape {tuple(foreign[0].shape)}). Make the "
@@ -480,15 +488,23 @@ class Accelerator(Processes):
 
     def _weighted_backward(self, loss: Tensor, weight: Any, optimizer: Any, kwargs: dict[str, Any]) -> None:
         window, updates = self._window, self.gradient_state.sync_gradients
-        share = self._weighed(weight, optimizer)
+        share = self._share(optimizer)
+        before = share.local
+        share.local = before + _checked_weight(weight)
         if updates:
             self.strategy.carry([share.local])
-        window.backwards += 1
-        self.precision.backward(loss / share.nominal, window.is_first_micro_batch, **kwargs)
+        window.begin_backward()
+        try:
+            self.precision.backward(loss / share.nominal, window.is_fresh, **kwargs)
+        except BaseException:
+            # The script may try again, with less; what failed weighs nothing.
+            share.local = before
+            self.strategy.carry([])
+            raise
         if updates:
             (share.total,) = self.strategy.carried()
 
-    def _weighed(self, weight: Any, optimizer: Any) -> Share:
+    def _share(self, optimizer: Any) -> Share:
         optimizers = tuple(self._optimizers if optimizer is None else _listed(optimizer))
         if optimizer is None and len(optimizers) != 1:
             raise ConfigurationError(
@@ -504,7 +520,7 @@ class Accelerator(Processes):
                 raise ConfigurationError(
                     "A weighted loss joins ones without weight= in one update. Weigh all, or none."
                 )
-        return self._window.weigh(_checked_weight(weight), optimizers, self._nominal_weight)
+        return self._window.share_of(optimizers, self._nominal_weight)
 
     def _nominal_weight(self) -> float:
         loader = self.gradient_state.active_dataloader
@@ -579,6 +595,6 @@ def _checked_weight(weight: Any) -> float | Tensor:
         if weight.numel() != 1:
             raise ConfigurationError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}.")
         return weight.detach().reshape(()).float()
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= weight < float("inf"):
         raise ConfigurationError(f"weight must be a finite number of at least 0, got {weight!r}.")
     return float(weight)

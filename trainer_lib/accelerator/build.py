@@ -52,7 +52,7 @@ class Handlers:
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Raise for an argument that asks for a capability this version lacks."""
     for name, capability in _NOT_YET.items():
-        if arguments.get(name) is not None:
+        if arguments.get(name) is not None and str(arguments[name]).lower() != "no":
             raise UnsupportedError(
                 f"Accelerator({name}=…) asks for {capability}, which this version does not have. Leave it out."
             )

@@ -113,12 +113,13 @@ class BatchSamplerShard(BatchSampler):
     def __iter__(self) -> Iterator[Any]:
         if self._place is None:
             # Nobody said which pass: the one that the sampler itself is at.
-            return self._replayed(Replay(self.order.source, self.step), 0, Ending())
+            return self._replayed(lambda: Replay(self.order.source, self.step), 0, Ending())
         seed, epoch, position, ending = self._place
-        if isinstance(self.order, ComputedOrder):
-            return self._computed(self.order, self.order.lookup(seed, epoch), position)
+        order = self.order
+        if isinstance(order, ComputedOrder):
+            return self._computed(order, order.lookup(seed, epoch), position)
         at_once = _SAMPLES_AT_ONCE if self.shares_samples else _BATCHES_AT_ONCE
-        return self._replayed(self.order.replay(seed, epoch, self.step, at_once), position, ending)
+        return self._replayed(lambda: order.replay(seed, epoch, self.step, at_once), position, ending)
 
     @property
     def step(self) -> int:
@@ -176,8 +177,10 @@ class BatchSamplerShard(BatchSampler):
             for _, part in sharing.parts(sample_at(places).tolist()):
                 yield part if self.shares_samples else part[0]
 
-    def _replayed(self, units: Replay, position: int, ending: Ending) -> Iterator[Any]:
+    def _replayed(self, start: Callable[[], Replay], position: int, ending: Ending) -> Iterator[Any]:
         """Yield batches of what a sampler yields, which has to be drawn from the beginning."""
+        # Only now, since torch makes two iterators for a pass with workers and reads only one of them.
+        units = start()
         units.skip(position)
         if self.cuts_batches:
             yield from self._cut(units, position, ending)

@@ -82,7 +82,7 @@ def device_requested() -> str | None:
 
 def mixed_precision_requested() -> str:
     """The precision named by the launcher, or "no"."""
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    return (os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
 
 
 def accumulation_steps_requested() -> int:

@@ -3,7 +3,9 @@
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +35,23 @@ class Autocast(FullPrecision):
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Let the model's own forward run under autocast and return fp32."""
+        self.unwrap_forward(model)  # an earlier engine may have left its own
+        model = _inside_compile(model)
         original = model.forward
-
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast():
-                outputs = original(*args, **kwargs)
-            return convert_to_fp32(outputs)
-
-        model._original_forward = original  # type: ignore[assignment]
-        model.forward = forward
+        model.__dict__["_original_forward"] = original
+        # A method, not a closure: a deep copy of the model then runs the copy's weights.
+        model.__dict__["forward"] = MethodType(_under(self, _unbound(original, model)), model)
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """Give the model its own forward back."""
+        model = _inside_compile(model)
         original: Any = model.__dict__.pop("_original_forward", None)
         if original is None:
             return
         if getattr(original, "__func__", None) is type(model).forward:
             del model.__dict__["forward"]
         else:
-            model.forward = original
+            model.__dict__["forward"] = original
 
 
 class ScaledAutocast(Autocast):
@@ -68,7 +67,14 @@ class ScaledAutocast(Autocast):
         self.scaler = torch.amp.GradScaler(device_type, **scaler_options.to_dict())
         self._update_is_due = False
         # For each optimizer that stepped: the flags that tell, on the device, whether it overflowed.
-        self._overflow_flags: dict[int, list[Tensor]] = {}
+        self._overflow_flags: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
+
+    @classmethod
+    def around(cls, scaler: torch.amp.GradScaler) -> "ScaledAutocast":
+        """Return fp16 with a scaler that is there already."""
+        made = cls(scaler._device, AutocastKwargs(), GradScalerKwargs())
+        made.scaler = scaler
+        return made
 
     def check(self, model: nn.Module) -> None:
         """Refuse trainable weights in fp16, whose gradients cannot be unscaled."""
@@ -91,6 +97,11 @@ class ScaledAutocast(Autocast):
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
 
+    def discard(self, optimizer: Optimizer) -> None:
+        """Forget that the gradients were unscaled."""
+        # There is no public way: the scaler forgets only with an update, which a discarded one is not.
+        self.scaler._per_optimizer_states.pop(id(optimizer), None)
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Update the weights unless a gradient overflowed."""
         if closure is not None:
@@ -100,13 +111,13 @@ class ScaledAutocast(Autocast):
             )
         result = self.scaler.step(optimizer)
         if self.scaler.is_enabled():
-            self._overflow_flags[id(optimizer)] = self._flags_of(optimizer)
+            self._overflow_flags[optimizer] = self._flags_of(optimizer)
             self._update_is_due = True
         return result
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last step overflowed; asks the device where the optimizer skips there."""
-        return any(flag.item() for flag in self._overflow_flags.get(id(optimizer), ()))
+        return any(flag.item() for flag in self._overflow_flags.get(optimizer, ()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and its history."""
@@ -126,3 +137,30 @@ class ScaledAutocast(Autocast):
         if self._update_is_due:
             self._update_is_due = False
             self.scaler.update()
+
+
+def _inside_compile(model: nn.Module) -> nn.Module:
+    # torch.compile's wrapper has no forward of its own to speak of, and passes attributes on.
+    return getattr(model, "_orig_mod", model)
+
+
+def _unbound(original: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """Return a function of the model and its inputs for what may be a method of the model, or any function."""
+    if getattr(original, "__self__", None) is model:
+        return original.__func__  # type: ignore[attr-defined]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        del self
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def _under(precision: Autocast, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with precision.autocast():
+            outputs = original(self, *args, **kwargs)
+        return convert_to_fp32(outputs)
+
+    return forward

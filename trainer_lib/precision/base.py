@@ -38,6 +38,9 @@ class FullPrecision:
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring the gradients to their true scale."""
 
+    def discard(self, optimizer: Optimizer) -> None:
+        """Forget that the gradients are at their true scale: they are thrown away."""
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Update the weights, if the gradients allow it."""
         return optimizer.step(closure) if closure is not None else optimizer.step()

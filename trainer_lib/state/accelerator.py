@@ -20,6 +20,15 @@ class AcceleratorState(ProcessControl):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
+    # Engines that this version does not have; scripts ask whether there is one.
+    deepspeed_plugin: None = None
+    dynamo_plugin: None = None
+    fsdp_plugin: None = None
+    megatron_lm_plugin: None = None
+    parallelism_config: None = None
+    torch_tp_plugin: None = None
+    is_fsdp2: bool = False
+
     _mixed_precision: str
     _partial: PartialState
     _replaceable: bool
@@ -47,7 +56,7 @@ class AcceleratorState(ProcessControl):
             parallelism_config=parallelism_config,
         )
         partial = PartialState(cpu, **kwargs)
-        if not self.initialized or self._replaceable:
+        if not self.initialized or (self._replaceable and (_from_accelerator or mixed_precision is not None)):
             environment.refuse_unsupported_engines()
             self._mixed_precision = _precision(mixed_precision or environment.mixed_precision_requested())
             self._partial = partial

@@ -101,7 +101,6 @@ class PartialState(ProcessControl):
         self.backend = group.backend
         alone = isinstance(group, LoneProcess)
         self.distributed_type = DistributedType.NO if alone else DistributedType.of_device(device.type)
-        self._asked_for_cpu = cpu
         self._options = options
         self.group = group
 

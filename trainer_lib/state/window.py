@@ -24,58 +24,99 @@ class Share:
     def __init__(self, nominal: float) -> None:
         self.nominal = nominal  # what the losses are divided by before it is known what they weigh
         self.local: Weight = 0.0  # what they weigh on this process so far
-        self.total: Weight = 0.0  # what they weigh a process, on average; known once the window is complete
+        self.total: Weight | None = None  # what they weigh a process, on average; known once the window is complete
 
     def factor(self) -> Weight:
         """Return what the gradients are to be multiplied by; 0 if nothing weighed anything."""
+        if self.total is None:
+            raise ConfigurationError(
+                "The micro-batch that updates had no backward(…, weight=…), so gradients and weights of the processes "
+                "were not put together. Where it has nothing to learn from, call "
+                "accelerator.backward(outputs.sum() * 0, weight=0)."
+            )
         if isinstance(self.total, Tensor):
             return torch.where(self.total > 0, self.nominal / self.total, 0.0)
         return self.nominal / self.total if self.total > 0 else 0.0
 
 
 class GradientWindow:
-    """Counts micro-batches and weights, and tells optimizers the factor that is due."""
+    """Counts micro-batches and weights, and tells optimizers the factor that is due.
 
-    def __init__(self, state: GradientState) -> None:
+    Args:
+        state: The window that all can see.
+        is_alone: Whether there is one process only, which knows what its losses weigh without asking others.
+    """
+
+    def __init__(self, state: GradientState, is_alone: bool = True) -> None:
         self.state = state
-        self.size = 1
-        self.backwards = 0
-        self._backwards_before = -1  # as the micro-batch in hand began; -1: outside `accumulate`
-        self._counts: dict[Any, int] = {}
-        self._shares: dict[tuple[Hashable, ...], Share] = {}
+        self.is_alone = is_alone
+        self.reset()
 
-    @property
-    def is_first_micro_batch(self) -> bool:
-        """Whether no gradient of an earlier micro-batch is pending."""
-        return self.size == 1
+    def reset(self) -> None:
+        """Forget all counts and weights."""
+        self.backwards = 0
+        self.micro_batch = 0  # the number of the one in hand
+        self.began = 0  # the number of its window's first one
+        self.size = 1  # the micro-batches of its window so far
+        self.steps = 1  # what each loss of its window is divided by
+        self.is_fresh = True  # no window at all has gradients of an earlier micro-batch
+        self._inside = False
+        self._is_counted = False  # by `accumulate`; else the script counts, and knows what it divides by
+        self._backwards_before = 0
+        self._counts: dict[Any, int] = {}
+        self._beginnings: dict[Any, int] = {}
+        self._shares: dict[tuple[Hashable, ...], Share] = {}
 
     def begin_micro_batch(self, models: tuple[Any, ...]) -> None:
         """Count a micro-batch of `models` and decide whether it updates.
 
         Each set of models has a window of its own, so two that take turns on the same batches do not count twice.
         """
-        state = self.state
-        self.size = self._counts.get(models, 0) + 1
-        plugin = state.plugin
-        last = self.size >= (plugin.num_steps or 1) or (plugin.sync_with_dataloader and state.end_of_dataloader)
+        state, plugin, counts = self.state, self.state.plugin, self._counts
+        size = counts.get(models, 0) + 1
+        self.micro_batch += 1
+        if size == 1:
+            self._beginnings[models] = self.micro_batch
+            self.steps = plugin.num_steps or 1
+            self.is_fresh = not any(counts.values())
+        else:
+            self.is_fresh = False
+        last = size >= (plugin.num_steps or 1) or (plugin.sync_with_dataloader and state.end_of_dataloader)
         state.sync_gradients = last
-        self._counts[models] = 0 if last else self.size
+        counts[models] = 0 if last else size
+        self.size, self.began = size, self._beginnings[models]
+        self._inside = self._is_counted = True
         self._backwards_before = self.backwards
 
     def end_micro_batch(self) -> None:
         """Leave `accumulate`."""
-        self._backwards_before = -1
+        self._inside = False
 
-    def may_zero(self, holds_gradients: bool) -> bool:
-        """Whether gradients may be zeroed now: not while they wait for the rest of their window.
+    def begin_backward(self) -> None:
+        """Count a backward; outside of `accumulate` it is a micro-batch of a window that the script counts itself."""
+        self.backwards += 1
+        if not self._inside:
+            self.size, self.steps, self.is_fresh, self._is_counted = 1, self.state.num_steps, True, False
 
-        They may if nothing was added since the optimizer stepped, or if the window is complete (and is thrown away).
+    def may_zero(self, stepped: bool, zeroes_first: bool, holds_gradients: bool) -> bool:
+        """Whether an optimizer may zero its gradients now: not while they wait for the rest of their window.
+
+        Args:
+            stepped: Whether its `step` was called in this micro-batch; then the window is through, or goes on.
+            zeroes_first: Whether it zeroed before its `step` as the window began: then it does so each time.
+            holds_gradients: Whether a loss was differentiated since it last updated.
         """
-        complete = self.state.sync_gradients and self.backwards > self._backwards_before
-        return complete or not holds_gradients
+        updates = self.state.sync_gradients
+        if not self._inside:
+            return updates or not holds_gradients
+        if stepped:
+            return updates
+        # Instead of a step, the gradients of a complete window are thrown away.
+        thrown_away = updates and not zeroes_first and self.backwards > self._backwards_before
+        return self.size == 1 or thrown_away
 
-    def weigh(self, weight: Weight, optimizers: tuple[Hashable, ...], nominal_weight: Callable[[], float]) -> Share:
-        """Add `weight` to what the losses of `optimizers` weigh so far."""
+    def share_of(self, optimizers: tuple[Hashable, ...], nominal_weight: Callable[[], float]) -> Share:
+        """Return what the losses of `optimizers` weigh so far."""
         share = self._shares.get(optimizers)
         if share is None:
             for other in self._shares:
@@ -85,16 +126,17 @@ class GradientWindow:
                         "its gradients have no single weight. Name the same optimizers in each backward(…, weight=…)."
                     )
             share = self._shares[optimizers] = Share(nominal_weight())
-        share.local = share.local + weight
         return share
 
     def factor(self, optimizer: Hashable) -> Weight:
         """Return what the gradients of `optimizer` are still to be multiplied by."""
         for optimizers, share in self._shares.items():
             if optimizer in optimizers:
+                if self.is_alone:
+                    share.total = share.local
                 return share.factor()
         # Each micro-batch was divided by the number of steps; a window cut short by the end of the data held fewer.
-        return self.state.num_steps / self.size if self._counts else 1.0
+        return self.steps / self.size if self._is_counted else 1.0
 
     def has_weights(self, optimizer: Hashable) -> bool:
         """Whether the gradients of `optimizer` come from weighted losses."""
@@ -107,7 +149,3 @@ class GradientWindow:
             share = self._shares.pop(optimizers)
             if remaining:
                 self._shares[remaining] = share
-
-    def reset(self) -> None:
-        """Forget all counts and weights."""
-        self.__init__(self.state)

@@ -55,9 +55,7 @@ class Replicate(SingleProcess):
         for model in self._without_hook:
             model.register_comm_hook(self, _average_with_cargo)
         self._without_hook.clear()
-        self._cargo = torch.stack([
-            torch.as_tensor(value, dtype=torch.float32, device=self.device) for value in values
-        ])  # fmt: skip
+        self._cargo = torch.stack([_on_device(value, self.device) for value in values]) if values else None
 
     def carried(self) -> Sequence[float | Tensor]:
         """Return the averages; by a message of their own if no bucket took them along."""
@@ -72,7 +70,7 @@ class Replicate(SingleProcess):
 
 def _average_with_cargo(strategy: Replicate, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     gradients, cargo = bucket.buffer(), strategy._cargo
-    if cargo is None or gradients.dtype not in _EXACT:
+    if cargo is None or gradients.is_sparse or gradients.dtype not in _EXACT:
         return _summed(gradients).then(lambda future: future.value()[0].div_(strategy.group.size))
     strategy._cargo = None
     # The first bucket is the small one, so the copy costs less than a second message.
@@ -80,10 +78,16 @@ def _average_with_cargo(strategy: Replicate, bucket: dist.GradBucket) -> torch.f
 
     def unload(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         average = future.value()[0].div_(strategy.group.size)
-        strategy._carried = list(average[gradients.numel() :].clone())
+        strategy._carried = list(average[gradients.numel() :])
         return average[: gradients.numel()]
 
     return _summed(freight).then(unload)
+
+
+def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32, non_blocking=True)
+    return torch.full((), value, dtype=torch.float32, device=device)  # written there: nothing waits for a copy
 
 
 def _summed(tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
