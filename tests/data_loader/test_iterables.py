@@ -33,6 +33,23 @@ def test_workers_share_and_all_processes_have_as_many_batches(size: int, num_wor
         assert all(len(handed.samples) == 2 for handed in one)
 
 
+class Lopsided(IterableDataset[int]):
+    """A dataset of which one worker has one sample, and the other all others."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        assert worker is not None
+        return iter(range(1) if worker.id == 0 else range(1, 10))
+
+
+def test_a_tail_may_come_before_whole_batches() -> None:
+    loader = DataLoader(Lopsided(), batch_size=2, num_workers=2)
+    first, second = (read_all(one) for one in worlds(loader, 2))
+    assert [handed.samples for handed in first] == [[0, 0], [1, 2], [5, 6], [9, 1]]
+    assert [handed.rows for handed in first] == [(2, 1), None, None, (2, 1)]
+    assert [handed.rows for handed in second] == [(2, 0), None, None, (2, 0)]
+
+
 class Tuples(IterableDataset[Any]):
     """Samples that are tuples of a text and an object."""
 
@@ -251,6 +268,9 @@ def test_the_workers_of_a_stateful_loader_keep_their_places(num_workers: int, ke
         list(islice(saving, done))
         state = json.loads(json.dumps(saving.state_dict()))
         assert (state["bookmark"] is not None) == (done >= 16)
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+        assert resumed.state_dict()["bookmark"] == state["bookmark"]  # still the best there is
         resumed.load_state_dict(state)
         assert read_all(resumed) == whole[done:], done
         assert read_all(resumed) == whole

@@ -147,6 +147,23 @@ def test_users_samplers_stay_as_they_are() -> None:
     assert loader.sampler is sampler
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_users_sampler_is_asked_once_a_pass(num_workers: int) -> None:
+    class Counting(Sampler[int]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.passes += 1
+            return iter(range(self.passes, 10))
+
+    sampler = Counting()
+    loader = DataLoader(Numbers(10), batch_size=4, sampler=sampler, num_workers=num_workers)
+    prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
+    assert [read(prepared), read(prepared)] == [[[1, 2, 3, 4], [5, 6, 7, 8], [9]], [[2, 3, 4, 5], [6, 7, 8, 9]]]
+    with pytest.raises(TypeError, match="has no length"):
+        len(prepared)
+
+
 class Pairs(Sampler[list[int]]):
     """A user's batch sampler that shuffles its batches, inside of which another sampler draws."""
 

@@ -61,7 +61,7 @@ def test_the_loader_being_read_is_the_active_one() -> None:
 
 
 def test_a_loader_may_be_read_in_a_loop_over_itself() -> None:
-    (loader, _) = worlds(DataLoader(Numbers(11), batch_size=3), 2)
+    (loader, _) = worlds(DataLoader(Numbers(17), batch_size=3), 2)
     seen = []
     for _ in loader:
         position = loader.state_dict()["position"]
@@ -69,7 +69,7 @@ def test_a_loader_may_be_read_in_a_loop_over_itself() -> None:
             pass
         seen.append((loader.end_of_dataloader, loader.rows, position))
         assert _readers() == [loader]
-    assert seen == [(False, None, 6), (True, None, 0)]
+    assert seen == [(False, None, 6), (False, None, 12), (True, None, 0)]
 
 
 @pytest.mark.parametrize("dataset", [None, Stream(10)])
@@ -121,7 +121,7 @@ def test_batches_go_to_the_device_if_asked() -> None:
     assert {batch.device.type for batch in _prepared(device="meta")} == {"cpu"}
 
 
-def _synchronized(kinds: list[str] | None) -> list[float]:
+def _synchronized(kinds: list[str] | None, start: int) -> list[float]:
     from trainer_lib import PartialState
 
     rank = PartialState().process_index
@@ -129,7 +129,7 @@ def _synchronized(kinds: list[str] | None) -> list[float]:
     generator = torch.Generator().manual_seed(10 + rank)
     loader = DataLoader(Numbers(8), batch_size=2, shuffle=True, generator=generator)
     loader = prepare_data_loader(loader, rng_types=kinds)
-    next(iter(loader))
+    next(iter(loader.starting_at(start)))
     return [torch.rand(1).item(), torch.rand(1, generator=generator).item()]
 
 
@@ -137,8 +137,30 @@ def _synchronized(kinds: list[str] | None) -> list[float]:
     ("kinds", "same"), [(None, [False, False]), (["torch"], [True, False]), (["torch", "generator"], [True, True])]
 )
 def test_generators_are_synchronized_if_asked(kinds: list[str] | None, same: list[bool]) -> None:
-    first, second = run_forked(_synchronized, (kinds,), 2, timeout=60)
+    first, second = run_forked(_synchronized, (kinds, 0), 2, timeout=60)
     assert [one == other for one, other in zip(first, second, strict=True)] == same
+
+
+def test_in_the_middle_of_a_pass_generators_are_those_of_a_checkpoint() -> None:
+    first, second = run_forked(_synchronized, (["torch"], 1), 2, timeout=60)
+    assert first[0] != second[0]
+
+
+def test_workers_draw_other_numbers_on_each_process_and_after_a_resume() -> None:
+    class Drawing(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand(())
+
+    def drawn(loader: Any) -> float:
+        return next(iter(loader))[0].item()
+
+    loader = DataLoader(Drawing(8), batch_size=2, num_workers=1)
+    first, second = worlds(loader, 2, data_seed=5)
+    (again, _), (elsewhere, _) = worlds(loader, 2, data_seed=5), worlds(loader, 2, data_seed=6)
+    resumed = first.starting_at(1)
+    numbers = [drawn(one) for one in (first, second, elsewhere, resumed)]
+    assert len(set(numbers)) == 4
+    assert drawn(again) == numbers[0]
 
 
 def test_a_generator_that_is_not_there_is_not_synchronized() -> None:

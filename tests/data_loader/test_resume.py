@@ -112,11 +112,16 @@ def test_with_workers_too(kind: str, num_workers: int, persistent: bool) -> None
         return _prepared(kind, num_workers=num_workers, persistent_workers=persistent)[0]
 
     whole = _handed(prepared(), 12)
-    for done in (1, 6, 7):
+    done, state = 0, {}
+    for done in (1, 7, 6):
         saving, resumed = prepared(), prepared()
         assert _handed(saving, done) == whole[:done]
-        resumed.load_state_dict(json.loads(json.dumps(saving.state_dict())))
+        state = json.loads(json.dumps(saving.state_dict()))
+        resumed.load_state_dict(state)
         assert _handed(resumed, 12 - done) == whole[done:]
+    # Workers that have lived through other passes go back as well.
+    resumed.load_state_dict(state)
+    assert _handed(resumed, 12 - done) == whole[done:]
 
 
 @pytest.mark.parametrize("kind", ["sequential", "shuffle", "draws", "weighted", "own", "stream"])
@@ -133,6 +138,22 @@ def test_another_world_and_batch_size_go_on_where_the_first_was(
             if consumed >= SIZE:
                 continue
             assert read_all(resumed) == by_hand(order, after[1], after[0], rank, start=consumed)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 300), (300, 3), (100, 256)])
+def test_what_was_drawn_from_a_users_sampler_is_not_lost(before: int, after: int) -> None:
+    class Large(Sampler[int]):
+        def __iter__(self):
+            return iter(torch.randperm(1000).tolist())
+
+    def prepared(batch_size: int) -> Any:
+        loader = DataLoader(Numbers(1000), batch_size=batch_size, sampler=Large())
+        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5)
+
+    order = flat(read(prepared(1000)))
+    resumed = prepared(after)
+    resumed.load_state_dict(_saved_after(prepared(before), 2))
+    assert flat(read(resumed)) == order[2 * before :]
 
 
 def test_so_do_split_batches() -> None:
@@ -199,6 +220,18 @@ def test_naming_the_epoch_that_is_resumed_keeps_the_position() -> None:
     resumed.load_state_dict(state)
     resumed.set_epoch(2)
     assert read(resumed) == passes[2]
+
+
+@pytest.mark.parametrize("leave", ["break", "end"])
+def test_naming_an_epoch_after_a_pass_starts_it_over(leave: str) -> None:
+    (loader,) = _prepared("shuffle")
+    for _ in loader:
+        if leave == "break":
+            break
+    loader.set_epoch(5)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (5, 0)
+    loader.set_epoch(0)
+    assert read(loader) == read(_prepared("shuffle")[0])
 
 
 def test_the_seed_comes_with_the_state() -> None:
@@ -357,6 +390,7 @@ def test_without_workers_even_random_numbers_go_on_bitwise(kind: str) -> None:
         generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
         rest = list(islice(run, 9))
         resumed.load_state_dict(state)
-        for restore, saved in zip((torch.set_rng_state, random.setstate, np.random.set_state), generators, strict=True):
+        restores: tuple[Any, ...] = (torch.set_rng_state, random.setstate, np.random.set_state)
+        for restore, saved in zip(restores, generators, strict=True):
             restore(saved)
         assert list(islice(training(resumed), 9)) == rest
