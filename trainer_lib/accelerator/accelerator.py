@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any
 
@@ -545,20 +545,21 @@ class _MicroBatch:
     def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
         self._accelerator = accelerator
         self._models = models
-        self._local: ExitStack | None = None
+        self._local: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         accelerator = self._accelerator
         accelerator._window.begin_micro_batch(self._models)
         state = accelerator.gradient_state
         if not state.sync_gradients and not state.plugin.sync_each_batch:
-            self._local = ExitStack()
             for model in self._models:
-                self._local.enter_context(accelerator.strategy.no_sync(model))
+                local = accelerator.strategy.no_sync(model)
+                local.__enter__()
+                self._local.append(local)
 
     def __exit__(self, *error: Any) -> None:
-        if self._local is not None:
-            self._local.close()
+        for local in self._local:
+            local.__exit__(*error)
         self._accelerator._window.end_micro_batch()
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.process_group import ProcessGroup
 
+_NOTHING = nullcontext()  # one for all: it is entered on each micro-batch that does not update
+
 
 class SingleProcess:
     """The model as it is; other strategies state what they do differently."""
@@ -35,12 +37,12 @@ class SingleProcess:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which `backward` keeps gradients to this process."""
         del model
-        return nullcontext()
+        return _NOTHING
 
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which `backward` shares gradients of a forward that ran in `no_sync`."""
         del model
-        return nullcontext()
+        return _NOTHING
 
     def carry(self, values: Sequence[float | Tensor]) -> None:
         """Average `values` over the processes, along with the gradients of the next `backward`."""
