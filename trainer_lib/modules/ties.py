@@ -1,0 +1,30 @@
+"""This file is tied parameters: one tensor under several names."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+
+def find_tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the groups of names that stand for one parameter.
+
+    Example:
+        >>> model = nn.ModuleDict({"embedding": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+        >>> model["head"].weight = model["embedding"].weight
+        >>> find_tied_parameters(model)
+        [['embedding.weight', 'head.weight']]
+    """
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
+    """Make one parameter again of each group of names: that of the first name that is not on the meta device."""
+    for names in tied_params:
+        parameters = [model.get_parameter(name) for name in names]
+        kept = next((one for one in parameters if one.device.type != "meta"), parameters[0])
+        for name in names:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, kept)
