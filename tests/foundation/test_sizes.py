@@ -1,8 +1,11 @@
 """Sizes in bytes."""
 
+from typing import Any
+
 import pytest
 
-from trainer_lib.foundation.sizes import convert_bytes
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.sizes import convert_bytes, convert_file_size_to_int
 
 
 @pytest.mark.parametrize(
@@ -11,3 +14,27 @@ from trainer_lib.foundation.sizes import convert_bytes
 )
 def test_the_largest_unit_is_taken(size: int, text: str) -> None:
     assert convert_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (12, 12),
+        ("12", 12),
+        ("12B", 12),
+        ("10GB", 10**10),
+        ("1.5 KB", 1500),
+        ("1MiB", 2**20),
+        ("2TiB", 2**41),
+        ("8Kb", 1000),
+        ("0.5gib", 2**29),
+    ],
+)
+def test_sizes_as_people_write_them(text: int | str, size: int) -> None:
+    assert convert_file_size_to_int(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", -1, True, "1 XB", "1e3", None, 1.5])
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ConfigurationError, match="is no size"):
+        convert_file_size_to_int(text)

@@ -35,6 +35,10 @@ class StateError(TrainerLibError, RuntimeError):
     """A state that does not fit the object it is loaded into."""
 
 
+class CheckpointError(StateError):
+    """A state on disk that is not there, not whole, of something else, or that could not be written."""
+
+
 class MissingPackageError(TrainerLibError, ImportError):
     """An optional package that is needed here and not installed."""
 

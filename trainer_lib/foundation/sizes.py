@@ -1,4 +1,14 @@
-"""This file is sizes in bytes as people read them."""
+"""This file is sizes in bytes as people read and write them."""
+
+import re
+
+from trainer_lib.foundation.errors import ConfigurationError
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 1000), ("IB", 1024))
+}
 
 
 def convert_bytes(size: float) -> str:
@@ -13,3 +23,23 @@ def convert_bytes(size: float) -> str:
             return f"{round(size, 2)} {unit}"
         size /= 1024
     return f"{round(size, 2)} PB"
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return the bytes that a text such as "10GB", "5MiB" or "512" stands for; a number is bytes already.
+
+    Powers of 1000, and of 1024 with an "i"; "Gb" with a small b is bits.
+
+    Example:
+        >>> convert_file_size_to_int("5MB"), convert_file_size_to_int("1MiB")
+        (5000000, 1048576)
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    if parts is None or parts[2].upper() not in _UNITS:
+        raise ConfigurationError(
+            f"{size!r} is no size. Give bytes as a whole number, or a text such as '10GB', '500MB' or '5GiB'."
+        )
+    in_bits = len(parts[2]) == 2 and parts[2].endswith("b")
+    return int(float(parts[1]) * _UNITS[parts[2].upper()]) // (8 if in_bits else 1)

@@ -1,20 +1,40 @@
 """This file is the strategy of one process, and with it what every strategy can be asked to do."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from trainer_lib.modules.state import inner_module, load_module_state, module_state
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.strategies.optimizer_names import load_named_state, named_state
 
 _NOTHING = nullcontext()  # one for all: it is entered on each micro-batch that does not update
 
 
+@dataclass
+class Joined:
+    """What became of a block in which the data of some processes may have ended early.
+
+    Args:
+        given: The models whose unfinished gradients on this process went into an update of the others.
+        source: The process that made all updates, if some others missed any.
+    """
+
+    given: list[nn.Module] = field(default_factory=list[nn.Module])
+    source: int | None = None
+
+
 class SingleProcess:
     """The model as it is; other strategies state what they do differently."""
+
+    # Whether a state on disk is one of shards, each written by the process that holds it.
+    writes_shards: bool = False
 
     def __init__(self, group: ProcessGroup, device: torch.device, options: KwargsHandler | None = None) -> None:
         self.group = group
@@ -53,6 +73,26 @@ class SingleProcess:
         values, self._carried = self._carried, ()
         return values
 
+    def join(
+        self, joinables: Sequence[Any], leftovers: Callable[[], dict[nn.Module, float | Tensor]] | None
+    ) -> AbstractContextManager[Joined]:
+        """Return the block of a loop whose data may end early on some processes, which then follow the others.
+
+        Args:
+            joinables: The models, and whatever else sends messages in a step and can answer those of others.
+            leftovers: Returns, at the end of this process's data, the models whose windows are unfinished and what
+                their losses weigh; `None` where each micro-batch updates.
+        """
+        del joinables, leftovers
+        return nullcontext(Joined())
+
+    def stay_local(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which each process trains a model of its own."""
+        return self.no_sync(model)
+
+    def average_weights(self, model: nn.Module) -> None:
+        """Overwrite the weights with their mean over the processes."""
+
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Shrink the gradients to a norm of at most `max_norm` over all of them, and return the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
@@ -61,6 +101,49 @@ class SingleProcess:
         """Return the norm over all gradients."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
+
+    def bare(self, model: nn.Module) -> nn.Module:
+        """Return the user's module inside whatever distributes or compiles it."""
+        return inner_module(self.unwrap(inner_module(model)))
+
+    def model_state(self, model: nn.Module, *, whole: bool = True) -> dict[str, Any]:
+        """Return the model's tensors under the names its author knows. Every process has to ask.
+
+        Args:
+            model: The prepared model.
+            whole: Whole tensors, where a strategy has parts of them; the main process's count. Else what is here.
+        """
+        del whole
+        return module_state(self.bare(model))
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what `model_state` returned. Every process has to ask.
+
+        Raises:
+            StateError: If names (with `strict`) or shapes differ.
+        """
+        load_module_state(self.bare(model), state, strict)
+
+    def optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, whole: bool = True
+    ) -> dict[str, Any]:
+        """Return the optimizer's state by names of parameters. Every process has to ask.
+
+        Args:
+            optimizer: The optimizer.
+            models: The prepared models, whose parameters it has; with several, names begin with the model's number.
+            whole: See `model_state`.
+        """
+        del whole
+        return named_state(optimizer, [self.bare(model) for model in models])
+
+    def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state` returned. Every process has to ask.
+
+        Raises:
+            StateError: If its groups hold other parameters.
+        """
+        load_named_state(optimizer, [self.bare(model) for model in models], state)
 
     def release(self) -> None:
         """Let go of the models."""

@@ -1,0 +1,1 @@
+"""The tests of tensors in files."""

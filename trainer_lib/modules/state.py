@@ -1,0 +1,80 @@
+"""This file is a module's tensors under the names its author knows: taken out, and put back with a check."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.errors import StateError
+from trainer_lib.modules.names import canonical_name
+
+_SHOWN = 4  # names in a message
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict under canonical names.
+
+    Example:
+        >>> module = nn.Linear(2, 1, bias=False)
+        >>> list(module_state(torch.compile(module)))
+        ['weight']
+    """
+    return {canonical_name(name): value for name, value in inner_module(module).state_dict().items()}
+
+
+def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+    """Load what `module_state` returned, in whichever way the module is compiled now.
+
+    Raises:
+        StateError: If names (with `strict`) or shapes differ; the module is then as it was.
+    """
+    module = inner_module(module)
+    check_fits(module, {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}, strict, state)
+    names = {canonical_name(name): name for name in module.state_dict(keep_vars=True)}
+    module.load_state_dict({names[name]: value for name, value in state.items() if name in names}, strict=False)
+
+
+def check_fits(
+    module: nn.Module, shapes: Mapping[str, torch.Size], strict: bool = True, given: Iterable[str] | None = None
+) -> None:
+    """Raise unless a module has tensors of these names and shapes.
+
+    Args:
+        module: The module.
+        shapes: The shape of each tensor.
+        strict: The names have to be the same; else only those that both have count.
+        given: All names, also of what is no tensor; by default those of `shapes`.
+    """
+    own = {canonical_name(name): value for name, value in inner_module(module).state_dict(keep_vars=True).items()}
+    given = set(shapes) if given is None else set(given)
+    complaints = [
+        f"{name} has the shape {tuple(shapes[name])} and here {tuple(value.shape)}"
+        for name, value in own.items()
+        if name in shapes and isinstance(value, Tensor) and value.shape != shapes[name]
+    ]
+    message = _listed("other shapes", complaints)
+    if strict:
+        # A tensor under several names is there if one of them is.
+        loaded = {id(value) for name, value in own.items() if name in given}
+        missing = [name for name, value in own.items() if name not in given and id(value) not in loaded]
+        message = [
+            *_listed("missing", missing),
+            *_listed("not in this model", [name for name in given if name not in own]),
+            *message,
+        ]
+    if message:
+        raise StateError(f"These weights are of another model than this {type(module).__name__}: {'; '.join(message)}.")
+
+
+def inner_module(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` was given, or the module itself."""
+    # Not getattr, which some modules answer for those inside them.
+    return module._modules.get("_orig_mod") or module
+
+
+def _listed(kind: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{kind}: {', '.join(sorted(names)[:_SHOWN])}{more}"]

@@ -1,0 +1,83 @@
+"""This file is what a file is to hold, before it is written: tensors, JSON, or a pickle that was asked for."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_lib.tensor_files.safetensors import write_tensors
+from trainer_lib.tensor_files.storage import without_aliases
+
+
+class Content(ABC):
+    """What a file is to hold."""
+
+    @abstractmethod
+    def write(self, path: Path) -> None:
+        """Write the file."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """About how many bytes it takes."""
+
+
+@dataclass(frozen=True)
+class Tensors(Content):
+    """Tensors by name, as safetensors."""
+
+    tensors: Mapping[str, Tensor]
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        write_tensors(self.tensors, path)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tensors."""
+        return tensor_bytes(self.tensors)
+
+
+@dataclass(frozen=True)
+class PickledTensors(Content):
+    """Tensors by name, as `torch.save` writes them."""
+
+    tensors: Mapping[str, Tensor]
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        # What lies together in memory is saved together, so each tensor is cut out of what surrounds it.
+        kept, aliases = without_aliases(self.tensors)
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
+        torch.save({name: kept[aliases.get(name, name)] for name in self.tensors}, path)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tensors."""
+        return tensor_bytes(self.tensors)
+
+
+@dataclass(frozen=True)
+class Json(Content):
+    """What JSON can say."""
+
+    value: Any
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        path.write_text(json.dumps(self.value, indent=2, allow_nan=False) + "\n")
+
+    @property
+    def size(self) -> int:
+        """The bytes of the text."""
+        return len(json.dumps(self.value))
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of tensors, those with several names counted once."""
+    return sum(tensor.nbytes for tensor in without_aliases(tensors)[0].values())

@@ -1,0 +1,112 @@
+"""This file is one file of tensors in the safetensors format: names, types, shapes and bytes, nothing that runs."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import Parameter
+
+from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.tensor_files.storage import without_aliases
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_METADATA = {"format": "pt"}  # who wrote it; transformers refuses files that do not say so
+
+
+def why_not(tensor: Tensor) -> str | None:
+    """Return why a tensor cannot be in such a file; `None` if it can."""
+    if type(tensor) not in (Tensor, Parameter):
+        return f"is a {type(tensor).__name__}, not a plain tensor"
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no values"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return "is not a dense tensor"
+    if tensor.dtype not in _NAMES:
+        return f"has the type {tensor.dtype}, which safetensors does not know"
+    return None
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a file of tensors; what stands under several names is stored once."""
+    kept, aliases = without_aliases(tensors)
+    for name, tensor in kept.items():
+        if (reason := why_not(tensor)) is not None:
+            raise CheckpointError(f"{name!r} {reason}, so it cannot be saved.")
+    # Large types first, so that each tensor is aligned to its own.
+    order = sorted(kept, key=lambda name: (-kept[name].dtype.itemsize, name))
+    with path.open("wb") as file:
+        file.write(_header({name: kept[name] for name in order}, aliases))
+        for name in order:
+            file.write(_bytes(kept[name]))
+
+
+def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Read a file of tensors, each under all its names.
+
+    Raises:
+        CheckpointError: If it is no such file, or not whole.
+    """
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            names = list(file.keys())
+            tensors = {name: file.get_tensor(name) for name in names}
+            aliases: dict[str, str] = file.metadata() or {}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    for name, first in aliases.items():
+        if name not in _METADATA and first in tensors:
+            tensors.setdefault(name, tensors[first])
+    return tensors
+
+
+def read_shapes(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return types and shapes of the tensors in a file, without reading them."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        aliases = header.pop("__metadata__", {})
+        shapes = {name: (_TYPES[info["dtype"]], torch.Size(info["shape"])) for name, info in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    return {**{name: shapes[first] for name, first in aliases.items() if first in shapes}, **shapes}
+
+
+def _header(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {**aliases, **_METADATA}}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(tensor: Tensor) -> Any:
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return values.reshape(-1).view(torch.uint8).numpy().data
