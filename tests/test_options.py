@@ -14,11 +14,10 @@ from trainer_lib import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    UnsupportedError,
 )
 from trainer_lib.options.accumulation import accumulation_plugin
 from trainer_lib.options.base import check_choice, check_fields_are_default
-from trainer_lib.options.kinds import DDPCommunicationHookType, PrecisionType, RNGType
+from trainer_lib.options.kinds import PrecisionType, RNGType
 
 OPTIONS = [
     AutocastKwargs,
@@ -74,18 +73,6 @@ def test_bad_values_are_named_with_what_is_allowed(options: Any, given: dict[str
     with pytest.raises(ConfigurationError) as caught:
         options(**given)
     assert str(caught.value).startswith(told)
-
-
-@pytest.mark.parametrize("name", ["comm_hook", "comm_wrapper"])
-def test_compression_is_refused_and_its_absence_taken_in_any_form(name: str) -> None:
-    options: Any = DistributedDataParallelKwargs
-    with pytest.raises(UnsupportedError, match=f"{name}=fp16: this version reduces gradients uncompressed only"):
-        options(**{name: DDPCommunicationHookType.FP16})
-    with pytest.raises(UnsupportedError, match=f"{name}=fp16"):
-        options(**{name: "fp16"})
-    options(**{name: "no"})
-    with pytest.raises(UnsupportedError, match="comm_state_option belongs to communication hooks"):
-        DistributedDataParallelKwargs(comm_state_option={"a": 1})
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -85,6 +85,11 @@ class IterableReader(Reader):
         self._own, self._sharing = replace(self._own, fill=fill), replace(self._sharing, fill=fill)
         self._shard.share(self._sharing)
 
+    @property
+    def knows_end_of_all(self) -> bool:
+        """Whether the end that `open` tells is that of all processes."""
+        return self.even_batches or (self._group is None and self.loader.num_workers == 0)
+
     def open(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
         """Return the batches from a place on."""
         by_process = (self.rank,) if self._split_among > 1 else ()

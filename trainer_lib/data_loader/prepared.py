@@ -43,9 +43,10 @@ class PreparedLoader(DataLoader[Any]):
     _is_accelerate_prepared = True
 
     # What `__setattr__` keeps here; everything else is the loader's.
-    _OWN = frozenset({"end_of_dataloader", "remainder", "rows", "even_batches"})
+    _OWN = frozenset({"end_of_dataloader", "others_read_on", "remainder", "rows", "even_batches"})
 
     end_of_dataloader: bool
+    others_read_on: bool
     remainder: int
     rows: Rows | None
     _reader: Reader
@@ -58,6 +59,7 @@ class PreparedLoader(DataLoader[Any]):
         self._skip_batches = 0
         self._skip_is_due = False
         self.end_of_dataloader, self.remainder, self.rows = False, -1, None
+        self.others_read_on = False
 
     @abstractmethod
     def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
@@ -69,19 +71,20 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         place = self._starting_place()
         reading, ending = self._progress.begin(place, self._reader.bookmark_before), Ending()
-        before = self.end_of_dataloader, self.remainder, self.rows
+        before = self.end_of_dataloader, self.others_read_on, self.remainder, self.rows
         GradientState()._add_dataloader(self)
         try:
             self._synchronize_generators(place)
             batches = self._read(place, ending)
-            self.end_of_dataloader, self.remainder, self.rows = False, ending.remainder, None
+            self.end_of_dataloader, self.others_read_on = False, False
+            self.remainder, self.rows = ending.remainder, None
             yield from self._delivered(batches, reading, ending)
             reading.finished = True
         finally:
             # Also when the loop is left by break or an exception, which closes this generator.
             GradientState()._remove_dataloader(self)
             self._progress.leave()
-            self.end_of_dataloader, self.remainder, self.rows = before
+            self.end_of_dataloader, self.others_read_on, self.remainder, self.rows = before
 
     def _delivered(self, batches: Iterator[Any], reading: Pass, ending: Ending) -> Iterator[Any]:
         progress, step = self._progress, self._reader.step
@@ -105,7 +108,8 @@ class PreparedLoader(DataLoader[Any]):
         """Note that the batch about to be handed out is the last."""
         self.end_of_dataloader = True
         # Where the processes have different numbers of batches, others may not be through.
-        reading.finished = ending.over is None or reading.consumed >= ending.over
+        self.others_read_on = ending.over is not None and reading.consumed < ending.over
+        reading.finished = not self.others_read_on
         if self._reader.unit == "samples":
             self.remainder = max(self.remainder, ending.remainder)
         if self.rows is None:
@@ -197,6 +201,11 @@ class PreparedLoader(DataLoader[Any]):
     @even_batches.setter
     def even_batches(self, even_batches: bool) -> None:
         self._reader.even_batches = even_batches
+
+    @property
+    def knows_end_of_all(self) -> bool:
+        """Whether this process knows, with its last batch, if the others have more."""
+        return self._reader.knows_end_of_all
 
     def get_sampler(self) -> Any:
         """Return the sampler."""

@@ -67,6 +67,11 @@ class Reader(ABC):
     @abstractmethod
     def even_batches(self, even_batches: bool) -> None: ...
 
+    @property
+    def knows_end_of_all(self) -> bool:
+        """Whether the end that `open` tells is that of all processes."""
+        return True
+
     @abstractmethod
     def open(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
         """Return the batches from a place on; `ending` is told the end before the last batch comes."""

@@ -17,6 +17,7 @@ class ActiveLoader(Protocol):
     """What the window asks a loader that is being read."""
 
     end_of_dataloader: bool
+    others_read_on: bool  # at its end: whether other processes have more batches
     remainder: int
     rows: Rows | None  # None: every row of the batch in hand is real, or nothing is known
 
@@ -81,6 +82,11 @@ class GradientState:
     def end_of_dataloader(self) -> bool:
         """Whether the batch in hand is the last of its loader."""
         return bool(self._readers) and self._readers[-1].end_of_dataloader
+
+    @property
+    def others_read_on(self) -> bool:
+        """Whether the batch in hand is the last of its loader here, and not on all processes."""
+        return bool(self._readers) and getattr(self._readers[-1], "others_read_on", False)
 
     @property
     def remainder(self) -> int:

@@ -4,7 +4,7 @@ Gradients are made with a nominal weight that is known before the first micro-ba
 is known with its last one; the quotient of the two is the factor that the gradients are still to be multiplied by.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class GradientWindow:
     def __init__(self, state: GradientState, is_alone: bool = True) -> None:
         self.state = state
         self.is_alone = is_alone
+        self.waits_for_all = False  # a window ends early only with the data of all processes, not with this one's
         self.reset()
 
     def reset(self) -> None:
@@ -81,7 +82,11 @@ class GradientWindow:
             self.is_fresh = not any(counts.values())
         else:
             self.is_fresh = False
-        last = size >= (plugin.num_steps or 1) or (plugin.sync_with_dataloader and state.end_of_dataloader)
+        last = size >= (plugin.num_steps or 1) or (
+            plugin.sync_with_dataloader
+            and state.end_of_dataloader
+            and not (self.waits_for_all and state.others_read_on)
+        )
         state.sync_gradients = last
         counts[models] = 0 if last else size
         self.size, self.began = size, self._beginnings[models]
@@ -91,6 +96,21 @@ class GradientWindow:
     def end_micro_batch(self) -> None:
         """Leave `accumulate`."""
         self._inside = False
+
+    def unfinished(self) -> list[Any]:
+        """Return the models that have gradients of a window that is not complete."""
+        return [model for models, size in self._counts.items() if size for model in models]
+
+    def weights_so_far(self) -> list[tuple[tuple[Hashable, ...], Weight]]:
+        """Return what the losses weigh so far, by the optimizers they are for."""
+        return [(optimizers, share.local) for optimizers, share in self._shares.items()]
+
+    def abandon(self, models: Collection[Any]) -> None:
+        """Begin anew with the windows of `models`, whose gradients are gone."""
+        for key in self._counts:
+            if any(model in models for model in key):
+                self._counts[key] = 0
+        self.state.sync_gradients = True
 
     def begin_backward(self) -> None:
         """Count a backward; outside of `accumulate` it is a micro-batch of a window that the script counts itself."""

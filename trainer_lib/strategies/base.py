@@ -35,6 +35,8 @@ class SingleProcess:
 
     # Whether a state on disk is one of shards, each written by the process that holds it.
     writes_shards: bool = False
+    # Whether the main process alone has whole tensors, and hands the others what they need of them.
+    hands_out: bool = False
 
     def __init__(self, group: ProcessGroup, device: torch.device, options: KwargsHandler | None = None) -> None:
         self.group = group
@@ -46,9 +48,18 @@ class SingleProcess:
         """Bring the model to this process's device."""
         return model.to(self.device)
 
-    def distribute(self, model: nn.Module) -> nn.Module:
-        """Return the model as the processes share it."""
+    def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
+        """Return the model as the processes share it.
+
+        Args:
+            model: The model.
+            evaluation_mode: It is only evaluated, so its gradients need not be shared.
+        """
+        del evaluation_mode
         return model
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was made before `distribute` train what that put in the place of its parameters."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's model inside what `distribute` made."""
@@ -96,6 +107,10 @@ class SingleProcess:
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Shrink the gradients to a norm of at most `max_norm` over all of them, and return the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Cut each gradient to at most `clip_value` in size."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def grad_norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         """Return the norm over all gradients."""

@@ -1,17 +1,25 @@
 """This file is replication (DDP): each process has the whole model, and gradients are averaged over all."""
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.strategies.base import SingleProcess
+from trainer_lib.strategies.averaging import average
+from trainer_lib.strategies.base import Joined, SingleProcess
+from trainer_lib.strategies.compression import Travel, averaged, summed, travel_of
+from trainer_lib.strategies.join import Joining, Leftovers
 
 # Sums in these types are good enough for counts; others would round them.
 _EXACT = (torch.float32, torch.float64)
@@ -25,16 +33,22 @@ class Replicate(SingleProcess):
     ) -> None:
         super().__init__(group, device, options)
         self._arguments: dict[str, Any] = {} if options is None else options.to_kwargs()
+        self._new_travel = travel_of(options)
         self._cargo: Tensor | None = None
+        self._joining: Joining | None = None
         self._without_hook: list[DistributedDataParallel] = []
 
-    def distribute(self, model: nn.Module) -> nn.Module:
+    def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
         """Wrap the model in DDP; one without anything to train needs none."""
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         device_ids = None if self.device.type == "cpu" else [self.device.index]
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._arguments)
-        self._without_hook.append(wrapped)
+        travel = self._new_travel()
+        if travel is averaged:
+            self._without_hook.append(wrapped)
+        else:
+            wrapped.register_comm_hook(_Route(self, ref(wrapped), travel), _send)
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -42,46 +56,129 @@ class Replicate(SingleProcess):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return DDP's `no_sync`."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else super().no_sync(model)
+        """Return DDP's `no_sync`; a static graph is learnt from a first backward that is shared."""
+        if not isinstance(model, DistributedDataParallel) or _learns_its_graph(model):
+            return super().no_sync(model)
+        return model.no_sync()
 
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which the next `backward` reduces, whatever the forward was told."""
-        return _reducing(model) if isinstance(model, DistributedDataParallel) else super().force_sync(model)
+        if not isinstance(model, DistributedDataParallel):
+            return super().force_sync(model)
+        if self._joining is not None:
+            raise ConfigurationError(
+                "trigger_sync_in_backward cannot work inside join_uneven_inputs: at the forward, processes without "
+                "data were told that its backward shares nothing. Run that forward outside of no_sync."
+            )
+        return _reducing(model)
 
     def carry(self, values: Sequence[float | Tensor]) -> None:
         """Send `values` along with the first bucket of the next `backward`."""
         # Only now: a loop that never weighs its losses keeps DDP's own reduction, which needs no Python.
-        for model in self._without_hook:
-            model.register_comm_hook(self, _average_with_cargo)
-        self._without_hook.clear()
+        self._register_hooks()
+        self._carried = ()
         self._cargo = torch.stack([_on_device(value, self.device) for value in values]) if values else None
 
     def carried(self) -> Sequence[float | Tensor]:
         """Return the averages; by a message of their own if no bucket took them along."""
         if self._cargo is not None:
-            self._carried, self._cargo = list(self.group.all_reduce(self._cargo) / self.group.size), None
+            cargo, self._cargo = self._cargo, None
+            if self._joining is not None:
+                raise ConfigurationError(
+                    "Inside join_uneven_inputs, weight= travels with the gradients of a model that is named there, and "
+                    "this backward shared none. Name the model, and register no communication hook on it yourself."
+                )
+            self._carried = list(self.group.all_reduce(cargo) / self.group.size)
         return super().carried()
+
+    def join(
+        self, joinables: Sequence[Any], leftovers: Callable[[], Leftovers] | None
+    ) -> AbstractContextManager[Joined]:
+        """Return the block of a loop whose data may end early on some processes; see `Joining`."""
+        chosen = [joinable for joinable in joinables if isinstance(joinable, Joinable)]
+        if self._joining is not None:
+            raise ConfigurationError("join_uneven_inputs inside join_uneven_inputs. Name all models in the outer one.")
+        if leftovers is not None:
+            for model in chosen:
+                _check_can_leave_gradients(model)
+        return self._joined(chosen, leftovers or dict) if chosen else nullcontext(Joined())
+
+    def stay_local(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return DDP's `no_sync`."""
+        if isinstance(model, DistributedDataParallel) and _learns_its_graph(model):
+            raise UnsupportedError(
+                "static_graph=True: DDP learns the graph from a first backward that is shared, and LocalSGD shares "
+                "none. Leave static_graph out."
+            )
+        return self.no_sync(model)
+
+    def average_weights(self, model: nn.Module) -> None:
+        """Average what is trained, and the running statistics unless DDP was told to leave them alone."""
+        tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self._arguments.get("broadcast_buffers", True):
+            tensors += [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        average(tensors, self.group)
 
     def release(self) -> None:
         """Let go of the models."""
         self._without_hook.clear()
 
+    def _register_hooks(self) -> None:
+        for model in self._without_hook:
+            if not model._comm_hooks:  # else it has one of the user's own
+                model.register_comm_hook(_Route(self, ref(model), averaged), _send)
+        self._without_hook.clear()
 
-def _average_with_cargo(strategy: Replicate, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    gradients, cargo = bucket.buffer(), strategy._cargo
-    if cargo is None or gradients.is_sparse or gradients.dtype not in _EXACT:
-        return _summed(gradients).then(lambda future: future.value()[0].div_(strategy.group.size))
+    @contextmanager
+    def _joined(self, joinables: Sequence[Joinable], leftovers: Callable[[], Leftovers]) -> Generator[Joined]:
+        self._register_hooks()
+        self._joining = Joining(self.group, self.device, joinables, leftovers)
+        try:
+            with self._joining as joining:
+                yield joining
+        finally:
+            self._joining = None
+
+    def _join_in(self, model: nn.Module, bucket: dist.GradBucket, joining: Joining) -> None:
+        # What losses weigh goes ahead of each first bucket, also where none was given: processes without data cannot
+        # know, and have to send as many messages.
+        if bucket.index() == 0:
+            weight, self._cargo = self._cargo, None
+            self._carried = [joining.total_weight(model, weight) + sum(self._carried)]
+        joining.fill(model, bucket)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """How the buckets of one model travel; the model is not kept alive by it."""
+
+    strategy: Replicate
+    model: Callable[[], nn.Module | None]
+    travel: Travel
+
+
+def _send(route: _Route, bucket: dist.GradBucket) -> Future[Tensor]:
+    strategy, model = route.strategy, route.model()
+    if strategy._joining is not None and model is not None:
+        strategy._join_in(model, bucket, strategy._joining)
+    elif strategy._cargo is not None and route.travel is averaged:
+        gradients = bucket.buffer()
+        if not gradients.is_sparse and gradients.dtype in _EXACT:
+            return _averaged_with_cargo(strategy, gradients, strategy._cargo)
+    return route.travel(bucket)
+
+
+def _averaged_with_cargo(strategy: Replicate, gradients: Tensor, cargo: Tensor) -> Future[Tensor]:
     strategy._cargo = None
     # The first bucket is the small one, so the copy costs less than a second message.
     freight = torch.cat([gradients, cargo.to(gradients)])
 
-    def unload(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def unload(future: Future[list[Tensor]]) -> Tensor:
         average = future.value()[0].div_(strategy.group.size)
         strategy._carried = list(average[gradients.numel() :])
         return average[: gradients.numel()]
 
-    return _summed(freight).then(unload)
+    return summed(freight).then(unload)
 
 
 def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
@@ -90,10 +187,24 @@ def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)  # written there: nothing waits for a copy
 
 
-def _summed(tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None
-    return work.get_future()
+def _learns_its_graph(model: DistributedDataParallel) -> bool:
+    return model.static_graph and not model._static_graph_delay_allreduce_enqueued
+
+
+def _check_can_leave_gradients(model: Joinable) -> None:
+    """Raise if what the model has left at the end of this process's data could not be added to the next update."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if _learns_its_graph(model):
+        raise UnsupportedError(
+            "static_graph=True: DDP shares each micro-batch of the first window, which a process without data cannot "
+            "follow. Leave static_graph out, or run the first update before join_uneven_inputs."
+        )
+    if any(hook is not _send for hook, _ in model._comm_hooks):
+        raise UnsupportedError(
+            "This model has a communication hook of its own, through which a process whose data ends within a window "
+            "cannot hand over its gradients. Choose one by DistributedDataParallelKwargs(comm_hook=…)."
+        )
 
 
 @contextmanager

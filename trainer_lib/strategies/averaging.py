@@ -1,0 +1,35 @@
+"""This file is averaging weights over processes, many in one message."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from trainer_lib.process_group import ProcessGroup
+
+_BYTES_A_MESSAGE = 25 * 2**20
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Overwrite tensors with their mean over the processes; 16-bit ones are summed in 32 bits and rounded once."""
+    for chosen in _messages(tensors):
+        dtype = torch.promote_types(chosen[0].dtype, torch.float32)
+        flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in chosen])
+        group.all_reduce(flat).div_(group.size)
+        sizes = [tensor.numel() for tensor in chosen]
+        for tensor, mean in zip(chosen, flat.split(sizes), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    message: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        size += tensor.nbytes
+        if message and (size > _BYTES_A_MESSAGE or tensor.dtype != message[0].dtype):
+            yield message
+            message, size = [], tensor.nbytes
+        message.append(tensor)
+    if message:
+        yield message
