@@ -14,7 +14,6 @@ from trainer_lib import (
     InitProcessGroupKwargs,
     UnsupportedError,
 )
-from trainer_lib.options.kinds import DDPCommunicationHookType
 from trainer_lib.options.precision import GradScalerKwargs
 
 
@@ -24,9 +23,8 @@ from trainer_lib.options.precision import GradScalerKwargs
         ({"mixed_precison": "bf16"}, ConfigurationError, "Did you mean 'mixed_precision'"),
         ({"cpu": "yes"}, ConfigurationError, "cpu must be True or False"),
         ({"log_with": "wandb"}, UnsupportedError, "trackers"),
-        ({"fsdp_plugin": object()}, UnsupportedError, "FSDP"),
+        ({"fsdp_plugin": object()}, ConfigurationError, "fsdp_plugin must be a FullyShardedDataParallelPlugin"),
         ({"deepspeed_plugin": object()}, UnsupportedError, "DeepSpeed"),
-        ({"dynamo_backend": "inductor"}, UnsupportedError, "torch.compile"),
         ({"project_dir": "runs"}, UnsupportedError, "state on disk"),
         ({"kwargs_handlers": [object()]}, ConfigurationError, "Known: AutocastKwargs, DistributedDataParallelKwargs"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ConfigurationError, "given twice"),
@@ -62,10 +60,8 @@ def test_the_older_fp16_is_taken() -> None:
 @pytest.mark.parametrize(
     "variables",
     [
-        {"ACCELERATE_USE_FSDP": "true"},
         {"ACCELERATE_USE_DEEPSPEED": "1"},
         {"ACCELERATE_USE_MEGATRON_LM": "true"},
-        {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
     ],
 )
 def test_a_launcher_that_asks_for_another_engine_is_told(
@@ -94,11 +90,6 @@ def test_a_launcher_that_asks_for_another_engine_is_told(
 def test_options_check_their_values(make: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make()
-
-
-def test_communication_hooks_are_not_there_yet() -> None:
-    with pytest.raises(UnsupportedError, match="comm_hook=fp16"):
-        DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
 
 
 def test_options_tell_what_differs_from_the_defaults() -> None:

@@ -217,12 +217,12 @@ def test_engines_that_are_not_there_are_refused_by_name(engine: str) -> None:
         environment.refuse_unsupported_engines()
 
 
-def test_compilation_is_refused_with_the_way_out() -> None:
-    with (
-        patch_environment(accelerate_dynamo_backend="INDUCTOR"),
-        pytest.raises(UnsupportedError, match=r"Call model.compile\(\) yourself"),
-    ):
-        environment.refuse_unsupported_engines()
+def test_what_the_launcher_says_about_compilation() -> None:
+    assert environment.dynamo_setting("BACKEND") is None
+    assert environment.dynamo_flag("USE_DYNAMIC") is None
+    with patch_environment(accelerate_dynamo_backend="INDUCTOR", accelerate_dynamo_use_dynamic="False"):
+        assert environment.dynamo_setting("BACKEND") == "INDUCTOR"
+        assert environment.dynamo_flag("USE_DYNAMIC") is False
 
 
 def test_patched_environment_comes_back_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:

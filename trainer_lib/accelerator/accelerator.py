@@ -1,9 +1,11 @@
 """This file is the engine: what a training loop hands its models, loaders, losses and gradients to."""
 
 import gc
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +15,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import build
-from trainer_lib.accelerator.processes import Processes
+from trainer_lib.accelerator.joining import joined
+from trainer_lib.accelerator.persistence import Persistence
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
+from trainer_lib.modules.compilation import compile_model, undo_compilation
+from trainer_lib.modules.unwrapping import extract_model_from_parallel
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.options.accumulation import GradientAccumulationPlugin, accumulation_plugin
 from trainer_lib.options.base import KwargsHandler, check_count, check_flag
+from trainer_lib.options.compilation import Backend, TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.data import DataLoaderConfiguration
 from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from trainer_lib.options.kinds import PrecisionType
+from trainer_lib.options.kinds import DistributedType, DynamoBackend, PrecisionType
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
+from trainer_lib.options.project import ProjectConfiguration, project_configuration
+from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
+from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.precision import choose_precision
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accelerator import AcceleratorState
@@ -34,7 +43,7 @@ from trainer_lib.strategies import choose_strategy
 _logger = get_logger(__name__)
 
 
-class Accelerator(Processes):
+class Accelerator(Persistence):
     """One object for device placement, mixed precision, accumulation, clipping and several processes.
 
     Args:
@@ -49,6 +58,12 @@ class Accelerator(Processes):
         step_scheduler_with_optimizer: Whether schedules move with the optimizer; else each `step` moves them.
         scheduler_steps_per_process: Move schedules once for each process instead of once an update, as Accelerate does.
         kwargs_handlers: Options of autocast, the loss scaler, the process group, and DDP, each by its type.
+        project_dir: The folder where states and logs are kept.
+        project_config: The options of that: automatic naming, how many states to keep.
+        dynamo_backend: The compiler of prepared models, for `torch.compile`; by default what the launcher says.
+        dynamo_plugin: All options of compilation, in the place of `dynamo_backend`.
+        fsdp_plugin: How models are sharded; by default as the launcher says, or not at all.
+        parallelism_config: How many processes replicate a model (DDP), and how many share one copy (FSDP2).
         **older_arguments: Names of earlier versions of Accelerate, and of capabilities that this version lacks, which
             are refused with a reason.
 
@@ -72,6 +87,12 @@ class Accelerator(Processes):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        dynamo_backend: DynamoBackend | str | Backend | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         *,
         scheduler_steps_per_process: bool = False,
         **older_arguments: Any,
@@ -84,11 +105,15 @@ class Accelerator(Processes):
             check_flag(name, flag)
         handlers = build.Handlers(kwargs_handlers or [])
         self.dataloader_config = build.data_configuration(dataloader_config, older_arguments)
+        self.project_configuration = project_configuration(project_dir, project_config)
         plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         group_options = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
         self.state = AcceleratorState(
             build.precision_name(mixed_precision, older_arguments),
             cpu,
+            dynamo_plugin=compilation_plugin(dynamo_backend, dynamo_plugin),
+            fsdp_plugin=fsdp_plugin,
+            parallelism_config=parallelism_config,
             _from_accelerator=True,
             **group_options.to_kwargs(),
         )
@@ -96,8 +121,19 @@ class Accelerator(Processes):
         self.precision = choose_precision(
             self.state.mixed_precision, self.device.type, handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
         )
+        build.check_compilation(
+            self.state.dynamo_plugin,
+            handlers.get(DistributedDataParallelKwargs),
+            is_sharded=self.distributed_type == DistributedType.FSDP,
+        )
         self.strategy = choose_strategy(
-            self.distributed_type, self.group, self.device, handlers.get(DistributedDataParallelKwargs)
+            self.distributed_type,
+            self.group,
+            self.device,
+            handlers.get(DistributedDataParallelKwargs),
+            self.state.fsdp_plugin,
+            self.state.parallelism_config,
+            self.state.mixed_precision,
         )
         self.device_placement = device_placement
         self.rng_types = rng_types
@@ -108,6 +144,8 @@ class Accelerator(Processes):
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
+        self._custom_objects: list[Any] = []
+        self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
 
     # -- settings ------------------------------------------------------------------------------------------------
 
@@ -226,8 +264,12 @@ class Accelerator(Processes):
         ):
             model = self.strategy.place(model)
         self.precision.wrap_forward(model)
-        if not evaluation_mode:
-            model = self.strategy.distribute(model)
+        model = self.strategy.distribute(model, evaluation_mode)
+        for optimizer in self._optimizers:
+            self.strategy.adopt(optimizer.optimizer)
+        # What processes share is the user's model inside DDP: torch cuts its graph by DDP's buckets there too, and
+        # DDP's own Python, which does not compile, stays out of it.
+        compile_model(self.strategy.unwrap(model), self.state.dynamo_plugin)
         self._models.append(model)
         return model
 
@@ -235,6 +277,7 @@ class Accelerator(Processes):
         """Wrap an optimizer so that it waits for the micro-batch that updates."""
         self._check_not_prepared([optimizer])
         place = self.device_placement if device_placement is None else device_placement
+        self.strategy.adopt(optimizer)
         prepared = AcceleratedOptimizer(optimizer, place, precision=self.precision, window=self._window)
         self._optimizers.append(prepared)
         return prepared
@@ -299,16 +342,10 @@ class Accelerator(Processes):
         Args:
             model: The prepared model.
             keep_fp32_wrapper: Leave its forward in mixed precision.
-            keep_torch_compile: Leave it compiled.
+            keep_torch_compile: Leave it compiled; else return a view of it that runs eagerly, with the same weights and
+                modes, while the prepared model stays compiled.
         """
-        model = self.strategy.unwrap(model)
-        compiled: Any = getattr(model, "_orig_mod", None)
-        # What was compiled around DDP cannot stay compiled without it.
-        if compiled is not None and not (keep_torch_compile and self.strategy.unwrap(compiled) is compiled):
-            model = self.strategy.unwrap(compiled)
-        if not keep_fp32_wrapper:
-            self.precision.unwrap_forward(model)
-        return model
+        return extract_model_from_parallel(self.strategy.unwrap(model), keep_fp32_wrapper, keep_torch_compile)
 
     # -- one update ----------------------------------------------------------------------------------------------
 
@@ -335,6 +372,33 @@ class Accelerator(Processes):
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which `backward` shares the gradients of a forward that ran in `no_sync`."""
         return self.strategy.force_sync(model)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the block of a loop whose data may end earlier on some processes, which then follow the others.
+
+        The gradients of an update are still divided by the number of all processes, of whom those without data add
+        nothing; a weighted loss (`backward(loss, weight=)`) is the mean over the items there are. A process whose data
+        ends within a window hands over what it has of it. After the block all processes have the weights, buffers,
+        prepared optimizers and schedules of one that went on to the end. Inside, only gradients may be shared: no
+        `gather`, no `reduce`.
+
+        Args:
+            joinables: The prepared models that are trained.
+            even_batches: What prepared loaders are set to for the length of the block.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = torch.nn.Linear(4, 2)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> with accelerator.join_uneven_inputs([model], even_batches=False):
+            ...     for batch in torch.ones(2, 3, 4):
+            ...         accelerator.backward(model(batch).square().mean())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+        """
+        return joined(self, joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context for arithmetic in mixed precision, outside of a prepared model's forward."""
@@ -393,7 +457,7 @@ class Accelerator(Processes):
         """
         if isinstance(max_norm, (int, float)) and not max_norm >= 0:
             raise ConfigurationError(f"max_norm must be a number of at least 0, got {max_norm!r}.")
-        parameters = _listed(parameters)
+        parameters = self.strategy.trained(_listed(parameters))
         if not self.gradient_state.sync_gradients:
             return self.strategy.grad_norm(parameters, norm_type)
         self._finalize_gradients_of(parameters)
@@ -402,9 +466,9 @@ class Accelerator(Processes):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Cut each gradient of `parameters` to at most `clip_value`; nothing on a micro-batch that does not update."""
         if self.gradient_state.sync_gradients:
-            parameters = _listed(parameters)
+            parameters = self.strategy.trained(_listed(parameters))
             self._finalize_gradients_of(parameters)
-            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            self.strategy.clip_grad_value(parameters, clip_value)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -419,11 +483,13 @@ class Accelerator(Processes):
             >>> (model,) = accelerator.free_memory(model)
         """
         for model in self._models:
+            undo_compilation(model)
             self.precision.unwrap_forward(self.strategy.unwrap(model))
         self._models.clear()
         self._optimizers.clear()
         self._schedulers.clear()
         self._dataloaders.clear()
+        self._custom_objects.clear()
         self._window.reset()
         self.gradient_state.sync_gradients = True
         self.strategy.release()
@@ -487,11 +553,12 @@ class Accelerator(Processes):
                 )
 
     def _weighted_backward(self, loss: Tensor, weight: Any, optimizer: Any, kwargs: dict[str, Any]) -> None:
-        window, updates = self._window, self.gradient_state.sync_gradients
+        window = self._window
+        asks_others = self.gradient_state.sync_gradients and not window.is_alone
         share = self._share(optimizer)
         before = share.local
         share.local = before + _checked_weight(weight)
-        if updates:
+        if asks_others:
             self.strategy.carry([share.local])
         window.begin_backward()
         try:
@@ -501,7 +568,7 @@ class Accelerator(Processes):
             share.local = before
             self.strategy.carry([])
             raise
-        if updates:
+        if asks_others:
             (share.total,) = self.strategy.carried()
 
     def _share(self, optimizer: Any) -> Share:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.options.base import KwargsHandler, check_flag
+from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.options.data import DataLoaderConfiguration
 from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
@@ -15,16 +16,10 @@ _OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use
 _NOT_YET = {
     "log_with": "trackers",
     "logging_dir": "trackers",
-    "project_dir": "state on disk",
-    "project_config": "state on disk",
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
-    "fsdp_plugin": "FSDP",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
-    "dynamo_backend": "torch.compile (call model.compile() yourself)",
-    "dynamo_plugin": "torch.compile (call model.compile() yourself)",
-    "parallelism_config": "parallelism other than DDP",
 }
 Handler = TypeVar("Handler", bound=KwargsHandler)
 
@@ -88,3 +83,19 @@ def precision_name(mixed_precision: Any, older_arguments: dict[str, Any]) -> Any
     if mixed_precision is not None and str(mixed_precision) != asked:
         raise ConfigurationError(f"fp16={fp16} and mixed_precision={mixed_precision!r} contradict each other.")
     return asked
+
+
+def check_compilation(plugin: TorchDynamoPlugin, ddp: DistributedDataParallelKwargs | None, is_sharded: bool) -> None:
+    """Raise for ways to compile that cannot work with how processes share a model."""
+    if not plugin.is_active:
+        return
+    if ddp is not None and ddp.bucket_cap_mb < 1:
+        raise ConfigurationError(
+            f"bucket_cap_mb={ddp.bucket_cap_mb} and torch.compile: torch cuts compiled graphs by DDP's buckets, and "
+            "the first one has a megabyte. Give a bucket_cap_mb of at least 1."
+        )
+    if is_sharded and plugin.fullgraph and not plugin.use_regional_compilation:
+        raise ConfigurationError(
+            "fullgraph=True cannot hold for a whole model under FSDP: its weights are gathered in between, which is no "
+            "part of a graph. Add use_regional_compilation=True, so that each block is one graph."
+        )

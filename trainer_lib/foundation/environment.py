@@ -20,6 +20,27 @@ _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 # srun numbers its steps from 0; the batch script, an interactive shell and the extern step have numbers above these.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
+# The fields of the FSDP plugin, by kind, and the variables in which launchers pass them on.
+_SHARDING_TEXTS = {
+    "sharding_strategy": "FSDP_SHARDING_STRATEGY",
+    "reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
+    "backward_prefetch": "FSDP_BACKWARD_PREFETCH",
+    "auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
+    "transformer_cls_names_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "state_dict_type": "FSDP_STATE_DICT_TYPE",
+    "ignored_modules": "FSDP_IGNORED_MODULES",
+}
+_SHARDING_FLAGS = {
+    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
+    "forward_prefetch": "FSDP_FORWARD_PREFETCH",
+    "use_orig_params": "FSDP_USE_ORIG_PARAMS",
+    "sync_module_states": "FSDP_SYNC_MODULE_STATES",
+    "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
+    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+}
+# Launchers set the number for every policy; it says which of them means it.
+_SHARDING_COUNTS = {"fsdp_version": "FSDP_VERSION", "size_from": "FSDP_MIN_NUM_PARAMS"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -90,6 +111,54 @@ def accumulation_steps_requested() -> int:
     return get_int_from_env(["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], 1)
 
 
+def uses_sharding() -> bool:
+    """Whether the launcher asked for FSDP."""
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
+def uses_parallelism_config() -> bool:
+    """Whether the launcher said how many processes replicate and how many shard."""
+    return parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
+
+
+def sharding_requested() -> dict[str, Any]:
+    """The options of FSDP that the launcher named, by the names of the plugin's fields."""
+    found: dict[str, Any] = {
+        field: text for field, key in _SHARDING_TEXTS.items() if (text := os.environ.get(key)) not in (None, "", "None")
+    }
+    for field, key in _SHARDING_FLAGS.items():
+        if os.environ.get(key):
+            found[field] = parse_flag_from_env(key)
+    for field, key in _SHARDING_COUNTS.items():
+        if os.environ.get(key):
+            found[field] = _whole_number(key, os.environ[key])
+    return found
+
+
+def parallelism_requested() -> dict[str, int]:
+    """The sizes of the launcher's `ParallelismConfig`, by its fields."""
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    keys = {name: f"PARALLELISM_CONFIG_{name.upper()}" for name in names}
+    return {name: _whole_number(key, os.environ[key]) for name, key in keys.items() if os.environ.get(key)}
+
+
+def processes_per_machine() -> int | None:
+    """The processes of each machine, if a launcher said how many."""
+    world = read_world()
+    return None if world is None else world.local_size
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers load the weights of models that will be sharded in the main process only."""
+    os.environ["ACCELERATE_USE_FSDP"] = "true"  # it asks for both
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers load the weights of models in each process."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
 def threads_requested() -> str | None:
     """The OpenMP threads a process was told to use, if any."""
     return os.environ.get("OMP_NUM_THREADS") or None
@@ -99,20 +168,23 @@ def refuse_unsupported_engines() -> None:
     """Raise if a launcher asks for an engine this version does not have, so that it is not silently left out."""
     engines = {
         "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-        "ACCELERATE_USE_FSDP": "FSDP",
         "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
         "ACCELERATE_USE_TP": "tensor parallelism",
     }
     for key, engine in engines.items():
         if parse_flag_from_env(key):
             raise UnsupportedError(f"{key} asks for {engine}, which this version does not support. Unset {key}.")
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if backend.lower() not in {"", "no"}:
-        raise UnsupportedError(
-            f"ACCELERATE_DYNAMO_BACKEND={backend} asks for torch.compile, which this version does not apply for you. "
-            "Call model.compile() yourself and unset it."
-        )
+
+
+def dynamo_setting(name: str) -> str | None:
+    """What the launcher says about torch.compile: `BACKEND` or `MODE`."""
+    return os.environ.get(f"ACCELERATE_DYNAMO_{name}") or None
+
+
+def dynamo_flag(name: str) -> bool | None:
+    """What the launcher says about torch.compile with yes or no: `USE_FULLGRAPH`, `USE_DYNAMIC` and others."""
+    value = dynamo_setting(name)
+    return None if value is None else bool(str_to_bool(value))
 
 
 def log_level_requested() -> str | None:

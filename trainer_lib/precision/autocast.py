@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.trees import convert_to_fp32
+from trainer_lib.modules import forwards
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
 from trainer_lib.precision.base import FullPrecision
 
@@ -35,23 +35,11 @@ class Autocast(FullPrecision):
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Let the model's own forward run under autocast and return fp32."""
-        self.unwrap_forward(model)  # an earlier engine may have left its own
-        model = _inside_compile(model)
-        original = model.forward
-        model.__dict__["_original_forward"] = original
-        # A method, not a closure: a deep copy of the model then runs the copy's weights.
-        model.__dict__["forward"] = MethodType(_under(self, _unbound(original, model)), model)
+        forwards.wrap_forward(model, functools.partial(_under, self))
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """Give the model its own forward back."""
-        model = _inside_compile(model)
-        original: Any = model.__dict__.pop("_original_forward", None)
-        if original is None:
-            return
-        if getattr(original, "__func__", None) is type(model).forward:
-            del model.__dict__["forward"]
-        else:
-            model.__dict__["forward"] = original
+        forwards.unwrap_forward(model)
 
 
 class ScaledAutocast(Autocast):
@@ -137,23 +125,6 @@ class ScaledAutocast(Autocast):
         if self._update_is_due:
             self._update_is_due = False
             self.scaler.update()
-
-
-def _inside_compile(model: nn.Module) -> nn.Module:
-    # torch.compile's wrapper has no forward of its own to speak of, and passes attributes on.
-    return getattr(model, "_orig_mod", model)
-
-
-def _unbound(original: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """Return a function of the model and its inputs for what may be a method of the model, or any function."""
-    if getattr(original, "__self__", None) is model:
-        return original.__func__  # type: ignore[attr-defined]
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        del self
-        return original(*args, **kwargs)
-
-    return forward
 
 
 def _under(precision: Autocast, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,15 @@
 """This file is what the engine is set to: precision on top of the place of the process."""
 
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
-from trainer_lib.options.kinds import PrecisionType
+from trainer_lib.options.compilation import TorchDynamoPlugin, compilation_plugin
+from trainer_lib.options.kinds import DistributedType, PrecisionType
+from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
+from trainer_lib.parallelism_config import ParallelismConfig
+from trainer_lib.state.arrangement import Arrangement, arrange
 from trainer_lib.state.control import ProcessControl
 from trainer_lib.state.process import PartialState
 
@@ -15,6 +20,9 @@ class AcceleratorState(ProcessControl):
     Args:
         mixed_precision: "no", "fp16" or "bf16"; by default what the launcher says.
         cpu: Stay on the CPU even if there is an accelerator.
+        dynamo_plugin: How models are compiled; by default as the launcher says, or not at all.
+        fsdp_plugin: How models are sharded; by default as the launcher says, or not at all.
+        parallelism_config: How many processes replicate a model, and how many share one copy.
         **kwargs: The fields of `InitProcessGroupKwargs`.
     """
 
@@ -22,43 +30,46 @@ class AcceleratorState(ProcessControl):
 
     # Engines that this version does not have; scripts ask whether there is one.
     deepspeed_plugin: None = None
-    dynamo_plugin: None = None
-    fsdp_plugin: None = None
     megatron_lm_plugin: None = None
-    parallelism_config: None = None
     torch_tp_plugin: None = None
-    is_fsdp2: bool = False
 
+    _arrangement: Arrangement
+    _dynamo_plugin: TorchDynamoPlugin
     _mixed_precision: str
     _partial: PartialState
     _replaceable: bool
+    _told_to_others: ExitStack
 
     def __init__(
         self,
         mixed_precision: str | PrecisionType | None = None,
         cpu: bool = False,
-        dynamo_plugin: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
-        parallelism_config: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
         refuse_engines(
-            dynamo_plugin=dynamo_plugin,
             deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
         )
+        dynamo_plugin = compilation_plugin(None, dynamo_plugin)
         partial = PartialState(cpu, **kwargs)
         if not self.initialized or (self._replaceable and (_from_accelerator or mixed_precision is not None)):
             environment.refuse_unsupported_engines()
+            dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
+            dynamo_plugin.check_backend()
             self._mixed_precision = _precision(mixed_precision or environment.mixed_precision_requested())
+            self._dynamo_plugin = dynamo_plugin
+            self._arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes)
+            self._told_to_others = ExitStack()
+            self._prepare_sharding(partial)
             self._partial = partial
             self._replaceable = False
         elif mixed_precision is not None and _precision(mixed_precision) != self._mixed_precision:
@@ -66,6 +77,11 @@ class AcceleratorState(ProcessControl):
                 f"mixed_precision={str(mixed_precision)!r} came too late: this process already trains with "
                 f"{self._mixed_precision!r}. Call `accelerator.free_memory()` on the first Accelerator before making "
                 "one with other settings."
+            )
+        elif dynamo_plugin is not None and dynamo_plugin != self._dynamo_plugin:
+            raise ConfigurationError(
+                f"{dynamo_plugin} came too late: this process already has {self._dynamo_plugin}. "
+                "Call `accelerator.free_memory()` on the first Accelerator before making one with other settings."
             )
 
     @property
@@ -77,6 +93,31 @@ class AcceleratorState(ProcessControl):
     def mixed_precision(self) -> str:
         """The precision: "no", "fp16" or "bf16"."""
         return self._mixed_precision
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How prepared models are compiled; with the backend "no", not at all."""
+        return self._dynamo_plugin
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How models are sharded, if they are."""
+        return self._arrangement.fsdp_plugin
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded."""
+        return self.fsdp_plugin is not None
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How many processes replicate a model and how many share a copy, if that was said or models are sharded."""
+        return self._arrangement.parallelism_config
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together."""
+        return DistributedType.FSDP if self.is_fsdp2 else self._partial.distributed_type
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the world (or only `group`)."""
@@ -96,13 +137,25 @@ class AcceleratorState(ProcessControl):
     def release(self) -> None:
         """Let the next `AcceleratorState` have other settings; the process keeps its place and device."""
         self._replaceable = True
+        self._told_to_others.close()
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget the settings, and with `reset_partial_state` the place too; for tests."""
+        if "_told_to_others" in AcceleratorState._shared_state:
+            AcceleratorState._shared_state["_told_to_others"].close()
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
+
+    def _prepare_sharding(self, partial: PartialState) -> None:
+        if self.fsdp_plugin is None:
+            return
+        partial.form_group()
+        if self.fsdp_plugin.cpu_ram_efficient_loading:
+            # transformers looks there when it loads a model.
+            variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+            self._told_to_others.enter_context(environment.patch_environment(**variables))
 
 
 def refuse_engines(**plugins: Any) -> None:

@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING
 from trainer_lib.foundation.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from trainer_lib.checkpointing.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
+    from trainer_lib.checkpointing.layout import RNG_STATE_NAME as RNG_STATE_NAME
+    from trainer_lib.checkpointing.layout import SAMPLER_NAME as SAMPLER_NAME
+    from trainer_lib.checkpointing.layout import SCALER_NAME as SCALER_NAME
+    from trainer_lib.checkpointing.layout import SCHEDULER_NAME as SCHEDULER_NAME
+    from trainer_lib.checkpointing.objects import load as load
+    from trainer_lib.checkpointing.objects import save as save
+    from trainer_lib.checkpointing.weights import load_checkpoint_in_model as load_checkpoint_in_model
     from trainer_lib.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
     from trainer_lib.collectives import TensorInformation as TensorInformation
     from trainer_lib.collectives import broadcast as broadcast
@@ -34,6 +42,12 @@ if TYPE_CHECKING:
     from trainer_lib.collectives import send_to_device as send_to_device
     from trainer_lib.collectives import slice_tensors as slice_tensors
     from trainer_lib.foundation.environment import clear_environment as clear_environment
+    from trainer_lib.foundation.environment import (
+        disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+    )
+    from trainer_lib.foundation.environment import (
+        enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+    )
     from trainer_lib.foundation.environment import get_int_from_env as get_int_from_env
     from trainer_lib.foundation.environment import parse_choice_from_env as parse_choice_from_env
     from trainer_lib.foundation.environment import parse_flag_from_env as parse_flag_from_env
@@ -97,24 +111,61 @@ if TYPE_CHECKING:
     from trainer_lib.foundation.objects import recursive_getattr as recursive_getattr
     from trainer_lib.foundation.ports import is_port_in_use as is_port_in_use
     from trainer_lib.foundation.sizes import convert_bytes as convert_bytes
+    from trainer_lib.foundation.sizes import convert_file_size_to_int as convert_file_size_to_int
+    from trainer_lib.modules.compilation import compile_regions as compile_regions
+    from trainer_lib.modules.ties import find_tied_parameters as find_tied_parameters
+    from trainer_lib.modules.ties import retie_parameters as retie_parameters
+    from trainer_lib.modules.unwrapping import extract_model_from_parallel as extract_model_from_parallel
+    from trainer_lib.modules.unwrapping import has_compiled_regions as has_compiled_regions
+    from trainer_lib.modules.unwrapping import is_compiled_module as is_compiled_module
     from trainer_lib.options.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
     from trainer_lib.options.base import KwargsHandler as KwargsHandler
+    from trainer_lib.options.compilation import TorchDynamoPlugin as TorchDynamoPlugin
     from trainer_lib.options.data import DataLoaderConfiguration as DataLoaderConfiguration
     from trainer_lib.options.distributed import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from trainer_lib.options.distributed import InitProcessGroupKwargs as InitProcessGroupKwargs
     from trainer_lib.options.kinds import DDPCommunicationHookType as DDPCommunicationHookType
     from trainer_lib.options.kinds import DistributedType as DistributedType
+    from trainer_lib.options.kinds import DynamoBackend as DynamoBackend
     from trainer_lib.options.kinds import PrecisionType as PrecisionType
     from trainer_lib.options.kinds import RNGType as RNGType
     from trainer_lib.options.precision import AutocastKwargs as AutocastKwargs
     from trainer_lib.options.precision import GradScalerKwargs as GradScalerKwargs
+    from trainer_lib.options.project import ProjectConfiguration as ProjectConfiguration
+    from trainer_lib.options.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
     from trainer_lib.progress import tqdm as tqdm
     from trainer_lib.seeding import set_seed as set_seed
     from trainer_lib.seeding import synchronize_rng_state as synchronize_rng_state
     from trainer_lib.seeding import synchronize_rng_states as synchronize_rng_states
     from trainer_lib.state.process import wait_for_everyone as wait_for_everyone
+    from trainer_lib.tensor_files.names import MODEL_NAME as MODEL_NAME
+    from trainer_lib.tensor_files.names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+    from trainer_lib.tensor_files.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+    from trainer_lib.tensor_files.names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+    from trainer_lib.tensor_files.names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+    from trainer_lib.tensor_files.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+    from trainer_lib.tensor_files.names import WEIGHTS_NAME as WEIGHTS_NAME
+    from trainer_lib.tensor_files.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+    from trainer_lib.tensor_files.storage import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+    from trainer_lib.tensor_files.storage import id_tensor_storage as id_tensor_storage
+    from trainer_lib.tensor_files.weights import load_state_dict as load_state_dict
 
 _NAMES = {
+    "trainer_lib.checkpointing.layout": [
+        "OPTIMIZER_NAME",
+        "RNG_STATE_NAME",
+        "SAMPLER_NAME",
+        "SCALER_NAME",
+        "SCHEDULER_NAME",
+    ],
+    "trainer_lib.checkpointing.objects": [
+        "load",
+        "save",
+    ],
+    "trainer_lib.checkpointing.weights": [
+        "load_checkpoint_in_model",
+    ],
     "trainer_lib.collectives": [
         "CannotPadNestedTensorWarning",
         "TensorInformation",
@@ -144,6 +195,8 @@ _NAMES = {
     ],
     "trainer_lib.foundation.environment": [
         "clear_environment",
+        "disable_fsdp_ram_efficient_loading",
+        "enable_fsdp_ram_efficient_loading",
         "get_int_from_env",
         "parse_choice_from_env",
         "parse_flag_from_env",
@@ -215,12 +268,28 @@ _NAMES = {
     ],
     "trainer_lib.foundation.sizes": [
         "convert_bytes",
+        "convert_file_size_to_int",
+    ],
+    "trainer_lib.modules.compilation": [
+        "compile_regions",
+    ],
+    "trainer_lib.modules.ties": [
+        "find_tied_parameters",
+        "retie_parameters",
+    ],
+    "trainer_lib.modules.unwrapping": [
+        "extract_model_from_parallel",
+        "has_compiled_regions",
+        "is_compiled_module",
     ],
     "trainer_lib.options.accumulation": [
         "GradientAccumulationPlugin",
     ],
     "trainer_lib.options.base": [
         "KwargsHandler",
+    ],
+    "trainer_lib.options.compilation": [
+        "TorchDynamoPlugin",
     ],
     "trainer_lib.options.data": [
         "DataLoaderConfiguration",
@@ -232,12 +301,22 @@ _NAMES = {
     "trainer_lib.options.kinds": [
         "DDPCommunicationHookType",
         "DistributedType",
+        "DynamoBackend",
         "PrecisionType",
         "RNGType",
     ],
     "trainer_lib.options.precision": [
         "AutocastKwargs",
         "GradScalerKwargs",
+    ],
+    "trainer_lib.options.project": [
+        "ProjectConfiguration",
+    ],
+    "trainer_lib.options.sharding": [
+        "FullyShardedDataParallelPlugin",
+    ],
+    "trainer_lib.parallelism_config": [
+        "ParallelismConfig",
     ],
     "trainer_lib.progress": [
         "tqdm",
@@ -249,6 +328,23 @@ _NAMES = {
     ],
     "trainer_lib.state.process": [
         "wait_for_everyone",
+    ],
+    "trainer_lib.tensor_files.names": [
+        "MODEL_NAME",
+        "SAFE_MODEL_NAME",
+        "SAFE_WEIGHTS_INDEX_NAME",
+        "SAFE_WEIGHTS_NAME",
+        "SAFE_WEIGHTS_PATTERN_NAME",
+        "WEIGHTS_INDEX_NAME",
+        "WEIGHTS_NAME",
+        "WEIGHTS_PATTERN_NAME",
+    ],
+    "trainer_lib.tensor_files.storage": [
+        "clean_state_dict_for_safetensors",
+        "id_tensor_storage",
+    ],
+    "trainer_lib.tensor_files.weights": [
+        "load_state_dict",
     ],
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

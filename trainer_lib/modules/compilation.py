@@ -1,0 +1,124 @@
+"""This file is compilation in place: calls of a module go through torch.compile, and its name and class stay."""
+
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib.logging import get_logger
+from trainer_lib.modules.blocks import repeated_blocks
+from trainer_lib.modules.views import view
+from trainer_lib.options.compilation import TorchDynamoPlugin
+
+_logger = get_logger(__name__)
+
+
+def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
+    """Compile a model, or its repeated blocks, as the plugin says; one that its author compiled stays as it is."""
+    undo_compilation(model)  # an earlier engine may have compiled it in another way
+    if not plugin.is_active:
+        return
+    if is_compiled(model) or has_compiled_regions(model):
+        _logger.warning(
+            "This %s is compiled already and stays as it is; the options of dynamo_plugin do not reach it. "
+            "Leave out its own torch.compile to have it compiled by them.",
+            type(model).__name__,
+        )
+        return
+    compile_whole = plugin.use_regional_compilation is not True
+    (_compile_whole if compile_whole else compile_regions)(model, **plugin.to_kwargs())
+
+
+def undo_compilation(model: nn.Module) -> None:
+    """Take off what `compile_model` and `compile_regions` have put on, and leave what the model's author compiled."""
+    for module in model.modules():
+        if _is_ours(module):
+            module._compiled_call_impl = None
+            if getattr(module.__dict__.get("forward"), "__func__", None) is _forward_of_torch:
+                del module.__dict__["forward"]
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile in place the blocks that a model repeats, or all of a model without any, and return the model.
+
+    All blocks of a class share one compilation, which makes the first step of a deep model so much faster.
+
+    Args:
+        module: The model.
+        **compile_kwargs: Arguments of `torch.compile`.
+
+    Example:
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
+        >>> encoder = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        >>> encoder = compile_regions(encoder, backend="eager")
+        >>> is_compiled(encoder.layers[2])
+        True
+    """
+    blocks = list(repeated_blocks(module).values())
+    if not blocks:
+        _compile_whole(module, **compile_kwargs)
+    compiled: dict[type, Callable[..., Any]] = {}
+    for block in blocks:
+        if type(block) not in compiled:
+            compiled[type(block)] = _compiled_call(**compile_kwargs)
+        _call_through(block, compiled[type(block)])
+    return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this very module go through torch.compile."""
+    return _is_optimized(module) or module._compiled_call_impl is not None
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether modules inside this one are compiled for themselves."""
+    return any(is_compiled(inside) for inside in module.modules() if inside is not module)
+
+
+def eager_view(model: nn.Module) -> nn.Module:
+    """Return the model as it runs without torch.compile: itself if nothing is compiled, else a view.
+
+    A view shares parameters, buffers and modes with the model, whose own calls stay compiled.
+    """
+    return view(model, _inside, lambda module: module._compiled_call_impl is not None)
+
+
+def _compile_whole(module: nn.Module, **compile_kwargs: Any) -> None:
+    _call_through(module, _compiled_call(**compile_kwargs))
+
+
+def _compiled_call(**compile_kwargs: Any) -> Callable[..., Any]:
+    # Isolated: torch counts compilations by the code of a function (8, then it gives up without an error), and models
+    # share code: the forward of mixed precision is one for all.
+    arguments: dict[str, Any] = {"isolate_recompiles": True, **compile_kwargs}
+    return torch.compile(nn.Module._call_impl, **arguments)
+
+
+def _call_through(module: nn.Module, compiled: Callable[..., Any]) -> None:
+    # As nn.Module.compile() does; but bound to the module here, so that blocks can share what was compiled.
+    module._compiled_call_impl = MethodType(compiled, module)
+    if type(module).__module__.startswith("torch.nn.") and "forward" not in module.__dict__:
+        module.__dict__["forward"] = MethodType(_forward_of_torch, module)
+
+
+def _forward_of_torch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # torch.compile begins at the first function that is not torch's own: without this one a bare nn.Sequential or
+    # nn.TransformerEncoderLayer would never be compiled, and nobody would be told.
+    return type(self).forward(self, *args, **kwargs)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    # torch's own compile() leaves a plain function there.
+    return isinstance(module._compiled_call_impl, MethodType)
+
+
+def _is_optimized(module: nn.Module) -> bool:
+    dynamo: Any = sys.modules.get("torch._dynamo")  # a run that has not imported it has compiled nothing
+    return dynamo is not None and isinstance(module, dynamo.eval_frame.OptimizedModule)
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    return module.get_submodule("_orig_mod") if _is_optimized(module) else module

@@ -1,0 +1,73 @@
+"""This file is views of a model: other modules around the same parameters, buffers and modes."""
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+def view(model: nn.Module, peel: Callable[[nn.Module], nn.Module], replaces: Callable[[nn.Module], bool]) -> nn.Module:
+    """Return the model with each module in it peeled; what holds nothing that changes is itself, not a view.
+
+    Args:
+        model: The model, which stays as it is.
+        peel: Returns what is inside a wrapper, or the module it is given.
+        replaces: Whether a module needs a view of its own, which calls the module's forward without torch.compile.
+    """
+    return _view(model, peel, replaces, {})
+
+
+def _view(module: nn.Module, peel: Any, replaces: Any, seen: dict[int, nn.Module]) -> nn.Module:
+    inside = peel(module)
+    # A module that is there twice has one view.
+    if id(inside) not in seen:
+        children = {
+            name: None if child is None else _view(child, peel, replaces, seen)
+            for name, child in inside._modules.items()
+        }
+        changes = any(children[name] is not child for name, child in inside._modules.items())
+        seen[id(inside)] = _around(inside, children) if changes or replaces(inside) else inside
+    return seen[id(inside)]
+
+
+def _around(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+    made: nn.Module = _bare(_view_class(type(module)))
+    # The dictionaries of parameters and buffers are the module's own, so that whatever is put there is seen by both.
+    made.__dict__.update(module.__dict__, _modules=children, _compiled_call_impl=None, _viewed=module)
+    for name, value in list(made.__dict__.items()):
+        if isinstance(value, MethodType) and value.__self__ is module:
+            made.__dict__[name] = MethodType(value.__func__, made)
+    return made
+
+
+@functools.cache
+def _view_class(kind: type[nn.Module]) -> type[nn.Module]:
+    if issubclass(kind, _View):
+        return kind
+    named_alike = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (_View, kind), named_alike)
+
+
+class _View:
+    """What a view has of its own: the modes of what it is a view of, and copies that are no views."""
+
+    @property
+    def training(self) -> bool:
+        return self.__dict__["_viewed"].training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_viewed"].training = mode
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = next(kind for kind in type(self).__mro__ if not issubclass(kind, _View))
+        plain = _bare(kind)
+        plain.__dict__.update(self.__dict__, training=self.training)
+        del plain.__dict__["_viewed"]
+        return _bare, (kind,), plain.__getstate__()
+
+
+def _bare(kind: type) -> Any:
+    return object.__new__(kind)
