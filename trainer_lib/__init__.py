@@ -11,7 +11,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator as Accelerator
+    from trainer_lib.checkpointing.weights import load_checkpoint_in_model as load_checkpoint_in_model
     from trainer_lib.data_loader import skip_first_batches as skip_first_batches
+    from trainer_lib.foundation.errors import CheckpointError as CheckpointError
     from trainer_lib.foundation.errors import ConfigurationError as ConfigurationError
     from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
     from trainer_lib.foundation.errors import MissingPackageError as MissingPackageError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from trainer_lib.foundation.errors import WorldError as WorldError
     from trainer_lib.launchers import debug_launcher as debug_launcher
     from trainer_lib.launchers import notebook_launcher as notebook_launcher
+    from trainer_lib.local_sgd import LocalSGD as LocalSGD
     from trainer_lib.logging import get_logger as get_logger
     from trainer_lib.options.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
     from trainer_lib.options.data import DataLoaderConfiguration as DataLoaderConfiguration
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from trainer_lib.options.kinds import DistributedType as DistributedType
     from trainer_lib.options.precision import AutocastKwargs as AutocastKwargs
     from trainer_lib.options.precision import GradScalerKwargs as GradScalerKwargs
+    from trainer_lib.options.project import ProjectConfiguration as ProjectConfiguration
+    from trainer_lib.options.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
     from trainer_lib.seeding import set_seed as set_seed
     from trainer_lib.state import AcceleratorState as AcceleratorState
     from trainer_lib.state import GradientState as GradientState
@@ -39,24 +45,30 @@ _HOMES = {
     "Accelerator": "trainer_lib.accelerator",
     "AcceleratorState": "trainer_lib.state",
     "AutocastKwargs": "trainer_lib.options.precision",
+    "CheckpointError": "trainer_lib.foundation.errors",
     "ConfigurationError": "trainer_lib.foundation.errors",
     "DataLoaderConfiguration": "trainer_lib.options.data",
     "DistributedDataParallelKwargs": "trainer_lib.options.distributed",
     "DistributedOperationException": "trainer_lib.foundation.errors",
     "DistributedType": "trainer_lib.options.kinds",
+    "FullyShardedDataParallelPlugin": "trainer_lib.options.sharding",
     "GradScalerKwargs": "trainer_lib.options.precision",
     "GradientAccumulationPlugin": "trainer_lib.options.accumulation",
     "GradientState": "trainer_lib.state",
     "InitProcessGroupKwargs": "trainer_lib.options.distributed",
+    "LocalSGD": "trainer_lib.local_sgd",
     "MissingPackageError": "trainer_lib.foundation.errors",
+    "ParallelismConfig": "trainer_lib.parallelism_config",
     "PartialState": "trainer_lib.state",
     "PreparationError": "trainer_lib.foundation.errors",
+    "ProjectConfiguration": "trainer_lib.options.project",
     "StateError": "trainer_lib.foundation.errors",
     "TrainerLibError": "trainer_lib.foundation.errors",
     "UnsupportedError": "trainer_lib.foundation.errors",
     "WorldError": "trainer_lib.foundation.errors",
     "debug_launcher": "trainer_lib.launchers",
     "get_logger": "trainer_lib.logging",
+    "load_checkpoint_in_model": "trainer_lib.checkpointing.weights",
     "notebook_launcher": "trainer_lib.launchers",
     "set_seed": "trainer_lib.seeding",
     "skip_first_batches": "trainer_lib.data_loader",
@@ -65,24 +77,30 @@ __all__ = [
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
+    "CheckpointError",
     "ConfigurationError",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
+    "LocalSGD",
     "MissingPackageError",
+    "ParallelismConfig",
     "PartialState",
     "PreparationError",
+    "ProjectConfiguration",
     "StateError",
     "TrainerLibError",
     "UnsupportedError",
     "WorldError",
     "debug_launcher",
     "get_logger",
+    "load_checkpoint_in_model",
     "notebook_launcher",
     "set_seed",
     "skip_first_batches",

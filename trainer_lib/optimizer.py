@@ -12,6 +12,7 @@ from trainer_lib.precision.autocast import ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.gradients import GradientState
 from trainer_lib.state.window import GradientWindow
+from trainer_lib.strategies.gradients import local_values
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -122,6 +123,13 @@ class AcceleratedOptimizer(Optimizer):
             self.precision.unscale(self.optimizer)
             self._apply_factor()
 
+    def start_over(self) -> None:
+        """Drop the gradients and what is known of them: another state is being taken up."""
+        self.precision.discard(self.optimizer)
+        self._stepped_in = self._zeroes_first_in = 0
+        self._finish_round()
+        self.optimizer.zero_grad()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
@@ -188,4 +196,4 @@ class AcceleratedOptimizer(Optimizer):
 def multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients in place, without waiting for the device."""
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(local_values(gradients), factor)

@@ -186,6 +186,14 @@ def form(world: World, device: torch.device, options: InitProcessGroupKwargs) ->
     return group
 
 
+def form_alone(device: torch.device, options: InitProcessGroupKwargs) -> ProcessGroup:
+    """Return a real group of this process alone, for what works on real groups only."""
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(device, options.backend), store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave_at_exit)
+    return TorchProcesses()
+
+
 def adopted() -> ProcessGroup | None:
     """Return the group that the script itself formed, if it did."""
     return TorchProcesses() if dist.is_available() and dist.is_initialized() else None

@@ -206,7 +206,7 @@ def test_settings_of_the_launcher() -> None:
         assert environment.store_file() == "/somewhere"
 
 
-@pytest.mark.parametrize("engine", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "TP"])
+@pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM", "TP"])
 def test_engines_that_are_not_there_are_refused_by_name(engine: str) -> None:
     with (
         patch_environment(**{f"ACCELERATE_USE_{engine}": "true"}),

@@ -56,13 +56,13 @@ def test_another_precision_comes_too_late_until_the_first_is_released() -> None:
     assert AcceleratorState(mixed_precision="no").mixed_precision == "no"
 
 
-@pytest.mark.parametrize("name", ["deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin"])
+@pytest.mark.parametrize("name", ["deepspeed_plugin", "torch_tp_plugin", "megatron_lm_plugin"])
 def test_engines_that_are_not_there_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"^{name}='x'"):
         AcceleratorState(cpu=True, **{name: "x"})  # pyright: ignore[reportArgumentType]
     with (
-        patch_environment(accelerate_use_fsdp="1"),
-        pytest.raises(UnsupportedError, match="ACCELERATE_USE_FSDP asks for FSDP"),
+        patch_environment(accelerate_use_tp="1"),
+        pytest.raises(UnsupportedError, match="ACCELERATE_USE_TP asks for tensor"),
     ):
         AcceleratorState(cpu=True)
 

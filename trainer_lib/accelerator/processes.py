@@ -7,6 +7,7 @@ import torch
 from trainer_lib import collectives
 from trainer_lib.collectives.remainder import gather_real_objects, gather_real_rows
 from trainer_lib.options.kinds import DistributedType
+from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.accelerator import AcceleratorState
 from trainer_lib.state.control import ProcessControl
@@ -29,6 +30,37 @@ class Processes(ProcessControl):
     def distributed_type(self) -> DistributedType:
         """How the processes work together."""
         return self.state.distributed_type
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded."""
+        return self.state.is_fsdp2
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How many processes replicate a model and how many share a copy, if that was said or models are sharded."""
+        return self.state.parallelism_config
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether parallelism of several kinds is composed by `parallelism_config`."""
+        return self.is_fsdp2
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of processes that `parallelism_config` describes, or `None`."""
+        config = self.parallelism_config
+        return None if config is None else config.get_device_mesh(self.device.type)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy of the model this process has a part in; 0 if there is one."""
+        return self._place_along("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which part of a copy of the model this process has; 0 if it has it whole."""
+        return self._place_along("dp_shard")
 
     @property
     def num_processes(self) -> int:  # type: ignore[override]
@@ -96,6 +128,10 @@ class Processes(ProcessControl):
             (True, False)
         """
         self._trigger = True
+
+    def _place_along(self, dimension: str) -> int:
+        mesh = self.torch_device_mesh
+        return mesh.get_local_rank(dimension) if mesh is not None and dimension in mesh.mesh_dim_names else 0
 
     def check_trigger(self) -> bool:
         """Whether any process raised its flag since the last check. All processes have to ask."""

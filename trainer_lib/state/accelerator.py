@@ -162,7 +162,9 @@ def refuse_engines(**plugins: Any) -> None:
     """Raise for a plugin of an engine that this version does not have."""
     for name, plugin in plugins.items():
         if plugin is not None:
-            raise UnsupportedError(f"{name}={plugin!r}: this version trains on one process or with DDP. Leave it out.")
+            raise UnsupportedError(
+                f"{name}={plugin!r}: this version trains on one process, with DDP or with FSDP2. Leave it out."
+            )
 
 
 def _precision(name: str | PrecisionType) -> str:

@@ -60,6 +60,12 @@ class PartialState(ProcessControl):
         """Make this process's device the current one of its kind."""
         use_device(self.device)
 
+    def form_group(self) -> None:
+        """Form a real group, of one, for a process that is alone; a group that there is stays."""
+        if isinstance(self.group, LoneProcess):
+            self.group = process_group.form_alone(self.device, self._options)
+            self.backend = self.group.backend
+
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the world (or only `group`)."""
         if group is not None:

@@ -61,6 +61,10 @@ class SingleProcess:
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made before `distribute` train what that put in the place of its parameters."""
 
+    def trained(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Return those of `parameters` that optimizers have, for what a forward may leave in their place."""
+        return parameters
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's model inside what `distribute` made."""
         return model

@@ -1,17 +1,16 @@
 """This file is the choice of a strategy: which one a world of processes needs."""
 
-from collections.abc import Callable
-
 import torch
 
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.options.kinds import DistributedType
+from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
+from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import SingleProcess
 from trainer_lib.strategies.replicate import Replicate
-
-# A new engine is a file in this package and a line here.
-_STRATEGIES: dict[str, Callable[..., SingleProcess]] = {"single": SingleProcess, "replicate": Replicate}
+from trainer_lib.strategies.shard import Shard
 
 
 def choose_strategy(
@@ -19,7 +18,19 @@ def choose_strategy(
     group: ProcessGroup,
     device: torch.device,
     ddp: DistributedDataParallelKwargs | None = None,
+    fsdp: FullyShardedDataParallelPlugin | None = None,
+    parallelism: ParallelismConfig | None = None,
+    mixed_precision: str = "no",
 ) -> SingleProcess:
-    """Return the strategy for a world: DDP wherever processes were started together, if only one."""
-    name = "single" if distributed_type == DistributedType.NO else "replicate"
-    return _STRATEGIES[name](group, device, ddp)
+    """Return the strategy for a world: DDP wherever processes were started together, if only one.
+
+    Raises:
+        ConfigurationError: If options of one strategy are given to another.
+    """
+    if fsdp is not None and parallelism is not None:
+        if ddp is not None:
+            raise ConfigurationError(
+                "DistributedDataParallelKwargs belong to DDP, and this run shards its models (FSDP). Leave them out."
+            )
+        return Shard(group, device, fsdp, parallelism, mixed_precision)
+    return (SingleProcess if distributed_type == DistributedType.NO else Replicate)(group, device, ddp)

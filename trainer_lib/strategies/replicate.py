@@ -98,9 +98,8 @@ class Replicate(SingleProcess):
         chosen = [joinable for joinable in joinables if isinstance(joinable, Joinable)]
         if self._joining is not None:
             raise ConfigurationError("join_uneven_inputs inside join_uneven_inputs. Name all models in the outer one.")
-        if leftovers is not None:
-            for model in chosen:
-                _check_can_leave_gradients(model)
+        for model in chosen:
+            _check_can_join(model, leaves_gradients=leftovers is not None)
         return self._joined(chosen, leftovers or dict) if chosen else nullcontext(Joined())
 
     def stay_local(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -191,16 +190,15 @@ def _learns_its_graph(model: DistributedDataParallel) -> bool:
     return model.static_graph and not model._static_graph_delay_allreduce_enqueued
 
 
-def _check_can_leave_gradients(model: Joinable) -> None:
-    """Raise if what the model has left at the end of this process's data could not be added to the next update."""
+def _check_can_join(model: Joinable, leaves_gradients: bool) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     if _learns_its_graph(model):
         raise UnsupportedError(
-            "static_graph=True: DDP shares each micro-batch of the first window, which a process without data cannot "
-            "follow. Leave static_graph out, or run the first update before join_uneven_inputs."
+            "static_graph=True: DDP learns the graph from a first backward on each process, and one whose data ends "
+            "early may have none. Leave static_graph out, or make the first update before join_uneven_inputs."
         )
-    if any(hook is not _send for hook, _ in model._comm_hooks):
+    if leaves_gradients and any(hook is not _send for hook, _ in model._comm_hooks):
         raise UnsupportedError(
             "This model has a communication hook of its own, through which a process whose data ends within a window "
             "cannot hand over its gradients. Choose one by DistributedDataParallelKwargs(comm_hook=…)."

@@ -1,0 +1,113 @@
+"""Sharding (FSDP2) against one process: losses, gradient norms, weights and optimizer states, whatever the settings."""
+
+import functools
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import toy
+from tests.strategies.sharded import Block, Case, Tied, give_values, train
+from trainer_lib.launchers import run_forked
+
+
+def _on_meta_but_main(network: nn.Module, rank: int) -> nn.Module:
+    if rank == 0:
+        return network
+    with torch.device("meta"):
+        return type(network)()
+
+
+def _on_meta(network: nn.Module, rank: int) -> nn.Module:
+    del rank
+    with torch.device("meta"):
+        return type(network)()
+
+
+def _on_other_weights_but_main(network: nn.Module, rank: int) -> nn.Module:
+    if rank > 0:
+        for tensor in (*network.parameters(), *network.buffers()):
+            tensor.data.fill_(float(rank))
+    return network
+
+
+TWO = {
+    "full shard": Case(),
+    "shard grad op": Case(plugin={"sharding_strategy": "SHARD_GRAD_OP"}),
+    "whole model at once": Case(plugin={"auto_wrap_policy": "no_wrap"}),
+    "blocks by size": Case(plugin={"auto_wrap_policy": "size_based_wrap", "min_num_params": 60}),
+    "blocks by name": Case(plugin={"transformer_cls_names_to_wrap": ["Block", "Linear"]}),
+    "blocks by class": Case(plugin={"auto_wrap_policy": [Block]}),
+    "prefetching": Case(plugin={"forward_prefetch": True}),
+    "offload": Case(plugin={"cpu_offload": True}),
+    "activation checkpointing": Case(plugin={"activation_checkpointing": True}),
+    "ignored": Case(plugin={"ignored_modules": r"last|blocks\.1"}, steps=4),
+    "tied": Case(kind=Tied),
+    "tied, others on meta": Case(kind=Tied, start=_on_meta_but_main),
+    "others on meta": Case(start=_on_meta_but_main),
+    "all on meta": Case(start=_on_meta, plugin={"param_init_fn": give_values}),
+    "others have other weights": Case(start=_on_other_weights_but_main),
+    "own weights": Case(plugin={"sync_module_states": False}),
+    "accumulation": Case(steps=4),  # does not divide the 6 batches of a pass: the last window is short
+    "accumulation, reduced each time": Case(steps=4, sync_each_batch=True),
+    "weighted": Case(weighted=True),
+    "weighted accumulation": Case(weighted=True, steps=4),
+    "weighted accumulation, reduced each time": Case(weighted=True, steps=4, sync_each_batch=True),
+    "largest gradient": Case(norm_type=float("inf")),
+    "norm of 3": Case(norm_type=3.0, plugin={"ignored_modules": "last"}),
+    "cut values": Case(clip=None, clip_value=0.05, plugin={"ignored_modules": "last"}),
+    "evaluation before step": Case(interlude="evaluating", plugin={"reshard_after_forward": False}),
+    "forward before step": Case(interlude="recording", plugin={"reshard_after_forward": False}),
+    "optimizer afterwards": Case(order="afterwards"),
+    "optimizer first": Case(order="optimizer first"),
+    "optimizer before": Case(order="optimizer before"),
+    "fused": Case(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)),
+}
+FOUR = {
+    "full shard": Case(),
+    "hybrid": Case(parallelism={"dp_replicate_size": 2, "dp_shard_size": 2}),
+    "hybrid accumulation": Case(parallelism={"dp_replicate_size": 2, "dp_shard_size": 2}, steps=4, weighted=True),
+    "hybrid, mixed": Case(
+        parallelism={"dp_replicate_size": 2, "dp_shard_size": 2}, plugin={"ignored_modules": "last"}, norm_type=1.0
+    ),
+    "reshard to two": Case(plugin={"reshard_after_forward": 2}),
+}
+
+
+def _all(cases: dict[str, Case], shards: bool) -> dict[str, Any]:
+    return {name: train(case, shards) for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import once what each forked process would else import for itself."""
+    importlib.import_module("torch.distributed.fsdp")
+
+
+@functools.cache
+def results(processes: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what each case tells in one process, and in several."""
+    cases = TWO if processes == 2 else FOUR
+    (alone,) = run_forked(_all, (cases, False), 1, timeout=120)
+    return alone, run_forked(_all, (cases, True), processes, timeout=120)
+
+
+@pytest.mark.parametrize(("processes", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+def test_shards_train_as_one_process_does(processes: int, name: str) -> None:
+    alone, together = results(processes)
+    main, others = together[0][name], [told[name] for told in together[1:]]
+    expected = alone[name]
+    for told in (main, *others):
+        assert told["losses"] == pytest.approx(expected["losses"], rel=2e-6)
+        assert told["norms"] == pytest.approx(expected["norms"], rel=2e-6)
+        assert told["names"] == expected["names"]
+        torch.testing.assert_close(told["shift"], expected["shift"], rtol=0, atol=0)
+    assert list(main["weights"]) == list(expected["weights"])
+    toy.assert_same(list(main["weights"].values()), list(expected["weights"].values()), rtol=1e-4)
+    assert main["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    for key, values in expected["optimizer"]["state"].items():
+        own = main["optimizer"]["state"][key]
+        toy.assert_same([own[part].float() for part in values], [one.float() for one in values.values()], rtol=1e-4)
+    assert all(told["weights"] == told["optimizer"] == {} for told in others)

@@ -1,0 +1,102 @@
+"""This file is norms and clipping of gradients that are whole on each process, sharded over them, or both."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def local_values(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return what this process holds of each tensor; operations on it alone need no word from the others."""
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+
+
+@torch.no_grad()
+def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
+    """Shrink the gradients to a norm of at most `max_norm` over all of them, and return the norm before."""
+    gradients = _gradients(parameters)
+    total = total_norm(gradients, norm_type, device)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    _multiply(local_values(gradients), factor)
+    return total
+
+
+@torch.no_grad()
+def clip_value(parameters: Iterable[Tensor], largest: float) -> None:
+    """Cut each gradient to at most `largest` in size."""
+    for values in local_values(_gradients(parameters)):
+        values.clamp_(-largest, largest)
+
+
+@torch.no_grad()
+def norm(parameters: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm over all gradients, the same on all processes."""
+    return total_norm(_gradients(parameters), norm_type, device)
+
+
+def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm over all tensors as a plain tensor, equal on all processes that share them."""
+    norm_type = float(norm_type)
+    norms: list[Tensor] = []
+    for layout, group in _by_layout(gradients).items():
+        own = _norms(local_values(group), norm_type, device)
+        norms.append(own if layout is None else _over_shards(own, norm_type, *layout))
+    if not norms:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.cat(norms), norm_type).float()
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
+    """Group tensors by where their parts are: `None` for whole ones, else a mesh and the placements on it."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        spec: Any = getattr(tensor, "_spec", None)
+        groups.setdefault(None if spec is None else (spec.mesh, spec.placements), []).append(tensor)
+    return groups
+
+
+def _norms(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    # In double, so that the powers which processes add up neither vanish nor overflow.
+    nothing = math.inf if norm_type == -math.inf else 0.0
+    norms: list[Tensor] = [torch.full((), nothing, dtype=torch.float64, device=device)] * len(tensors)
+    filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+    for index, one in zip(filled, torch._foreach_norm([tensors[i] for i in filled], norm_type), strict=True):
+        norms[index] = one.to(device, torch.float64, non_blocking=True)
+    return torch.stack(norms)
+
+
+def _over_shards(norms: Tensor, norm_type: float, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    """Return the norms of whole tensors, given those of this process's shards."""
+    for dimension, placement in enumerate(placements):
+        if placement.is_shard():
+            norms = _joined(norms, norm_type, mesh.get_group(dimension))
+        elif not placement.is_replicate():
+            raise NotImplementedError(f"The norm of gradients placed as {placement} is not known.")
+    return norms
+
+
+def _joined(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    if math.isinf(norm_type):
+        dist.all_reduce(norms, dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN, group=group)
+        return norms
+    if norm_type == 0:  # the number of values that are not 0
+        dist.all_reduce(norms, group=group)
+        return norms
+    powers = norms.pow(norm_type)
+    dist.all_reduce(powers, group=group)
+    return powers.pow(1 / norm_type)
+
+
+def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, factor.to(device))

@@ -1,0 +1,167 @@
+"""This file is one sharded model: how it is taken apart, and what is asked of all its blocks."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.errors import PreparationError
+from trainer_lib.modules.activation_checkpointing import checkpoint_activations
+from trainer_lib.modules.names import canonical_name
+from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
+from trainer_lib.process_group import ProcessGroup
+from trainer_lib.strategies import filling
+from trainer_lib.strategies.replicas import Replicas
+from trainer_lib.strategies.wrapping import ignored_modules, modules_to_wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+class ShardedModel:
+    """A model that `fully_shard` was applied to, in place.
+
+    Args:
+        model: The model, on any device; on the meta device, if the main process can give it values.
+        plugin: How to shard.
+        arguments: What `fully_shard` is told for each module.
+        group: The processes.
+        device: The device of this one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plugin: FullyShardedDataParallelPlugin,
+        arguments: Mapping[str, Any],
+        group: ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        _refuse_sharded(model)
+        self.model = model
+        self._plugin, self._group, self._device = plugin, group, device
+        ignored = ignored_modules(model, plugin.ignored_modules)
+        wrapped = modules_to_wrap(model, plugin, ignored)
+        if plugin.activation_checkpointing:
+            checkpoint_activations(model, list(wrapped.values()))
+        self._before = dict(model.named_parameters())
+        self._agree()
+        kept = {p for module in ignored for p in module.parameters(recurse=False)}
+        kept |= {p for p in model.parameters() if p.dim() == 0}  # nothing to share
+        values = filling.empty(model, kept)
+        self._blocks = _sharded(model, list(wrapped.values()), plugin, {**arguments, "ignored_params": kept})
+        self._fill(values)
+        # Whatever a forward has left whole, all that looks at weights between two steps should see shards.
+        model.register_forward_hook(self._after_forward, always_call=True)
+        self.whole = [p for p in model.parameters() if not hasattr(p, "_local_tensor")]
+        self.replicas = Replicas(self.whole, group)
+
+    def successors(self) -> dict[Tensor, nn.Parameter]:
+        """Return which parameter took the place of each one that was replaced; once, since the old ones are large."""
+        before, self._before = self._before, {}
+        found: dict[Tensor, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters():
+            if before[name] is not parameter:
+                for note, value in vars(before[name]).items():  # libraries leave some on a weight
+                    setattr(parameter, note, value)
+                found[before[name]] = parameter
+        return found
+
+    def set_synchronizing(self, synchronizes: bool) -> None:
+        """Say whether backwards reduce the gradients over the processes."""
+        self.replicas.synchronizes = synchronizes
+        for block in self._blocks:
+            block.set_requires_gradient_sync(synchronizes, recurse=False)
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether backwards reduce the gradients over the processes."""
+        return self.replicas.synchronizes
+
+    def reshard(self) -> None:
+        """Drop what is whole here of the weights."""
+        for block in self._blocks:
+            block.reshard()
+
+    def shards_of_whole(self) -> dict[Tensor, Tensor]:
+        """Return the shard of each weight that is whole here now, and drop what is whole."""
+        before = list(self.model.named_parameters())
+        self.reshard()
+        after = dict(self.model.named_parameters())
+        return {parameter: after[name] for name, parameter in before if after[name] is not parameter}
+
+    def _after_forward(self, *arguments: Any) -> None:
+        del arguments
+        if not torch.is_grad_enabled():  # no backward will come that would do it
+            self.reshard()
+
+    def _agree(self) -> None:
+        """Give the main process's weights values, and raise on all processes if one cannot go on."""
+        trouble = None
+        try:
+            if not self._plugin.sync_module_states:
+                _refuse_meta(self.model)
+            elif self._group.rank == 0:
+                filling.materialize(self.model, self._plugin.param_init_fn)
+        except PreparationError as error:
+            trouble = error
+        signature = [
+            (canonical_name(name), tuple(tensor.shape), str(tensor.dtype))
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
+        ]
+        told = self._group.all_gather_objects((trouble, signature))
+        for error, _ in told:
+            if error is not None:
+                raise error
+        for rank, (_, other) in enumerate(told):
+            if other != told[0][1]:
+                raise _other_model(rank, told[0][1], other)
+
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        shards_on = torch.device("cpu") if self._plugin.offload.to_cpu else self._device
+        filling.allocate(self.model, self._device, shards_on)
+        targets = {name: p.detach() for name, p in self.model.named_parameters()} | dict(self.model.named_buffers())
+        source = self._group if self._plugin.sync_module_states else None
+        filling.fill(targets, values, source, self._device)
+
+
+def _sharded(
+    model: nn.Module, inner: Sequence[nn.Module], plugin: FullyShardedDataParallelPlugin, arguments: dict[str, Any]
+) -> "list[FSDPModule]":
+    from torch.distributed.fsdp import fully_shard
+
+    reshard = plugin.reshard_after_forward
+    # Inner ones first: each takes what is not taken yet.
+    blocks = [fully_shard(m, reshard_after_forward=reshard, **arguments) for m in reversed(inner)][::-1]
+    # What the whole model shares is needed as its backward begins, so freeing it after the forward saves nothing.
+    root = fully_shard(model, reshard_after_forward=False if reshard is False else None, **arguments)
+    if plugin.forward_prefetch:
+        for block, following in zip([root, *blocks], blocks, strict=False):
+            block.set_modules_to_forward_prefetch([following])
+    return [root, *blocks]
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "_local_tensor"):
+            raise PreparationError(
+                f"{name} is sharded already (a DTensor). Give prepare() the model as it was before fully_shard."
+            )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise PreparationError(
+                f"{name} is on the meta device, and sync_module_states=False lets each process start from its own "
+                "weights. Leave sync_module_states out, and all start from the main process's."
+            )
+
+
+def _other_model(rank: int, first: list[Any], other: list[Any]) -> PreparationError:
+    pairs = [(a, b) for a, b in zip(first, other, strict=False) if a != b]
+    where = f"{pairs[0][0]} and {pairs[0][1]}" if pairs else f"{len(first)} and {len(other)} tensors"
+    return PreparationError(
+        f"The main process and process {rank} prepare different models: {where}. Build the same model on all."
+    )
