@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.safetensors import write_tensors
 from trainer_lib.tensor_files.storage import without_aliases
 
@@ -54,7 +55,9 @@ class PickledTensors(Content):
         # What lies together in memory is saved together, so each tensor is cut out of what surrounds it.
         kept, aliases = without_aliases(self.tensors)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
-        torch.save({name: kept[aliases.get(name, name)] for name in self.tensors}, path)
+        # Through Python's file, which tells why it cannot write; torch's own does not.
+        with path.open("wb") as file:
+            torch.save({name: kept[aliases.get(name, name)] for name in self.tensors}, file)
 
     @property
     def size(self) -> int:
@@ -64,13 +67,31 @@ class PickledTensors(Content):
 
 @dataclass(frozen=True)
 class Json(Content):
-    """What JSON can say."""
+    """What JSON can say.
+
+    Args:
+        value: What it says.
+        is_for_people: Whether it is laid out for reading.
+    """
 
     value: Any
+    is_for_people: bool = False
 
     def write(self, path: Path) -> None:
         """Write the file."""
-        path.write_text(json.dumps(self.value, indent=2, allow_nan=False) + "\n")
+        path.write_text(json.dumps(self.value, indent=2 if self.is_for_people else None, allow_nan=False) + "\n")
+
+    @staticmethod
+    def read(path: Path) -> Any:
+        """Read a file of JSON.
+
+        Raises:
+            CheckpointError: If it is none.
+        """
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
 
     @property
     def size(self) -> int:

@@ -42,7 +42,7 @@ def weight_files(
         files[name] = kind(shard)
         weight_map |= dict.fromkeys(shard, name)
     total = sum(file.size for file in files.values())
-    files[f"{stem}{ending}{_INDEX_ENDING}"] = Json({"metadata": {"total_size": total}, "weight_map": weight_map})
+    files[f"{stem}{ending}{_INDEX_ENDING}"] = Json({"metadata": {"total_size": total}, "weight_map": weight_map}, True)
     return files
 
 

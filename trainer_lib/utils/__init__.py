@@ -112,6 +112,11 @@ if TYPE_CHECKING:
     from trainer_lib.foundation.ports import is_port_in_use as is_port_in_use
     from trainer_lib.foundation.sizes import convert_bytes as convert_bytes
     from trainer_lib.foundation.sizes import convert_file_size_to_int as convert_file_size_to_int
+    from trainer_lib.memory import MemoryUse as MemoryUse
+    from trainer_lib.memory import PeakMemory as PeakMemory
+    from trainer_lib.memory import clear_device_cache as clear_device_cache
+    from trainer_lib.memory import find_executable_batch_size as find_executable_batch_size
+    from trainer_lib.memory import release_memory as release_memory
     from trainer_lib.modules.compilation import compile_regions as compile_regions
     from trainer_lib.modules.ties import find_tied_parameters as find_tied_parameters
     from trainer_lib.modules.ties import retie_parameters as retie_parameters
@@ -269,6 +274,13 @@ _NAMES = {
     "trainer_lib.foundation.sizes": [
         "convert_bytes",
         "convert_file_size_to_int",
+    ],
+    "trainer_lib.memory": [
+        "MemoryUse",
+        "PeakMemory",
+        "clear_device_cache",
+        "find_executable_batch_size",
+        "release_memory",
     ],
     "trainer_lib.modules.compilation": [
         "compile_regions",

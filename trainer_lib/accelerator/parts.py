@@ -1,0 +1,118 @@
+"""This file is what of an `Accelerator` survives a restart: the list of parts that a state on disk is made of."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainer_lib.checkpointing.generators import Generators
+from trainer_lib.checkpointing.layout import (
+    CUSTOM_STATE_NAME,
+    ENGINE_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAMPLER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    numbered,
+)
+from trainer_lib.checkpointing.parts import Part, State, Weights
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator.persistence import Persistence
+
+
+def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
+    """Return the parts, in the order in which they are saved and loaded.
+
+    The generators are last both times: what is drawn while a state is taken or taken up is drawn before.
+
+    Args:
+        engine: The `Accelerator`.
+        strict: Whether the names of weights have to be those of the model.
+    """
+    leads, rank = engine.should_save_model, engine.process_index
+    reads = rank == 0 or not engine.strategy.hands_out
+    parts: list[Part] = []
+    parts += [
+        Weights(index=index, stateful=_Model(engine, model, strict), writes=leads, reads=reads)
+        for index, model in enumerate(engine._models)
+    ]
+    parts += [
+        State(kind=OPTIMIZER_NAME, index=index, stateful=_Optimizer(engine, one), writes=leads, reads=reads)
+        for index, one in enumerate(engine._optimizers)
+    ]
+    parts += [
+        State(kind=SCHEDULER_NAME, index=index, stateful=one, writes=leads)
+        for index, one in enumerate(engine._schedulers)
+    ]
+    if engine.precision.scaler is not None:
+        parts.append(State(kind=SCALER_NAME, stateful=engine.precision, writes=leads))
+    # A loader's place is the same on all processes, but what helps to get there (a dataset's own state) may not be.
+    parts += [
+        State(
+            kind=SAMPLER_NAME,
+            index=index,
+            stateful=one,
+            file_name=f"{numbered(SAMPLER_NAME, index)}.process_{rank}",
+        )
+        for index, one in enumerate(engine._dataloaders)
+    ]
+    parts += [
+        State(
+            kind=CUSTOM_STATE_NAME,
+            index=index,
+            stateful=one,
+            writes=leads,
+            file_name=f"{CUSTOM_STATE_NAME}_{index}",
+        )
+        for index, one in enumerate(engine._custom_objects)
+    ]
+    parts.append(State(kind=ENGINE_NAME, stateful=_Engine(engine), writes=leads))
+    parts.append(State(kind=RNG_STATE_NAME, stateful=Generators(engine.device), file_name=f"{RNG_STATE_NAME}_{rank}"))
+    return parts
+
+
+class _Model:
+    """A prepared model."""
+
+    def __init__(self, engine: "Persistence", model: nn.Module, strict: bool) -> None:
+        self._engine, self._model, self._strict = engine, model, strict
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._engine.strategy.model_state(self._model)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._engine.strategy.load_model_state(self._model, state, self._strict)
+
+
+class _Optimizer:
+    """A prepared optimizer."""
+
+    def __init__(self, engine: "Persistence", optimizer: Any) -> None:
+        self._engine, self._optimizer = engine, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._engine.strategy.optimizer_state(self._optimizer.optimizer, self._engine._models)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._engine.strategy.load_optimizer_state(self._optimizer.optimizer, self._engine._models, state)
+
+
+class _Engine:
+    """What the engine has counted."""
+
+    def __init__(self, engine: "Persistence") -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"backwards": self._engine._window.backwards}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        window = self._engine._window
+        window.reset()
+        window.backwards = state["backwards"]
+        window.state.sync_gradients = True
+        for optimizer in self._engine._optimizers:
+            # Gradients of before the load have nothing to do with these weights.
+            optimizer.start_over()

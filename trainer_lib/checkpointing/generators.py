@@ -1,0 +1,48 @@
+"""This file is the random generators of a process as a state: Python's, numpy's, torch's, and its accelerator's."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_lib.logging import get_logger
+
+_logger = get_logger(__name__)
+
+
+class Generators:
+    """The generators that a training draws from.
+
+    Args:
+        device: The device of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_type = device.type
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the generators stand."""
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+        }
+        if self._device_type != "cpu":
+            state["device"] = {self._device_type: torch.get_device_module(self._device_type).get_rng_state()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the generators go on where they stood."""
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"].cpu())
+        for kind, of_device in state.get("device", {}).items():
+            if kind == self._device_type:
+                torch.get_device_module(kind).set_rng_state(of_device.cpu())
+            else:
+                _logger.warning(
+                    "The state was saved on %s, and training goes on on %s: what is drawn there will differ.",
+                    kind,
+                    self._device_type,
+                )

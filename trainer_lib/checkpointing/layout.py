@@ -1,0 +1,76 @@
+"""This file is the names in a state folder and beside it."""
+
+import re
+from pathlib import Path
+
+from trainer_lib.foundation.errors import ConfigurationError
+
+MANIFEST_NAME = "manifest.json"
+OPTIMIZER_NAME = "optimizer"
+SCHEDULER_NAME = "scheduler"
+SAMPLER_NAME = "sampler"
+SCALER_NAME = "scaler"
+RNG_STATE_NAME = "random_states"
+CUSTOM_STATE_NAME = "custom_checkpoint"
+ENGINE_NAME = "engine"
+AUTOMATIC_FOLDER = "checkpoints"  # in a project's folder
+
+_AUTOMATIC = re.compile(r"checkpoint_(\d+)")
+
+
+def numbered(stem: str, index: int) -> str:
+    """Return the name of the first, second … of a kind."""
+    return f"{stem}_{index}" if index else stem
+
+
+def automatic_name(number: int) -> str:
+    """Return the name of a state folder under automatic naming."""
+    return f"checkpoint_{number}"
+
+
+def automatic_number(name: str) -> int | None:
+    """Return the number in such a name, or of what stands beside such a folder; `None` if it is another name."""
+    found = _AUTOMATIC.fullmatch(name.removesuffix(".replaced"))
+    return int(found[1]) if found else None
+
+
+def partial_beside(folder: Path) -> Path:
+    """Return where a state is written before it is there."""
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def replaced_beside(folder: Path) -> Path:
+    """Return where an older state stands until the newer one of the same name is there."""
+    return folder.with_name(f"{folder.name}.replaced")
+
+
+def deleted_beside(folder: Path) -> Path:
+    """Return where something stands while it is being deleted."""
+    return folder.with_name(f"{folder.name}.deleted")
+
+
+def is_committed(folder: Path) -> bool:
+    """Whether a folder holds a state that was written to the end."""
+    return (folder / MANIFEST_NAME).is_file()
+
+
+def committed(folder: Path) -> Path | None:
+    """Return where the state of this name is: in its folder, or beside it if a rename was cut short."""
+    return next((path for path in (folder, replaced_beside(folder)) if is_committed(path)), None)
+
+
+def state_folder(given: str | Path) -> Path:
+    """Return the folder to save to.
+
+    Raises:
+        ConfigurationError: If it cannot be a folder of its own.
+    """
+    folder = Path(given).expanduser().resolve()
+    if folder.is_file():
+        raise ConfigurationError(f"{folder} is a file, and a state is a folder. Give another name.")
+    if Path.cwd().is_relative_to(folder):
+        raise ConfigurationError(
+            f"{folder} is the working directory or above it, and a state takes a folder of its own, which is replaced "
+            f"as a whole. Give a folder inside, such as {folder / 'state'}."
+        )
+    return folder

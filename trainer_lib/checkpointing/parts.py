@@ -1,0 +1,214 @@
+"""This file is the parts of a state: all that survives a restart has a name, and a state to take and to give back."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from trainer_lib.checkpointing.codec import Encoded, decode, encode
+from trainer_lib.checkpointing.layout import numbered
+from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.sizes import convert_file_size_to_int
+from trainer_lib.tensor_files.contents import Content, Json, Tensors
+from trainer_lib.tensor_files.names import SAFE_MODEL_NAME
+from trainer_lib.tensor_files.safetensors import read_tensors
+from trainer_lib.tensor_files.weights import find_weights, read_weights, weight_files
+
+# What is called how in messages, and has to be as many when a state is loaded as when it was saved.
+COUNTED = {
+    "model": "models",
+    "optimizer": "optimizers",
+    "scheduler": "schedulers",
+    "sampler": "data loaders",
+    "custom_checkpoint": "registered objects",
+}
+
+
+class Stateful(Protocol):
+    """What has a state."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state up."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """What the caller says to a save or a load.
+
+    Args:
+        allow_pickle: Pickles may be written, and read.
+        safe_serialization: Weights are safetensors; else pickles of tensors.
+        max_shard_size: The size of one file of weights.
+        strict: The names of weights have to be those of the model.
+        device: Where tensors are read to.
+    """
+
+    allow_pickle: bool = False
+    safe_serialization: bool = True
+    max_shard_size: int | str = "10GB"
+    strict: bool = True
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Check the size now, not when a part of the state is written."""
+        convert_file_size_to_int(self.max_shard_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(ABC):
+    """One of the things that survive a restart.
+
+    Args:
+        kind: What it is.
+        stateful: Its state.
+        index: Which of its kind.
+        writes: Whether this process writes it down.
+    """
+
+    kind: str
+    stateful: Stateful
+    index: int = 0
+    writes: bool = True
+
+    @property
+    def name(self) -> str:
+        """What its files are called by."""
+        return numbered(self.kind, self.index)
+
+    @abstractmethod
+    def files(self, state: Any, words: Words) -> dict[str, Content]:
+        """Return what this process is to write of a state."""
+
+    @abstractmethod
+    def read(self, folder: Path, words: Words) -> Any:
+        """Return the state that this process is to take up.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class State(Part):
+    """Any state, as JSON and tensors.
+
+    Args:
+        file_name: What its files are called, if not as the part.
+        reads: Whether this process reads them; else another one hands it what it needs.
+    """
+
+    file_name: str | None = None
+    reads: bool = True
+
+    def files(self, state: Any, words: Words) -> dict[str, Content]:
+        """Return a file of JSON, and one of tensors if there are any."""
+        return state_files(self.file_name or self.name, state, words) if self.writes else {}
+
+    def read(self, folder: Path, words: Words) -> Any:
+        """Read both."""
+        return read_state(folder, self.file_name or self.name, words) if self.reads else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(Part):
+    """A model: its tensors in Hugging Face's layout; what else it keeps (extra state) beside them.
+
+    Args:
+        reads: Whether this process reads the files; else another one hands it what it needs.
+    """
+
+    kind: str = SAFE_MODEL_NAME
+    reads: bool = True
+
+    @property
+    def extra_name(self) -> str:
+        """The name of the files of what is no tensor."""
+        return f"{self.name}.extra"
+
+    def files(self, state: Mapping[str, Any], words: Words) -> dict[str, Content]:
+        """Return the files of weights, and of extra state if there is any."""
+        if not self.writes:
+            return {}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        extra = {name: value for name, value in state.items() if name not in tensors}
+        files = weight_files(tensors, words.max_shard_size, self.index, words.safe_serialization)
+        return files | (state_files(self.extra_name, extra, words) if extra else {})
+
+    def read(self, folder: Path, words: Words) -> dict[str, Any]:
+        """Read both."""
+        if not self.reads:
+            return {}
+        state: dict[str, Any] = dict(read_weights(self._found(folder, words), words.device))
+        if (folder / f"{self.extra_name}.json").is_file():
+            state |= read_state(folder, self.extra_name, words)
+        return state
+
+    def _found(self, folder: Path, words: Words) -> Path:
+        safe, pickled = (find_weights(folder, self.index, kind) for kind in (True, False))
+        if safe is not None:
+            return safe
+        if pickled is None:
+            raise CheckpointError(
+                f"{folder} has no weights of {self.name}: a hook took them out of what was saved. Register a hook "
+                "with register_load_state_pre_hook that loads the model, and takes it out of the list."
+            )
+        if words.safe_serialization:
+            raise CheckpointError(
+                f"The weights in {folder} were saved with safe_serialization=False, as a pickle. Say "
+                "load_state(…, safe_serialization=False) if you trust where they come from; only tensors are read."
+            )
+        return pickled
+
+
+def state_files(name: str, state: Any, words: Words) -> dict[str, Content]:
+    """Return the files of a state."""
+    encoded = encode(state, words.allow_pickle, f"the state of {name}")
+    files: dict[str, Content] = {f"{name}.json": Json(encoded.tree)}
+    return files | ({f"{name}.safetensors": Tensors(encoded.tensors)} if encoded.tensors else {})
+
+
+def read_state(folder: Path, name: str, words: Words) -> Any:
+    """Read a state from its files.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    tree, tensors = folder / f"{name}.json", folder / f"{name}.safetensors"
+    read = read_tensors(tensors, words.device) if tensors.is_file() else {}
+    return decode(Encoded(Json.read(tree), read), words.allow_pickle, f"the state of {name}")
+
+
+def check_counts(saved: Sequence[str], present: Sequence[str], where: str) -> None:
+    """Raise unless as many of each kind were saved as there are now.
+
+    Args:
+        saved: The names of parts that were saved.
+        present: The names of parts there are.
+        where: The folder.
+
+    Raises:
+        CheckpointError: With what differs, and what to do.
+    """
+    then, now = (Counter(_kind(name) for name in names) for names in (saved, present))
+    for kind, text in COUNTED.items():
+        if then[kind] != now[kind]:
+            verb = "register_for_checkpointing" if kind == "custom_checkpoint" else "prepare"
+            raise CheckpointError(
+                f"The state in {where} has {then[kind]} {text}, and this Accelerator has {now[kind]}. Make and "
+                f"{verb} the same ones before load_state; for a model's weights alone, use "
+                "load_checkpoint_in_model(model, folder)."
+            )
+
+
+def _kind(name: str) -> str:
+    stem, _, number = name.rpartition("_")
+    return stem if number.isdigit() else name

@@ -1,0 +1,84 @@
+"""This file is finding the state to load, and saying what is there instead if it is not."""
+
+from pathlib import Path
+
+from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, MANIFEST_NAME, committed, is_committed
+from trainer_lib.checkpointing.manifest import Manifest, read_manifest
+from trainer_lib.checkpointing.retention import automatic_states
+from trainer_lib.foundation.errors import CheckpointError, did_you_mean
+
+# What Accelerate writes and this library does not.
+_FOREIGN = ("optimizer.bin", "random_states_0.pkl", "scheduler.bin", "pytorch_model_fsdp.bin", "optimizer_0")
+
+
+def find_state(given: str | Path) -> Path:
+    """Return the folder that holds the state of this name.
+
+    Raises:
+        CheckpointError: If there is none, with what is there instead.
+    """
+    folder = Path(given).expanduser().absolute()
+    found = committed(folder)
+    if found is not None:
+        return found
+    if not folder.exists():
+        raise CheckpointError(f"There is no state {folder}.{_instead(folder)}")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, and a state is a folder.{_instead(folder)}")
+    inside = next((path for path in (folder / AUTOMATIC_FOLDER, folder) if automatic_states(path)), None)
+    if inside is not None:
+        newest = list(automatic_states(inside).values())[-1]
+        raise CheckpointError(f"{folder} is no state, but a folder of states. The newest in it is {newest}.")
+    if any((folder / name).exists() for name in _FOREIGN):
+        raise CheckpointError(
+            f"{folder} was written by Accelerate. This version reads the weights in it, by "
+            "load_checkpoint_in_model(model, folder), and no optimizer or generator, which are pickles there."
+        )
+    raise CheckpointError(
+        f"{folder} has no {MANIFEST_NAME}: it is no state, or was not written to the end.{_instead(folder)}"
+    )
+
+
+def newest_state(project: Path) -> Path:
+    """Return the newest state of a project under automatic naming.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    states = automatic_states(project / AUTOMATIC_FOLDER)
+    if not states:
+        raise CheckpointError(
+            f"There is no state to load yet in {project / AUTOMATIC_FOLDER}. Call save_state first, or give the folder "
+            "of a state: load_state(folder)."
+        )
+    return find_state(list(states.values())[-1])
+
+
+def open_state(folder: Path, world_size: int) -> Manifest:
+    """Return the manifest of a state that is whole and of a world of this size.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
+    manifest = read_manifest(folder)
+    if manifest.world_size != world_size:
+        raise CheckpointError(
+            f"The state in {folder} was saved by {manifest.world_size} processes, and this is a world of {world_size}. "
+            f"Start {manifest.world_size} processes to go on with it, or load the weights alone: "
+            "load_checkpoint_in_model(model, folder)."
+        )
+    manifest.check_files(folder)
+    return manifest
+
+
+def _instead(folder: Path) -> str:
+    parent = folder.parent
+    if not parent.is_dir():
+        return ""
+    states = [path.name for path in sorted(parent.iterdir()) if is_committed(path)]
+    if not states:
+        return ""
+    automatic = automatic_states(parent)
+    newest = f" The newest is {list(automatic.values())[-1].name!r}." if automatic else ""
+    shown = ", ".join(states[-5:])
+    return f" In {parent} there are: {shown}.{did_you_mean(folder.name, states)}{newest}"

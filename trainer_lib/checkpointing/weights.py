@@ -1,0 +1,174 @@
+"""This file is a model's weights without anything else: saved for others to read, and loaded from what others saved."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnsupportedError
+from trainer_lib.foundation.files import replace_file, sync
+from trainer_lib.foundation.sizes import convert_bytes, convert_file_size_to_int
+from trainer_lib.logging import get_logger
+from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.state import check_fits, inner_module
+from trainer_lib.modules.ties import find_tied_parameters, retie_parameters
+from trainer_lib.tensor_files.names import weights_ending, weights_stem
+from trainer_lib.tensor_files.weights import read_weights, weight_files
+
+_logger = get_logger(__name__)
+
+_NOT_YET = ("device_map", "offload_folder", "offload_state_dict", "offload_buffers", "keep_in_fp32_modules")
+
+
+def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
+    """Save weights in Hugging Face's layout, each file as a whole, in the place of those that were there.
+
+    Args:
+        state: The state of a model, of which the tensors are saved.
+        folder: Where to.
+        max_shard_size: The size of one file.
+        safe: As safetensors; else as pickles of tensors.
+    """
+    convert_file_size_to_int(max_shard_size)
+    if folder.is_file():
+        raise ConfigurationError(f"{folder} is a file, and weights are saved to a folder. Give another name.")
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if len(tensors) < len(state):
+        others = [name for name in state if name not in tensors]
+        _logger.warning("%s are no tensors and are not saved with the weights.", ", ".join(others))
+    files = weight_files(tensors, max_shard_size, safe=safe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            replace_file(folder / name, content.write)
+        # Shards of an earlier save, which a reader of the folder might take for these.
+        ending = weights_ending(safe)
+        for path in [*folder.glob(f"{weights_stem(safe=safe)}*{ending}"), *folder.glob(f"*{ending}.index.json")]:
+            if path.name not in files and _is_of_this_model(path.name, safe):
+                path.unlink()
+        sync(folder)
+    except OSError as error:
+        needed = convert_bytes(sum(content.size for content in files.values()))
+        raise CheckpointError(f"{folder}: the weights ({needed}) could not be written: {error}") from error
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: Any = None,
+    offload_folder: Any = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Any = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load weights into a model that is not prepared yet; one on the meta device gets them on the CPU.
+
+    Args:
+        model: The model.
+        checkpoint: A file of weights, an index of several, or a folder with the one or the other, such as what
+            `save_model`, `save_state` and `save_pretrained` wrote.
+        device_map: Not supported by this version, as all that offloads.
+        offload_folder: See `device_map`.
+        dtype: The type that loaded weights take in the model; by default the type that the model has.
+        offload_state_dict: See `device_map`.
+        offload_buffers: See `device_map`.
+        keep_in_fp32_modules: See `device_map`.
+        offload_8bit_bnb: See `device_map`.
+        strict: Raise for names that only one side has; else a warning tells of them.
+        full_state_dict: Not supported by this version: load weights before `prepare` shards the model.
+        broadcast_from_rank0: See `full_state_dict`.
+
+    Raises:
+        CheckpointError: If the weights are not there or damaged.
+        StateError: If they do not fit.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(4, 2)
+        >>> accelerator.save_model(accelerator.prepare(model), "/tmp/weights")
+        >>> load_checkpoint_in_model(torch.nn.Linear(4, 2), "/tmp/weights", strict=True)
+    """
+    _refuse(
+        device_map=device_map,
+        offload_folder=offload_folder,
+        offload_state_dict=offload_state_dict or None,
+        offload_buffers=offload_buffers or None,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        offload_8bit_bnb=offload_8bit_bnb or None,
+        full_state_dict=None if full_state_dict else False,
+        broadcast_from_rank0=broadcast_from_rank0 or None,
+    )
+    chosen = _dtype(dtype)
+    model = inner_module(model)
+    weights = read_weights(Path(checkpoint).expanduser())
+    check_fits(model, {name: tensor.shape for name, tensor in weights.items()}, strict)
+    ties = find_tied_parameters(model)
+    loaded = _put_in(model, weights, chosen)
+    retie_parameters(model, ties)
+    if not strict:
+        _tell_differences(model, loaded, weights, checkpoint)
+
+
+def _put_in(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> set[int]:
+    """Load what the model has a name for, and return the ids of what was loaded."""
+    loaded: set[int] = set()
+    for name, current in list(model.state_dict(keep_vars=True).items()):
+        value = weights.get(canonical_name(name))
+        if value is None or not isinstance(current, Tensor):
+            continue
+        wanted = current.dtype if dtype is None or not current.is_floating_point() else dtype
+        if current.device.type == "meta":
+            owner, _, attribute = name.rpartition(".")
+            value = value.to(wanted)
+            is_parameter = isinstance(current, nn.Parameter)
+            made = nn.Parameter(value, current.requires_grad) if is_parameter else value
+            setattr(model.get_submodule(owner), attribute, made)
+            loaded |= {id(made), id(current)}
+            continue
+        if current.dtype == wanted:
+            with torch.no_grad():
+                current.copy_(value)
+        else:
+            current.data = value.to(current.device, wanted)
+        loaded.add(id(current))
+    return loaded
+
+
+def _tell_differences(model: nn.Module, loaded: set[int], weights: Mapping[str, Tensor], checkpoint: Any) -> None:
+    own = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    missing = [name for name, value in own.items() if id(value) not in loaded and isinstance(value, Tensor)]
+    unexpected = [name for name in weights if name not in own]
+    for text, names in (("are not in it and stay as they were", missing), ("are not in the model", unexpected)):
+        if names:
+            _logger.warning("Of the weights in %s, %s: %s.", checkpoint, text, ", ".join(sorted(names)[:8]))
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"load_checkpoint_in_model({name}={value!r}): this version loads whole weights into a model on one "
+                "device. Leave it out."
+            )
+
+
+def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    if given is None:
+        return None
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype):
+        raise ConfigurationError(f"dtype={given!r} is no type of torch. Give torch.float16, 'bfloat16' or such.")
+    return found
+
+
+def _is_of_this_model(name: str, safe: bool) -> bool:
+    """Whether a file is of the first model's weights, whole, a shard or an index; not of a second one's."""
+    rest = name.removeprefix(weights_stem(safe=safe))
+    return rest != name and (rest[:1] in (".", "-"))

@@ -1,0 +1,149 @@
+"""This file is one save: all processes write into a partial folder, and one rename makes it the state.
+
+At any moment, a process that is killed leaves the older state of the same name where loading finds it: in its folder,
+or beside it (`layout.replaced_beside`) between two renames.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from trainer_lib.checkpointing.agreement import together
+from trainer_lib.checkpointing.layout import (
+    MANIFEST_NAME,
+    deleted_beside,
+    is_committed,
+    partial_beside,
+    replaced_beside,
+)
+from trainer_lib.checkpointing.manifest import Manifest, library_versions, read_manifest
+from trainer_lib.foundation.errors import CheckpointError, TrainerLibError
+from trainer_lib.foundation.files import sync
+from trainer_lib.foundation.sizes import convert_bytes
+from trainer_lib.process_group import ProcessGroup
+from trainer_lib.tensor_files.contents import Content, Json
+
+
+class Saving:
+    """The save of one state, on all processes.
+
+    Args:
+        target: The folder of the state.
+        group: The processes.
+        leader: The process that makes and renames folders for this one: the first of all, or of its machine.
+    """
+
+    def __init__(self, target: Path, group: ProcessGroup, leader: int = 0) -> None:
+        self.target = target
+        self.folder = partial_beside(target)
+        self._group = group
+        self._leads = group.rank == leader
+        self._written: set[Path] = set()
+
+    def __enter__(self) -> "Saving":
+        with together(self._group, "save_state"):
+            if self._leads:
+                try:
+                    remove(self.folder)
+                    self.folder.mkdir(parents=True)
+                except OSError as error:
+                    raise _cannot_write(self.folder, error) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._leads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def write(self, files: Mapping[str, Content]) -> None:
+        """Write the files of this process, and have the disk take them."""
+        for name, content in files.items():
+            path = self.folder / name
+            try:
+                content.write(path)
+                sync(path)
+            except TrainerLibError:
+                raise
+            except (OSError, RuntimeError) as error:
+                raise _cannot_write(path, error, sum(one.size for one in files.values())) from error
+            self._written.add(path)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest and make the folder the state, once all processes are through."""
+        with together(self._group, "save_state"):
+            if self._leads:
+                try:
+                    self._finish(manifest)
+                except OSError as error:
+                    raise _cannot_write(self.target, error) from error
+
+    def _finish(self, manifest: Manifest) -> None:
+        files = {path.relative_to(self.folder).as_posix(): {"size": path.stat().st_size} for path in self._all_files()}
+        self._take_over_foreign_files()
+        path = self.folder / MANIFEST_NAME
+        Json(replace(manifest, files=files, versions=library_versions()).content(), True).write(path)
+        sync(path)
+        for folder, _, _ in os.walk(self.folder):
+            sync(Path(folder))
+        self._swap()
+
+    def _all_files(self) -> list[Path]:
+        """Return what is in the folder, hooks' files included, once the disk has it."""
+        found = sorted(path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
+        for path in found:
+            if path not in self._written:
+                sync(path)
+        return found
+
+    def _take_over_foreign_files(self) -> None:
+        """Link what others put into the older folder of this name, such as a tokenizer: it is not ours to delete."""
+        if not self.target.is_dir():
+            return
+        ours = set(read_manifest(self.target).files) | {MANIFEST_NAME} if is_committed(self.target) else set[str]()
+
+        def known(folder: str, names: list[str]) -> set[str]:
+            return {name for name in names if Path(folder, name).relative_to(self.target).as_posix() in ours}
+
+        shutil.copytree(self.target, self.folder, ignore=known, copy_function=_link, symlinks=True, dirs_exist_ok=True)
+
+    def _swap(self) -> None:
+        replaced, deleted = replaced_beside(self.target), deleted_beside(self.target)
+        if self.target.exists():
+            # What is no whole state must not take the place of one that a rename cut short left beside it.
+            aside = replaced if is_committed(self.target) else deleted
+            remove(aside)
+            self.target.rename(aside)
+        self.folder.rename(self.target)
+        sync(self.target.parent)
+        for older in (replaced, deleted):
+            remove(older)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+
+
+def _link(source: str, target: str) -> None:
+    if os.path.lexists(target):
+        return
+    try:
+        os.link(source, target)
+    except OSError:  # a file system that has no links
+        shutil.copy2(source, target)
+
+
+def _cannot_write(path: Path, error: Exception, needed: int | None = None) -> CheckpointError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    free = convert_bytes(shutil.disk_usage(parent).free)
+    takes = "" if needed is None else f" This process's part of the state takes about {convert_bytes(needed)};"
+    return CheckpointError(
+        f"{path} could not be written: {reason}.{takes} {free} are free there. What was saved before is as it was. "
+        "(On several machines without a common file system, say ProjectConfiguration(save_on_each_node=True).)"
+    )
