@@ -1,6 +1,5 @@
 """This file is the engine: what a training loop hands its models, loaders, losses and gradients to."""
 
-import gc
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -8,7 +7,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,6 +18,7 @@ from trainer_lib.accelerator.persistence import Persistence
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
+from trainer_lib.memory import release_memory
 from trainer_lib.modules.compilation import compile_model, undo_compilation
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
 from trainer_lib.optimizer import AcceleratedOptimizer
@@ -494,10 +493,7 @@ class Accelerator(Persistence):
         self.gradient_state.sync_gradients = True
         self.strategy.release()
         self.state.release()
-        gc.collect()
-        if self.device.type != "cpu":
-            torch.accelerator.empty_cache()
-        return [None for _ in objects]
+        return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
         """Do as `free_memory` does."""

@@ -39,6 +39,14 @@ class CheckpointError(StateError):
     """A state on disk that is not there, not whole, of something else, or that could not be written."""
 
 
+class SignatureError(TrainerLibError, TypeError):
+    """A function that cannot be called with what it would be given."""
+
+
+class NoExecutableBatchSizeError(TrainerLibError, RuntimeError):
+    """No batch size fits into memory, not even 1."""
+
+
 class MissingPackageError(TrainerLibError, ImportError):
     """An optional package that is needed here and not installed."""
 
