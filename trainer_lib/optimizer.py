@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_lib.foundation.errors import StateError
 from trainer_lib.precision.autocast import ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.gradients import GradientState
@@ -123,12 +124,25 @@ class AcceleratedOptimizer(Optimizer):
             self.precision.unscale(self.optimizer)
             self._apply_factor()
 
-    def start_over(self) -> None:
-        """Drop the gradients and what is known of them: another state is being taken up."""
+    def round_state(self) -> list[int]:
+        """Return where this optimizer stands in its window.
+
+        Raises:
+            StateError: If its gradients were clipped and wait for `step`.
+        """
+        if self._gradients_are_final and self.holds_gradients:
+            raise StateError(
+                f"A state between clipping and step() of {type(self.optimizer).__name__} cannot be taken. "
+                "Save it after step()."
+            )
+        return [self._backwards_at_step, self._stepped_in, self._zeroes_first_in]
+
+    def load_round_state(self, state: list[int]) -> None:
+        """Take up what `round_state` returned; gradients are gone."""
         self.precision.discard(self.optimizer)
-        self._stepped_in = self._zeroes_first_in = 0
-        self._finish_round()
+        self._gradients_are_final = False
         self.optimizer.zero_grad()
+        self._backwards_at_step, self._stepped_in, self._zeroes_first_in = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer."""

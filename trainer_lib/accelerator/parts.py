@@ -17,9 +17,14 @@ from trainer_lib.checkpointing.layout import (
     numbered,
 )
 from trainer_lib.checkpointing.parts import Part, State, Weights
+from trainer_lib.foundation.trees import send_to_device
+from trainer_lib.logging import get_logger
+from trainer_lib.strategies.optimizer_names import load_named_gradients, named_gradients
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator.persistence import Persistence
+
+_logger = get_logger(__name__)
 
 
 def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
@@ -68,7 +73,7 @@ def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
         )
         for index, one in enumerate(engine._custom_objects)
     ]
-    parts.append(State(kind=ENGINE_NAME, stateful=_Engine(engine), writes=leads))
+    parts.append(State(kind=ENGINE_NAME, stateful=_Engine(engine), file_name=f"{ENGINE_NAME}.process_{rank}"))
     parts.append(State(kind=RNG_STATE_NAME, stateful=Generators(engine.device), file_name=f"{RNG_STATE_NAME}_{rank}"))
     return parts
 
@@ -100,19 +105,39 @@ class _Optimizer:
 
 
 class _Engine:
-    """What the engine has counted."""
+    """Where the window of gradients stands, and the gradients in it."""
 
     def __init__(self, engine: "Persistence") -> None:
         self._engine = engine
+        self._models = [engine.strategy.bare(model) for model in engine._models]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"backwards": self._engine._window.backwards}
+        engine = self._engine
+        holding = [optimizer.holds_gradients for optimizer in engine._optimizers]
+        if any(holding) and engine.strategy.hands_out:
+            _logger.warning_once(
+                "Gradients of an unfinished window of accumulation are not part of the state of a sharded model: "
+                "the window begins anew when it is loaded. Call save_state after an update."
+            )
+        gradients = [
+            named_gradients(optimizer, self._models) if holds and not engine.strategy.hands_out else {}
+            for optimizer, holds in zip(engine._optimizers, holding, strict=True)
+        ]
+        return {
+            "window": engine._window.state_dict(engine._models, engine._optimizers),
+            "rounds": [optimizer.round_state() for optimizer in engine._optimizers],
+            "gradients": gradients,
+            "begins_anew": any(holding) and engine.strategy.hands_out,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        window = self._engine._window
-        window.reset()
-        window.backwards = state["backwards"]
-        window.state.sync_gradients = True
-        for optimizer in self._engine._optimizers:
-            # Gradients of before the load have nothing to do with these weights.
-            optimizer.start_over()
+        engine = self._engine
+        window = send_to_device(state["window"], engine.device)
+        engine._window.load_state_dict(window, engine._models, engine._optimizers)
+        if state["begins_anew"]:
+            engine._window.reset()
+            engine._window.state.sync_gradients = True
+        rounds = [[0, 0, 0]] * len(engine._optimizers) if state["begins_anew"] else state["rounds"]
+        for optimizer, round_, gradients in zip(engine._optimizers, rounds, state["gradients"], strict=True):
+            optimizer.load_round_state(round_)
+            load_named_gradients(optimizer.optimizer, self._models, gradients)

@@ -4,7 +4,7 @@ Gradients are made with a nominal weight that is known before the first micro-ba
 is known with its last one; the quotient of the two is the factor that the gradients are still to be multiplied by.
 """
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.state.gradients import GradientState
 
 Weight = float | Tensor
+
+_COUNTS = ("backwards", "micro_batch", "began", "size", "steps", "is_fresh", "_is_counted", "_backwards_before")
 
 
 class Share:
@@ -68,6 +70,26 @@ class GradientWindow:
         self._beginnings: dict[Any, int] = {}
         self._shares: dict[tuple[Hashable, ...], Share] = {}
 
+    def state_dict(self, models: Sequence[Any], optimizers: Sequence[Hashable]) -> dict[str, Any]:
+        """Return where the window stands, with models and optimizers by their places in the lists."""
+        windows = [[_places(key, models), size, self._beginnings[key]] for key, size in self._counts.items()]
+        shares = [[_places(key, optimizers), share.nominal, share.local] for key, share in self._shares.items()]
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {**counts, "syncs": self.state.sync_gradients, "windows": windows, "shares": shares}
+
+    def load_state_dict(self, state: Mapping[str, Any], models: Sequence[Any], optimizers: Sequence[Hashable]) -> None:
+        """Go on where `state_dict` stood."""
+        self.reset()
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self.state.sync_gradients = state["syncs"]
+        for places, size, began in state["windows"]:
+            key = tuple(models[place] for place in places)
+            self._counts[key], self._beginnings[key] = size, began
+        for places, nominal, local in state["shares"]:
+            share = self._shares[tuple(optimizers[place] for place in places)] = Share(nominal)
+            share.local = local
+
     def begin_micro_batch(self, models: tuple[Any, ...]) -> None:
         """Count a micro-batch of `models` and decide whether it updates.
 
@@ -111,6 +133,15 @@ class GradientWindow:
             if any(model in models for model in key):
                 self._counts[key] = 0
         self.state.sync_gradients = True
+
+    def take_over(self, state: Mapping[str, Any], models: Sequence[Any]) -> None:
+        """Count on from where the `state_dict` of another process stands; what losses weigh here stays."""
+        self.state.sync_gradients = state["syncs"]
+        self._counts.clear()
+        for places, size, _ in state["windows"]:
+            key = tuple(models[place] for place in places)
+            self._counts[key] = size
+            self._beginnings.setdefault(key, self.micro_batch)
 
     def begin_backward(self) -> None:
         """Count a backward; outside of `accumulate` it is a micro-batch of a window that the script counts itself."""
@@ -169,3 +200,7 @@ class GradientWindow:
             share = self._shares.pop(optimizers)
             if remaining:
                 self._shares[remaining] = share
+
+
+def _places(key: tuple[Any, ...], things: Sequence[Any]) -> list[int]:
+    return [place for one in key for place, thing in enumerate(things) if thing is one]

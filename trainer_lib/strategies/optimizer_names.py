@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import StateError
@@ -49,6 +49,28 @@ def load_named_state(optimizer: Optimizer, models: Sequence[nn.Module], state: M
     ]
     by_number = {numbers.get(key, key): value for key, value in state["state"].items()}
     optimizer.load_state_dict({**state, "state": by_number, "param_groups": groups})
+
+
+def named_gradients(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the gradients that wait for the optimizer, by names of parameters."""
+    return {name: one.grad for name, one in _named_parameters(optimizer, models).items() if one.grad is not None}
+
+
+def load_named_gradients(optimizer: Optimizer, models: Sequence[nn.Module], gradients: Mapping[str, Tensor]) -> None:
+    """Take up what `named_gradients` returned."""
+    parameters = _named_parameters(optimizer, models)
+    for name, gradient in gradients.items():
+        parameters[name].grad = gradient.to(parameters[name])
+
+
+def _named_parameters(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    names = _names_in_groups(optimizer, models)
+    pairs = [
+        pair
+        for own, group in zip(names, optimizer.param_groups, strict=True)
+        for pair in zip(own, group["params"], strict=True)
+    ]
+    return dict(pairs)
 
 
 def _names_in_groups(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
