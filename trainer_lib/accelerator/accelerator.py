@@ -381,7 +381,8 @@ class Accelerator(Persistence):
         nothing; a weighted loss (`backward(loss, weight=)`) is the mean over the items there are. A process whose data
         ends within a window hands over what it has of it. After the block all processes have the weights, buffers,
         prepared optimizers and schedules of one that went on to the end. Inside, only gradients may be shared: no
-        `gather`, no `reduce`.
+        `gather`, no `reduce`. Several models take turns: forward and backward of one, then of the next, in the order
+        in which they are named.
 
         Args:
             joinables: The prepared models that are trained.

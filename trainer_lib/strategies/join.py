@@ -69,7 +69,7 @@ class Joining(Joined):
         local = torch.zeros(1, device=self._device) if weight is None else weight
         if model in self._left:
             local = local + self._left[model]
-        return self._group.all_reduce(local) / self._group.size
+        return self._group.all_reduce(local)[0] / self._group.size
 
     def fill(self, model: nn.Module, bucket: dist.GradBucket) -> None:
         """Put the gradients of an unfinished window into a bucket, which has none on a process without data."""
@@ -120,18 +120,23 @@ class _Ending(Joinable, JoinHook):
 
 
 def _only_training_shares(joinable: Joinable) -> list[RemovableHandle]:
-    """Tell the processes without data that a forward without gradients has no backward to answer."""
+    """Keep forwards without gradients to this process: there is no backward for the others to answer."""
     if not isinstance(joinable, DistributedDataParallel):
         return []
-    before: list[bool] = []
+    before: list[tuple[Any, bool, bool] | None] = []
 
     def enter(model: DistributedDataParallel, inputs: Any) -> None:
         del inputs
-        before.append(model.require_backward_grad_sync)
-        model.require_backward_grad_sync = before[-1] and torch.is_grad_enabled()
+        before.append(None)
+        if not torch.is_grad_enabled():
+            before[-1] = model._join_config, model.require_backward_grad_sync, model.require_forward_param_sync
+            model._join_config = model._join_config._replace(enable=False)
+            model.require_backward_grad_sync = model.require_forward_param_sync = False
 
     def leave(model: DistributedDataParallel, inputs: Any, output: Any) -> None:
         del inputs, output
-        model.require_backward_grad_sync = before.pop()
+        shares = before.pop()
+        if shares is not None:
+            model._join_config, model.require_backward_grad_sync, model.require_forward_param_sync = shares
 
     return [joinable.register_forward_pre_hook(enter), joinable.register_forward_hook(leave, always_call=True)]

@@ -1,6 +1,6 @@
 """This file is sharding (FSDP2): each process holds a part of each weight, and has it whole only while it computes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trainer_lib.foundation.errors import ConfigurationError, PreparationError
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies import gradients, sharded_state
-from trainer_lib.strategies.base import SingleProcess
+from trainer_lib.strategies.base import Joined, SingleProcess
 from trainer_lib.strategies.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Shard(SingleProcess):
                 )
             # In place: some optimizers have a second name for the list.
             parameters[:] = self.trained([self._successors.get(p, p) for p in parameters])
+            self._refuse_mixed(optimizer, settings)
 
     def trained(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return shards for weights that a forward without a backward has left whole."""
@@ -113,6 +114,22 @@ class Shard(SingleProcess):
         (cargo, work), self._message = self._message, None
         work.wait()
         return list(cargo / self.group.size)
+
+    def join(
+        self, joinables: Sequence[Any], leftovers: Callable[[], dict[nn.Module, float | Tensor]] | None
+    ) -> AbstractContextManager[Joined]:
+        """Refuse it: a process without data would have to lend its shards to each forward of the others."""
+        raise UnsupportedError(
+            "join_uneven_inputs needs a whole model on each process, and FSDP shards it. Read as many batches on all "
+            "processes: leave even_batches on, or drop_last in the loader."
+        )
+
+    def stay_local(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Refuse it: no process has a model of its own."""
+        raise UnsupportedError(
+            "LocalSGD needs a whole model on each process, and FSDP shards it. Leave one of them out, or give "
+            "LocalSGD enabled=False."
+        )
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Shrink the gradients, of shards and of whole weights, to a norm over all of them."""
@@ -176,6 +193,20 @@ class Shard(SingleProcess):
     def _sharded(self, model: nn.Module) -> ShardedModel | None:
         inner = self.bare(model)
         return next((sharded for sharded in self._models if sharded.model is inner), None)
+
+    def _refuse_mixed(self, optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
+        """Raise for an optimizer that computes on many weights at once and has both shards and whole ones."""
+        at_once = [name for name in ("fused", "foreach") if settings.get(name)]
+        whole = [parameter for parameter in settings["params"] if not hasattr(parameter, "_local_tensor")]
+        if at_once and len(whole) not in (0, len(settings["params"])):
+            names = [
+                n for model in self._models for n, p in model.model.named_parameters() if any(p is w for w in whole)
+            ]
+            raise PreparationError(
+                f"{type(optimizer).__name__}({at_once[0]}=True) computes on all weights of a group at once, which "
+                f"cannot be shards and whole ones together. These stay whole: {', '.join(names)}. Give them a "
+                f"parameter group of their own, or leave {at_once[0]} out."
+            )
 
     def _after_step(self, *arguments: Any) -> None:
         # What a forward without a backward has left whole is out of date now.
