@@ -73,4 +73,11 @@ SCENARIOS = [
         loop="update_by_weight",
         settings={"world_size": 2, "some_ignored": True},
     ),
+    Scenario(
+        name="fsdp",
+        title="Two processes (FSDP2), four blocks",
+        loop="update",
+        settings={"world_size": 2, "blocks": 4},
+        target="time ≤ 1.05",
+    ),
 ]

@@ -1,7 +1,7 @@
 """This file is the work that every contestant does: the same data, model, optimizer, schedule and loss."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,20 @@ from torch.utils.data import DataLoader, TensorDataset
 FEATURES, HIDDEN, CLASSES, BATCH_SIZE = 64, 64, 10, 32
 MAX_NORM = 1.0
 IGNORED = -100  # the label of what does not count, as `cross_entropy` knows it
+
+
+class Block(nn.Module):
+    """A layer of the deeper model, as sharding treats one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.inner = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.outer = nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Add to the inputs."""
+        return inputs + self.outer(torch.relu(self.inner(self.norm(inputs))))
 
 
 class Parts(NamedTuple):
@@ -34,15 +48,19 @@ class Task:
     accumulation: int = 1
     shuffle: bool = False
     some_ignored: bool = False  # a quarter of the labels does not count
+    blocks: int = 0  # layers between the first and the last; each is sharded over the processes (FSDP2)
     world_size: int = 1
 
     def parts(self) -> Parts:
         """Return a fresh set, always with the same weights."""
+        model = self.model()
+        return Parts(model, *optimization(model), self.loader())
+
+    def model(self) -> nn.Sequential:
+        """Return the model."""
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
-        optimizer = AdamW(model.parameters(), lr=1e-3, foreach=True)
-        scheduler = LambdaLR(optimizer, lambda step: 1 - step / 1_000_000)
-        return Parts(model, optimizer, scheduler, self.loader())
+        middle = [Block() for _ in range(self.blocks)] or [nn.ReLU()]
+        return nn.Sequential(nn.Linear(FEATURES, HIDDEN), *middle, nn.Linear(HIDDEN, CLASSES))
 
     def loader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return a loader that is not shared out yet: it holds the batches of all processes."""
@@ -55,11 +73,21 @@ class Task:
         return DataLoader(TensorDataset(inputs, labels), batch_size=BATCH_SIZE, shuffle=self.shuffle)
 
 
+def optimization(model: nn.Module) -> tuple[Optimizer, LRScheduler]:
+    """Return optimizer and schedule."""
+    optimizer = AdamW(model.parameters(), lr=1e-3, foreach=True)
+    return optimizer, LambdaLR(optimizer, lambda step: 1 - step / 1_000_000)
+
+
 def weights_norm(model: nn.Module) -> float:
     """Return one number that tells whether two trainings came to the same weights."""
-    return float(torch.stack([parameter.detach().double().norm() for parameter in model.parameters()]).norm())
+    return float(torch.stack([_whole(parameter.detach()).double().norm() for parameter in model.parameters()]).norm())
 
 
 def labels_sum(batches: list[Tensor]) -> float:
     """Return one number that tells whether two loaders gave the same samples, in whatever order."""
     return float(torch.cat(batches).sum())
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.contestants.accelerator_loop import AcceleratorLoop
+from benchmarks.contestants.base import NotOfferedError
 from benchmarks.task import Task
 
 
@@ -18,6 +19,8 @@ class Accelerate(AcceleratorLoop):
 
     def accelerator(self, task: Task) -> Any:
         """Return a new `Accelerator`."""
+        if task.blocks:
+            raise NotOfferedError  # on the CPU it leaves its FSDP plugin out without a word, and trains with DDP
         accelerate = import_module("accelerate")
         return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=task.accumulation)
 

@@ -4,19 +4,21 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.contestants.base import Contestant
 from benchmarks.meters import Meter
-from benchmarks.task import IGNORED, MAX_NORM, Parts, Task, labels_sum, weights_norm
+from benchmarks.task import IGNORED, MAX_NORM, Block, Parts, Task, labels_sum, optimization, weights_norm
 
 
 class Bare(Contestant):
-    """PyTorch and nothing else; on several processes `DistributedDataParallel`."""
+    """PyTorch and nothing else; on several processes `DistributedDataParallel`, or `fully_shard`."""
 
     name = "by hand"
 
@@ -96,4 +98,19 @@ def _parts(task: Task) -> Parts:
         return parts
     sampler: DistributedSampler[Tensor] = DistributedSampler(parts.loader.dataset, shuffle=False)
     loader = DataLoader(parts.loader.dataset, parts.loader.batch_size, sampler=sampler)
+    if task.blocks:
+        return Parts(*_sharded(task), loader)
     return parts._replace(model=DistributedDataParallel(parts.model), loader=loader)
+
+
+def _sharded(task: Task) -> tuple[nn.Module, Optimizer, LRScheduler]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (task.world_size,))
+    model = task.model()
+    for block in model:
+        if isinstance(block, Block):
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, *optimization(model)

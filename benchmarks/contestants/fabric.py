@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.contestants.base import Contestant
+from benchmarks.contestants.base import Contestant, NotOfferedError
 from benchmarks.meters import Meter
 from benchmarks.task import IGNORED, MAX_NORM, Task, labels_sum, weights_norm
 
@@ -20,6 +20,8 @@ class Fabric(Contestant):
 
     def update(self, task: Task, meter: Meter) -> float:
         """Train."""
+        if task.blocks:
+            raise NotOfferedError
         fabric, model, optimizer, scheduler, loader = self._set_up(task)
         steps, last = task.accumulation, task.steps - 1
         total = torch.zeros(())

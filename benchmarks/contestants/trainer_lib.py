@@ -16,9 +16,10 @@ class TrainerLib(AcceleratorLoop):
 
     def accelerator(self, task: Task) -> Any:
         """Return a new `Accelerator`."""
-        from trainer_lib import Accelerator
+        from trainer_lib import Accelerator, FullyShardedDataParallelPlugin
 
-        return Accelerator(cpu=True, gradient_accumulation_steps=task.accumulation)
+        plugin = FullyShardedDataParallelPlugin() if task.blocks else None
+        return Accelerator(cpu=True, gradient_accumulation_steps=task.accumulation, fsdp_plugin=plugin)
 
     def backward(self, accelerator: Any, loss: Tensor, weight: Tensor) -> None:
         """Name the weight; it travels with the gradients."""
