@@ -101,3 +101,65 @@ def _outlives_free_memory() -> bool:
 
 def test_models_are_let_go() -> None:
     assert run_forked(_outlives_free_memory, (), 2, timeout=60) == [False, False]
+
+
+def _accumulated(options: dict[str, Any], weighted: bool) -> list[list[Tensor]]:
+    """Return the gradients of two windows of three micro-batches."""
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=3, kwargs_handlers=[DistributedDataParallelKwargs(**options)]
+    )
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, weights = toy.data()
+    windows: list[list[Tensor]] = []
+    for start in range(0, 48, 8):
+        samples = torch.arange(start, start + 8)[accelerator.process_index :: accelerator.num_processes]
+        with accelerator.accumulate(network):
+            each = toy.losses(network, inputs[samples], targets[samples])
+            if weighted:
+                accelerator.backward((each * weights[samples]).sum(), weight=weights[samples].sum())
+            else:
+                accelerator.backward(each.mean())
+            optimizer.step()
+            if accelerator.sync_gradients:
+                windows.append(toy.gradients(network))
+            optimizer.zero_grad()
+    return windows
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"static_graph": True}, {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0003}],
+)
+def test_a_static_graph_accumulates(options: dict[str, Any], weighted: bool) -> None:
+    """DDP learns the graph from a first backward that is shared, which is the first of a window of three."""
+    for windows in run_forked(_accumulated, (options, weighted), 2, timeout=60):
+        for ours, start in zip(windows, (0, 24), strict=True):
+            samples = list(range(start, start + 24))
+            toy.assert_same(ours, toy.mean_gradients(samples, toy.data()[2] if weighted else None))
+
+
+def _own_hook() -> tuple[float, list[Tensor]]:
+    accelerator = Accelerator(cpu=True)
+    network = accelerator.prepare(toy.model())
+    network.register_comm_hook(None, _doubled)
+    accelerator.strategy.carry([float(accelerator.process_index)])
+    accelerator.backward(network(torch.ones(1, 8)).sum())
+    (average,) = accelerator.strategy.carried()
+    return float(average), toy.gradients(network)
+
+
+def _doubled(state: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+    del state
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() * 2)
+    return future
+
+
+def test_a_hook_of_the_users_own_stays() -> None:
+    network = toy.model()
+    network(torch.ones(1, 8)).sum().backward()
+    for average, ours in run_forked(_own_hook, (), 2, timeout=60):
+        assert average == 0.5
+        toy.assert_same(ours, [gradient * 2 for gradient in toy.gradients(network)])

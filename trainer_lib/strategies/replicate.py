@@ -1,5 +1,6 @@
 """This file is replication (DDP): each process has the whole model, and gradients are averaged over all."""
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -43,7 +44,10 @@ class Replicate(SingleProcess):
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         device_ids = None if self.device.type == "cpu" else [self.device.index]
-        wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._arguments)
+        with warnings.catch_warnings():
+            # The option that is to replace it shares buffers at the start all the same.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._arguments)
         travel = self._new_travel()
         if travel is averaged:
             self._without_hook.append(wrapped)
