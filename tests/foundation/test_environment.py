@@ -72,6 +72,28 @@ def test_srun() -> None:
 
 
 @pytest.mark.parametrize(
+    ("variables", "local_size"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_NODEID": "1"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_NODEID": "0"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3"}, 3),
+    ],
+)
+def test_srun_says_how_many_processes_are_on_this_node(variables: dict[str, str], local_size: int) -> None:
+    found = world(**{**SLURM, **variables})
+    assert found is not None
+    assert found.local_size == local_size
+
+
+def test_without_a_list_of_nodes_all_tasks_are_here() -> None:
+    found = world(**{name: value for name, value in SLURM.items() if name != "SLURM_STEP_TASKS_PER_NODE"})
+    assert found is not None
+    assert found.local_size == 4
+
+
+@pytest.mark.parametrize(
     "step",
     [
         pytest.param({"SLURM_STEP_ID": "4294967291"}, id="batch script"),
@@ -113,6 +135,7 @@ def test_torchrun_beats_slurm_beats_mpi() -> None:
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "Rank -1 does not fit a world of 2 (torchrun)."),
         ({**SLURM, "SLURM_PROCID": "4"}, "Rank 4 does not fit a world of 4 (srun)."),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is not a whole number."),
+        ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID=2 is not among the nodes of SLURM_STEP_TASKS_PER_NODE='2(x2)'."),
         ({**SLURM, "SLURM_JOB_ID": "?"}, "SLURM_JOB_ID='?' is not a whole number."),
         ({**MPI, "OMPI_COMM_WORLD_RANK": "?"}, "OMPI_COMM_WORLD_RANK='?' is not a whole number."),
     ],

@@ -328,15 +328,28 @@ def _slurm_world(env: Mapping[str, str]) -> World | None:
     if master["master_port"] is None:
         # All tasks of a job derive the same port, and two jobs on one node rarely meet.
         master["master_port"] = 15000 + _whole_number("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0")) % 20000
-    tasks_here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(size))))
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE"))
+    node = _whole_number("SLURM_NODEID", env.get("SLURM_NODEID", "0"))
     return _checked(World(
         rank=_whole_number("SLURM_PROCID", env["SLURM_PROCID"]),
         size=size,
         local_rank=_whole_number("SLURM_LOCALID", env.get("SLURM_LOCALID", "0")),
-        local_size=int(tasks_here.group()) if tasks_here else size,
+        local_size=size if tasks is None else _tasks_of_node(tasks, node),
         launcher="srun",
         **master,
     ))  # fmt: skip
+
+
+def _tasks_of_node(tasks: str, node: int) -> int:
+    """Return how many tasks a node has, by SLURM's list for all nodes: "4,2" or "2(x3),1"."""
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", tasks)
+    each = [int(count) for count, repeats in counts for _ in range(int(repeats or 1))]
+    if node >= len(each):
+        raise ConfigurationError(
+            f"SLURM_NODEID={node} is not among the nodes of SLURM_STEP_TASKS_PER_NODE={tasks!r}. Start the processes "
+            "with srun, which sets both."
+        )
+    return each[node]
 
 
 def first_slurm_node(nodes: str) -> str:

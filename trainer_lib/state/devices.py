@@ -37,6 +37,8 @@ def _index(kind: str, world: World | None) -> int:
     if world is None:
         return torch.accelerator.current_device_index()
     count = torch.accelerator.device_count()
+    if count == 1 and world.launcher == "srun":
+        return 0  # srun --gpus-per-task=1 shows each task its own device only
     if world.local_rank >= count:
         raise WorldError(
             f"Process {world.rank} would need {kind} device {world.local_rank}, and this machine has {count}. "

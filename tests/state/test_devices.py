@@ -1,0 +1,34 @@
+"""The choice of a device; the accelerators are pretended ones."""
+
+import pytest
+import torch
+
+from trainer_lib import WorldError
+from trainer_lib.foundation.environment import World
+from trainer_lib.state.devices import choose_device
+
+
+def _world(launcher: str) -> World:
+    return World(rank=3, size=4, local_rank=1, local_size=2, launcher=launcher)
+
+
+def _devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_each_process_takes_the_device_of_its_place(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    _devices(monkeypatch, 2)
+    assert choose_device(False, _world(launcher)) == torch.device("cuda", 1)
+
+
+def test_a_task_of_srun_takes_the_one_device_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    _devices(monkeypatch, 1)
+    assert choose_device(False, _world("srun")) == torch.device("cuda", 0)
+
+
+def test_too_few_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    _devices(monkeypatch, 1)
+    with pytest.raises(WorldError, match="Process 3 would need cuda device 1, and this machine has 1"):
+        choose_device(False, _world("torchrun"))
