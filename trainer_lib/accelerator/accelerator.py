@@ -100,9 +100,15 @@ class Accelerator(Persistence):
         build.refuse_unsupported(older_arguments)
         if split_batches is not None:
             older_arguments["split_batches"] = split_batches
-        for name, flag in (("device_placement", device_placement), ("cpu", cpu)):
+        for name, flag in (
+            ("device_placement", device_placement),
+            ("cpu", cpu),
+            ("step_scheduler_with_optimizer", step_scheduler_with_optimizer),
+            ("scheduler_steps_per_process", scheduler_steps_per_process),
+        ):
             check_flag(name, flag)
-        handlers = build.Handlers(kwargs_handlers or [])
+        build.check_generators(rng_types)
+        handlers = build.Handlers([] if kwargs_handlers is None else kwargs_handlers)
         self.dataloader_config = build.data_configuration(dataloader_config, older_arguments)
         self.project_configuration = project_configuration(project_dir, project_config)
         plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)

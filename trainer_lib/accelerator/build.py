@@ -9,6 +9,7 @@ from trainer_lib.options.base import KwargsHandler, check_flag
 from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.options.data import DataLoaderConfiguration
 from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from trainer_lib.options.kinds import RNGType
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
 
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
@@ -29,6 +30,11 @@ class Handlers:
 
     def __init__(self, handlers: Sequence[KwargsHandler]) -> None:
         self._by_type: dict[type, KwargsHandler] = {}
+        if not isinstance(handlers, (list, tuple)):
+            raise ConfigurationError(
+                f"kwargs_handlers must be a list of option objects, got {type(handlers).__name__}. For one: "
+                "kwargs_handlers=[AutocastKwargs()]."
+            )
         for handler in handlers:
             if not isinstance(handler, _HANDLERS):
                 raise ConfigurationError(
@@ -42,6 +48,16 @@ class Handlers:
         """Return the handler of a type, if it was given."""
         handler = self._by_type.get(kind)
         return handler if isinstance(handler, kind) else None
+
+
+def check_generators(rng_types: Any) -> None:
+    """Raise unless `rng_types` is a list of kinds of generators, or `None`."""
+    if rng_types is None:
+        return
+    if isinstance(rng_types, str) or not isinstance(rng_types, Sequence):
+        raise ConfigurationError(f"rng_types must be a list of kinds, got {rng_types!r}. For one: rng_types=['torch'].")
+    for kind in rng_types:
+        RNGType.read("kind of generator in rng_types", kind)
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
