@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,15 +29,20 @@ from trainer_lib.options.data import DataLoaderConfiguration
 from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer_lib.options.kinds import DistributedType, DynamoBackend, PrecisionType
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
+from trainer_lib.options.profiling import ProfileKwargs
 from trainer_lib.options.project import ProjectConfiguration, project_configuration
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.precision import choose_precision
+from trainer_lib.profiling import Profiling
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accelerator import AcceleratorState
 from trainer_lib.state.gradients import GradientState
 from trainer_lib.state.window import GradientWindow, Share
 from trainer_lib.strategies import choose_strategy
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 _logger = get_logger(__name__)
 
@@ -140,6 +145,8 @@ class Accelerator(Persistence):
             self.state.parallelism_config,
             self.state.mixed_precision,
         )
+        self.profile_handler = handlers.get(ProfileKwargs) or ProfileKwargs()
+        self._profiling = Profiling(self.group)
         self.device_placement = device_placement
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -475,6 +482,25 @@ class Accelerator(Persistence):
             parameters = self.strategy.trained(_listed(parameters))
             self._finalize_gradients_of(parameters)
             self.strategy.clip_grad_value(parameters, clip_value)
+
+    # -- looking at a step ---------------------------------------------------------------------------------------
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> "AbstractContextManager[profile]":
+        """Return the context of a block to profile, with torch's profiler as its value.
+
+        With `output_trace_dir` each process writes a trace of the block, or of each cycle of its schedule.
+
+        Args:
+            profile_handler: What is recorded; by default as `kwargs_handlers` says.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> with accelerator.profile(ProfileKwargs(activities=["cpu"])) as profiler:
+            ...     _ = torch.ones(8, 8) @ torch.ones(8, 8)
+            >>> "aten::matmul" in profiler.key_averages().table()
+            True
+        """
+        return self._profiling.block(profile_handler or self.profile_handler)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

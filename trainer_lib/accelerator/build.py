@@ -11,8 +11,9 @@ from trainer_lib.options.data import DataLoaderConfiguration
 from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer_lib.options.kinds import RNGType
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
+from trainer_lib.options.profiling import ProfileKwargs
 
-_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
+_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
 _OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 _NOT_YET = {
     "log_with": "trackers",

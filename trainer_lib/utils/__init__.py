@@ -136,6 +136,7 @@ if TYPE_CHECKING:
     from trainer_lib.options.kinds import RNGType as RNGType
     from trainer_lib.options.precision import AutocastKwargs as AutocastKwargs
     from trainer_lib.options.precision import GradScalerKwargs as GradScalerKwargs
+    from trainer_lib.options.profiling import ProfileKwargs as ProfileKwargs
     from trainer_lib.options.project import ProjectConfiguration as ProjectConfiguration
     from trainer_lib.options.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
@@ -320,6 +321,9 @@ _NAMES = {
     "trainer_lib.options.precision": [
         "AutocastKwargs",
         "GradScalerKwargs",
+    ],
+    "trainer_lib.options.profiling": [
+        "ProfileKwargs",
     ],
     "trainer_lib.options.project": [
         "ProjectConfiguration",
