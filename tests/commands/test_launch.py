@@ -82,7 +82,8 @@ def test_arguments_of_the_script_arrive_as_they_were_given(launch: Any, script: 
 def test_processes_are_told_their_place_and_what_was_asked_for(launch: Any, script: Any) -> None:
     ended = launch(
         "--num_processes", "2", "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "4", "--debug",
-        "--num_cpu_threads_per_process", "3", script(TELL),
+        "--num_cpu_threads_per_process", "3", "--dynamo_backend", "inductor", "--dynamo_mode", "max-autotune",
+        "--dynamo_use_fullgraph", "--dynamo_use_dynamic", "--dynamo_use_regional_compilation", script(TELL),
     )  # fmt: skip
     environments = [environment for _, environment in ended.told]
     assert [(each["RANK"], each["LOCAL_RANK"], each["WORLD_SIZE"]) for each in environments] == [
@@ -94,6 +95,11 @@ def test_processes_are_told_their_place_and_what_was_asked_for(launch: Any, scri
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
         "ACCELERATE_DEBUG_MODE": "1",
+        "ACCELERATE_DYNAMO_BACKEND": "inductor",
+        "ACCELERATE_DYNAMO_MODE": "max-autotune",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "1",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "1",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "1",
         "OMP_NUM_THREADS": "3",
         "TRAINER_LIB_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -370,6 +376,10 @@ def test_help_is_quick_and_grouped() -> None:
         (["--cpu=yes"], "--cpu: ignored explicit argument 'yes'"),
         (["--mixed_precision", "bf61"], "Unknown mixed_precision 'bf61'. Known: bf16, fp16, no. Did you mean 'bf16'?"),
         (["--mixed_precision", "fp8"], "mixed_precision='fp8' is not supported"),
+        (["--dynamo_backend", "inducter"], "Unknown dynamo backend 'inducter'"),
+        (["--dynamo_backend", "nvprims_nvfuser"], "nvFuser has left torch"),
+        (["--dynamo_mode", "max"], "Unknown mode 'max'. Known: default, max-autotune"),
+        (["--dynamo_backend", "eager", "--dynamo_mode", "max-autotune"], "belongs to the backend 'inductor'"),
         (["--use_fsdp"], "--use_fsdp is not supported: this version does not have FSDP"),
         (["--fsdp-sharding-strategy", "1"], "--fsdp-sharding-strategy is not supported"),
         (["--config_file", "x.yaml"], "does not have a config file (give the options on the command line)"),

@@ -12,6 +12,7 @@ from trainer_lib.commands.launch_options import parse
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers.plan import LOCALHOST, Plan, check_precision
+from trainer_lib.options.compilation import TorchDynamoPlugin
 
 _DEFAULT_PORT = 29500
 
@@ -57,9 +58,23 @@ def _variables(options: argparse.Namespace) -> dict[str, str | int]:
         "accelerate_mixed_precision": options.mixed_precision and check_precision(options.mixed_precision),
         "accelerate_gradient_accumulation_steps": options.gradient_accumulation_steps,
         "accelerate_debug_mode": 1 if options.debug else None,
+        **_compilation(options),
         **({} if options.gpu_ids == "all" else visible_devices(options.gpu_ids)),
     }
     return {name: value for name, value in asked.items() if value is not None}
+
+
+def _compilation(options: argparse.Namespace) -> dict[str, str | int | None]:
+    asked: dict[str, str | int | None] = {
+        "backend": options.dynamo_backend,
+        "mode": options.dynamo_mode,
+        "use_fullgraph": 1 if options.dynamo_use_fullgraph else None,
+        "use_dynamic": 1 if options.dynamo_use_dynamic else None,
+        "use_regional_compilation": 1 if options.dynamo_use_regional_compilation else None,
+    }
+    # What is wrong is said here, once; without a backend it is the script that names one.
+    TorchDynamoPlugin(options.dynamo_backend or "inductor", options.dynamo_mode).check_backend()
+    return {f"accelerate_dynamo_{name}": value for name, value in asked.items()}
 
 
 def _program(options: argparse.Namespace, command: Sequence[str]) -> list[str]:

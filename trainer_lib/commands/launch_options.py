@@ -23,7 +23,6 @@ _NOT_SUPPORTED = {
     "config_file": "a config file (give the options on the command line)",
     "deepspeed_": "DeepSpeed",
     "downcast_bf16": "TPUs",
-    "dynamo_": "torch.compile through the launcher (call model.compile() in the script)",
     "enable_cpu_affinity": "binding processes to cores (use taskset or numactl)",
     "fp8_": "fp8",
     "fsdp_": "FSDP",
@@ -74,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_processes(parser.add_argument_group("processes"))
     _add_training(parser.add_argument_group("training"))
+    _add_compilation(parser.add_argument_group("torch.compile, if the script does not say it"))
     _add_machines(parser.add_argument_group("several machines"))
     _add_failures(parser.add_argument_group("failures and output"))
     _add_script(parser.add_argument_group("the script"))
@@ -98,6 +98,16 @@ def _add_processes(group: Any) -> None:
 def _add_training(group: Any) -> None:
     group.add_argument("--mixed_precision", metavar="NAME", help="no, fp16 or bf16, if the script does not say it")
     group.add_argument("--gradient_accumulation_steps", type=_count, metavar="N", help="if the script does not say it")
+
+
+def _add_compilation(group: Any) -> None:
+    group.add_argument("--dynamo_backend", metavar="NAME", help="inductor, or eager and others to find faults")
+    group.add_argument("--dynamo_mode", metavar="NAME", help="default, reduce-overhead, max-autotune, …")
+    group.add_argument("--dynamo_use_fullgraph", action="store_true", help="fail where a model is not one graph")
+    group.add_argument("--dynamo_use_dynamic", action="store_true", help="compile for inputs of any size")
+    group.add_argument(
+        "--dynamo_use_regional_compilation", action="store_true", help="compile the blocks that a model repeats"
+    )
 
 
 def _add_machines(group: Any) -> None:
