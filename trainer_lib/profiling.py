@@ -40,7 +40,7 @@ class Profiling:
 
     def _end_of_cycle(self, options: ProfileKwargs, failures: list[Exception]) -> "Callable[[profile], None]":
         def end(profiler: "profile") -> None:
-            # An error that passes through torch's profiler between two cycles crashes the process: it waits for the end.
+            # An error that passes through torch's profiler between cycles crashes the process: it waits for the end.
             try:
                 if options.output_trace_dir is not None:
                     profiler.export_chrome_trace(str(self._next_file(Path(options.output_trace_dir))))
