@@ -132,6 +132,7 @@ class _Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine
+        engine.precision.state_dict()  # has it settle what is due of steps before, which are to be forgotten
         window = send_to_device(state["window"], engine.device)
         engine._window.load_state_dict(window, engine._models, engine._optimizers)
         if state["begins_anew"]:

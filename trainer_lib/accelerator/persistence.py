@@ -28,8 +28,8 @@ from trainer_lib.tensor_files.contents import Content
 
 _logger = get_logger(__name__)
 
-SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
-LoadHook = Callable[[list[nn.Module], str], None]
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
+LoadHook = Callable[[list[nn.Module], str], Any]
 
 
 class Persistence(Processes):
