@@ -105,9 +105,10 @@ class AcceleratedOptimizer(Optimizer):
         """Drop the gradients, unless they wait for the rest of their window."""
         window = self.window
         stepped = self._stepped_in == window.micro_batch
+        holds_gradients = self._backwards_at_step != window.backwards  # by hand: a call less each micro-batch
         if window.size == 1 and not stepped:
             self._zeroes_first_in = window.began
-        if not window.may_zero(stepped, self._zeroes_first_in == window.began, self.holds_gradients):
+        if not window.may_zero(stepped, self._zeroes_first_in == window.began, holds_gradients):
             return
         if self._gradients_are_final:
             self.precision.discard(self.optimizer)

@@ -191,10 +191,12 @@ class GradientWindow:
 
     def has_weights(self, optimizer: Hashable) -> bool:
         """Whether the gradients of `optimizer` come from weighted losses."""
-        return any(optimizer in optimizers for optimizers in self._shares)
+        return bool(self._shares) and any(optimizer in optimizers for optimizers in self._shares)
 
     def forget_weights(self, optimizer: Hashable) -> None:
         """Start anew with the weights of `optimizer`: its gradients are used or thrown away."""
+        if not self._shares:
+            return
         for optimizers in [key for key in self._shares if optimizer in key]:
             remaining = tuple(other for other in optimizers if other is not optimizer)
             share = self._shares.pop(optimizers)
