@@ -18,7 +18,7 @@ _LARGE = 100_000_000
 _FLAGS = ("forward_prefetch", "activation_checkpointing", "cpu_ram_efficient_loading", "sync_module_states")
 
 
-@dataclass
+@dataclass(repr=False)
 class FullyShardedDataParallelPlugin:
     """How a model is sharded: each process holds a part of each weight, its gradient and its optimizer state.
 
@@ -98,6 +98,12 @@ class FullyShardedDataParallelPlugin:
             check_flag(name, getattr(self, name))
         self._check_start()
         self._read_wrapping(launcher)
+
+    def __repr__(self) -> str:
+        """Return the options that say something."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        told = ", ".join(f"{name}={value!r}" for name, value in fields.items() if value not in (None, False))
+        return f"{type(self).__name__}({told})"
 
     @property
     def is_hybrid(self) -> bool:

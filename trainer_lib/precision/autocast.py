@@ -15,6 +15,7 @@ from trainer_lib.foundation.trees import convert_to_fp32
 from trainer_lib.modules import forwards
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
 from trainer_lib.precision.base import FullPrecision
+from trainer_lib.precision.scaler import LossScaler
 
 
 class Autocast(FullPrecision):
@@ -52,7 +53,7 @@ class ScaledAutocast(Autocast):
                 "GradScalerKwargs(enabled=False) with fp16 on the CPU: small gradients would vanish. "
                 "Leave the scaler on, or use mixed_precision='bf16'."
             )
-        self.scaler = torch.amp.GradScaler(device_type, **scaler_options.to_dict())
+        self.scaler: torch.amp.GradScaler = LossScaler(device_type, **scaler_options.to_dict())
         self._update_is_due = False
         # For each optimizer that stepped: the flags that tell, on the device, whether it overflowed.
         self._overflow_flags: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()

@@ -65,9 +65,10 @@ class AcceleratorState(ProcessControl):
             environment.refuse_unsupported_engines()
             dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
             dynamo_plugin.check_backend()
+            arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes)
             self._mixed_precision = _precision(mixed_precision or environment.mixed_precision_requested())
             self._dynamo_plugin = dynamo_plugin
-            self._arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes)
+            self._arrangement = arrangement
             self._told_to_others = ExitStack()
             self._prepare_sharding(partial)
             self._partial = partial
@@ -78,10 +79,9 @@ class AcceleratorState(ProcessControl):
                 f"{self._mixed_precision!r}. Call `accelerator.free_memory()` on the first Accelerator before making "
                 "one with other settings."
             )
-        elif dynamo_plugin is not None and dynamo_plugin != self._dynamo_plugin:
-            raise ConfigurationError(
-                f"{dynamo_plugin} came too late: this process already has {self._dynamo_plugin}. "
-                "Call `accelerator.free_memory()` on the first Accelerator before making one with other settings."
+        else:
+            self._refuse_late(
+                dynamo_plugin=dynamo_plugin, fsdp_plugin=fsdp_plugin, parallelism_config=parallelism_config
             )
 
     @property
@@ -147,6 +147,14 @@ class AcceleratorState(ProcessControl):
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
+
+    def _refuse_late(self, **plugins: Any) -> None:
+        for name, plugin in plugins.items():
+            if plugin is not None and plugin != getattr(self, name):
+                raise ConfigurationError(
+                    f"{name}={plugin} came too late: this process already has {getattr(self, name)}. "
+                    "Call `accelerator.free_memory()` on the first Accelerator before making one with other settings."
+                )
 
     def _prepare_sharding(self, partial: PartialState) -> None:
         if self.fsdp_plugin is None:

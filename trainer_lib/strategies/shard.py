@@ -197,8 +197,10 @@ class Shard(SingleProcess):
     def _refuse_mixed(self, optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
         """Raise for an optimizer that computes on many weights at once and has both shards and whole ones."""
         at_once = [name for name in ("fused", "foreach") if settings.get(name)]
-        whole = [parameter for parameter in settings["params"] if not hasattr(parameter, "_local_tensor")]
-        if at_once and len(whole) not in (0, len(settings["params"])):
+        # torch takes those without dimensions for shards.
+        several: list[Tensor] = [parameter for parameter in settings["params"] if parameter.dim()]
+        whole = [parameter for parameter in several if not hasattr(parameter, "_local_tensor")]
+        if at_once and len(whole) not in (0, len(several)):
             names = [
                 n for model in self._models for n, p in model.model.named_parameters() if any(p is w for w in whole)
             ]
@@ -242,7 +244,13 @@ def _mesh(parallelism: ParallelismConfig, device: torch.device, plugin: FullySha
             f"reshard_after_forward={reshard} must divide the {shards} processes that share a copy of the model, and "
             "be fewer than they. Use True or False."
         )
-    return parallelism.get_device_mesh(device.type) or init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
+    if parallelism.dp_shard_enabled:
+        mesh = parallelism.get_device_mesh(device.type)
+        assert mesh is not None
+        return mesh
+    # FSDP2 goes by the last dimension, so it has to be there even if it is 1.
+    names = parallelism.fsdp_dim_names
+    return init_device_mesh(device.type, tuple(parallelism.sizes[name] for name in names), mesh_dim_names=tuple(names))
 
 
 def _on_device(value: float | Tensor, device: torch.device) -> Tensor:

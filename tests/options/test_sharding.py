@@ -1,0 +1,254 @@
+"""The options of sharding: FSDP1's words in FSDP2's, what the launcher says, and every value that is refused."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
+from trainer_lib.foundation.environment import patch_environment
+from trainer_lib.options.fsdp1 import Offload
+
+Plugin: Any = FullyShardedDataParallelPlugin
+
+
+def test_the_defaults_are_those_of_fsdp2() -> None:
+    plugin = Plugin()
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.state_dict_type) == (
+        2,
+        True,
+        "SHARDED_STATE_DICT",
+    )
+    assert plugin.writes_shards
+    assert plugin.sync_module_states
+    assert plugin.offload == Offload(False)
+    assert not plugin.is_hybrid
+    assert plugin.auto_wrap_policy is None
+    assert plugin.mixed_precision_policy is None
+
+
+def test_what_means_nothing_else_in_fsdp2_is_taken() -> None:
+    from torch.distributed.fsdp import BackwardPrefetch, FullStateDictConfig, ShardedOptimStateDictConfig
+
+    Plugin(fsdp_version=2, use_orig_params=True, limit_all_gathers=True, backward_prefetch="backward_pre")
+    Plugin(backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    Plugin(
+        state_dict_config=FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        optim_state_dict_config=ShardedOptimStateDictConfig(offload_to_cpu=True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "reshard", "hybrid"),
+    [
+        ({"sharding_strategy": "FULL_SHARD"}, True, False),
+        ({"sharding_strategy": "full_shard"}, True, False),
+        ({"sharding_strategy": 1}, True, False),
+        ({"sharding_strategy": "2"}, False, False),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, False, False),
+        ({"sharding_strategy": "HYBRID_SHARD"}, True, True),
+        ({"sharding_strategy": 5}, False, True),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}, True, False),
+        ({"sharding_strategy": "HYBRID_SHARD", "reshard_after_forward": 4}, 4, True),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, False, False),
+        ({"reshard_after_forward": "false"}, False, False),
+        ({"reshard_after_forward": "TRUE"}, True, False),
+        ({"reshard_after_forward": 2}, 2, False),
+    ],
+)
+def test_what_is_sharded_in_either_word(given: dict[str, Any], reshard: Any, hybrid: bool) -> None:
+    plugin = Plugin(**given)
+    assert plugin.reshard_after_forward == reshard
+    assert type(plugin.reshard_after_forward) is type(reshard)
+    assert plugin.is_hybrid is hybrid
+
+
+def test_members_of_torchs_enumerations() -> None:
+    from torch.distributed.fsdp import ShardingStrategy, StateDictType
+
+    assert Plugin(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP).reshard_after_forward is False
+    assert Plugin(reshard_after_forward=ShardingStrategy.FULL_SHARD).reshard_after_forward is True
+    assert Plugin(state_dict_type=StateDictType.FULL_STATE_DICT).state_dict_type == "FULL_STATE_DICT"
+    with pytest.raises(ConfigurationError, match="NO_SHARD"):
+        Plugin(sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def test_offloading_in_any_form() -> None:
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+    assert Plugin(cpu_offload=True).offload == Offload(True, True)
+    assert Plugin(cpu_offload=CPUOffloadPolicy(pin_memory=False)).offload == Offload(True, False)
+    assert Plugin(cpu_offload=OffloadPolicy()).offload == Offload(False)
+    assert Plugin(cpu_offload=CPUOffload(offload_params=True)).offload == Offload(True)
+    assert Plugin(cpu_offload=CPUOffload(offload_params=False)).offload == Offload(False)
+
+
+def test_number_formats_in_any_form() -> None:
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
+    given = MixedPrecisionPolicy(param_dtype=bf16, cast_forward_inputs=False)
+    for value, expected in (
+        (given, given),
+        ("bf16", MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)),
+        (fp16, MixedPrecisionPolicy(param_dtype=fp16, reduce_dtype=fp32)),
+        ({"param_dtype": "BF16", "output_dtype": fp32}, MixedPrecisionPolicy(param_dtype=bf16, output_dtype=fp32)),
+        ({"param_dtype": "bf16", "cast_forward_inputs": False}, given),
+        (MixedPrecision(param_dtype=bf16, cast_forward_inputs=False), given),
+    ):
+        assert Plugin(mixed_precision_policy=value).mixed_precision_policy == expected
+    plugin = Plugin(mixed_precision_policy="bf16")
+    plugin.set_mixed_precision("fp16")
+    assert plugin.mixed_precision_policy.param_dtype is bf16, "it was chosen"
+    plugin.set_mixed_precision("fp16", override=True)
+    assert plugin.mixed_precision_policy.param_dtype is fp16
+    plugin.set_state_dict_type("full_state_dict")
+    assert not plugin.writes_shards
+
+
+def test_policies_of_wrapping() -> None:
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    bound = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
+    by_class = ModuleWrapPolicy({nn.Linear})
+    for given, policy in (
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "transformer_based_wrap"),
+        ({"auto_wrap_policy": transformer_auto_wrap_policy}, "transformer_based_wrap"),
+        ({"auto_wrap_policy": "NO_WRAP"}, "no_wrap"),
+        ({"transformer_cls_names_to_wrap": ["Block"]}, "transformer_based_wrap"),
+        ({"min_num_params": 10}, "size_based_wrap"),
+        ({"auto_wrap_policy": nn.Linear}, [nn.Linear]),
+        ({"auto_wrap_policy": {"Block"}}, ["Block"]),
+        ({"auto_wrap_policy": bound}, bound),
+        ({"auto_wrap_policy": by_class}, by_class),
+        ({"auto_wrap_policy": size_based_auto_wrap_policy}, size_based_auto_wrap_policy),
+    ):
+        assert Plugin(**given).auto_wrap_policy == policy
+    assert Plugin(transformer_cls_names_to_wrap="Block, Other").transformer_cls_names_to_wrap == ["Block", "Other"]
+    assert Plugin(auto_wrap_policy="size_based_wrap").min_num_params == 100_000_000
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fsdp_version": 1}, "fsdp_version=1: sharding is FSDP2 here"),
+    ({"sharding_strategy": "NO_SHARD"}, "sharding_strategy='NO_SHARD' is DDP: leave the plugin out."),
+    ({"sharding_strategy": 3}, "sharding_strategy='NO_SHARD' is DDP"),
+    ({"sharding_strategy": "FULL_SHRAD"}, "Unknown sharding_strategy 'FULL_SHRAD'. Known: FULL_SHARD, HYBRID_SHARD,"),
+    ({"sharding_strategy": True}, "Unknown sharding_strategy True."),
+    ({"reshard_after_forward": 1}, "reshard_after_forward must be True, False or a number of processes of at least 2"),
+    ({"reshard_after_forward": "yes"}, "Unknown sharding_strategy 'yes'."),
+    (
+        {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
+        "sharding_strategy=FULL_SHARD and reshard_after_forward=False contradict each other.",
+    ),
+    (
+        {"sharding_strategy": "HYBRID_SHARD", "reshard_after_forward": "FULL_SHARD"},
+        "sharding_strategy=HYBRID_SHARD and reshard_after_forward=FULL_SHARD contradict each other.",
+    ),
+    ({"backward_prefetch": "BACKWARD_POST"}, "backward_prefetch='BACKWARD_POST': FSDP2 gathers the next block's"),
+    ({"backward_prefetch": "NO_PREFETCH"}, "backward_prefetch='NO_PREFETCH': FSDP2 gathers the next block's"),
+    ({"backward_prefetch": "always"}, "Unknown backward_prefetch 'always'."),
+    ({"use_orig_params": False}, "use_orig_params=False: FSDP2 always keeps the model's own parameters."),
+    ({"limit_all_gathers": False}, "limit_all_gathers=False: FSDP2 needs no such limit"),
+    ({"cpu_offload": "gpu"}, "cpu_offload must be True, False or a CPUOffloadPolicy, got 'gpu'."),
+    ({"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type='LOCAL_STATE_DICT' has no equivalent in FSDP2."),
+    ({"state_dict_type": 2}, "state_dict_type='LOCAL_STATE_DICT' has no equivalent"),
+    ({"state_dict_type": "half"}, "Unknown state_dict_type 'half'. Known: FULL_STATE_DICT,"),
+    ({"state_dict_config": {}}, "state_dict_config must be one of torch.distributed.fsdp's StateDictConfig, got {}."),
+    (
+        {"mixed_precision_policy": "bf61"},
+        "Unknown mixed_precision_policy 'bf61'. Known: bf16, fp16, fp32. Did you mean",
+    ),
+    ({"mixed_precision_policy": {"param_type": "bf16"}}, "Unknown field of mixed_precision_policy 'param_type'."),
+    ({"mixed_precision_policy": {"param_dtype": "b"}}, "Unknown param_dtype 'b'. Known: bf16, fp16, fp32."),
+    ({"mixed_precision_policy": 16}, "mixed_precision_policy must be a MixedPrecisionPolicy, its fields in a dict"),
+    ({"auto_wrap_policy": "transformer"}, "Unknown auto_wrap_policy 'transformer'. Known: no_wrap, size_based_wrap,"),
+    ({"auto_wrap_policy": 3}, "auto_wrap_policy must be one of transformer_based_wrap, size_based_wrap, no_wrap,"),
+    ({"auto_wrap_policy": [3]}, "auto_wrap_policy must be one of transformer_based_wrap"),
+    (
+        {"auto_wrap_policy": "no_wrap", "min_num_params": 3},
+        "min_num_params=3 belongs to auto_wrap_policy='size_based_wrap', and this one is 'no_wrap'.",
+    ),
+    (
+        {"auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": ["Block"]},
+        "transformer_cls_names_to_wrap=['Block'] belongs to auto_wrap_policy='transformer_based_wrap'",
+    ),
+    ({"min_num_params": 0}, "min_num_params must be a whole number of at least 1, got 0."),
+    ({"forward_prefetch": 1}, "forward_prefetch must be True or False, got 1."),
+    ({"activation_checkpointing": "x"}, "activation_checkpointing must be True or False, got 'x'."),
+    ({"param_init_fn": "zeros"}, "param_init_fn must be a function of a module, got 'zeros'."),
+    (
+        {"cpu_ram_efficient_loading": True, "sync_module_states": False},
+        "cpu_ram_efficient_loading=True loads the weights in the main process only",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), REFUSED, ids=lambda value: str(value)[:50])
+def test_what_is_refused_is_named_with_the_way_out(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Plugin(**given)
+    assert str(caught.value).startswith(told)
+
+
+def test_objects_of_fsdp1_that_have_no_equivalent() -> None:
+    from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    for given, told in (
+        ({"mixed_precision_policy": MixedPrecision(buffer_dtype=torch.bfloat16)}, "buffers in their own type"),
+        ({"mixed_precision_policy": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads=True"),
+        ({"state_dict_config": FullStateDictConfig(rank0_only=False)}, "in the main process only"),
+        ({"auto_wrap_policy": CustomPolicy(lambda module: True)}, "a function of"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            Plugin(**given)
+    with pytest.raises(ConfigurationError, match="buffer_autocast=True"):
+        Plugin().set_mixed_precision("bf16", buffer_autocast=True)
+
+
+def test_what_the_launcher_says() -> None:
+    variables = {
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block,Other",
+        "FSDP_MIN_NUM_PARAMS": "100000000",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+        "FSDP_FORWARD_PREFETCH": "true",
+        "FSDP_SYNC_MODULE_STATES": "true",
+        "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_IGNORED_MODULES": "head",
+    }
+    with patch_environment(**variables):
+        plugin = Plugin()
+        assert Plugin(reshard_after_forward=True).reshard_after_forward is True, "the script has the last word"
+    assert plugin.reshard_after_forward is False
+    assert plugin.auto_wrap_policy == "transformer_based_wrap"
+    assert plugin.transformer_cls_names_to_wrap == ["Block", "Other"]
+    assert plugin.min_num_params is None, "the number is for another policy"
+    assert plugin.offload.to_cpu
+    assert not plugin.writes_shards
+    assert plugin.cpu_ram_efficient_loading
+    assert plugin.activation_checkpointing
+    assert plugin.forward_prefetch
+    assert plugin.ignored_modules == "head"
+    with patch_environment(
+        FSDP_SHARDING_STRATEGY="2", FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP", FSDP_MIN_NUM_PARAMS="7"
+    ):
+        plugin = Plugin()
+    assert (plugin.reshard_after_forward, plugin.min_num_params) == (False, 7)
+    for name, value in (
+        ("FSDP_VERSION", "1"),
+        ("FSDP_USE_ORIG_PARAMS", "false"),
+        ("FSDP_SHARDING_STRATEGY", "NO_SHARD"),
+    ):
+        with patch_environment(**{name: value}), pytest.raises(ConfigurationError):
+            Plugin()
+    with patch_environment(FSDP_SYNC_MODULE_STATES="false"):
+        assert Plugin().sync_module_states is False

@@ -1,0 +1,162 @@
+"""Mixed precision on shards: computing in 16 bits, sums in 32, and a scaler that all processes agree on."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import toy
+from tests.strategies.sharded import Case, stack, train
+from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
+from trainer_lib.launchers import run_forked
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    importlib.import_module("torch.distributed.fsdp")
+
+
+class _Types(nn.Module):
+    """Notes in which types it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 3)
+        self.seen: set[Any] = set()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.inside(inputs)
+        self.seen |= {inputs.dtype, self.inside.weight.dtype, outputs.dtype}
+        return outputs
+
+
+def _types(precision: str, policy: Any) -> list[Any]:
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=precision, fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    )
+    network = accelerator.prepare(_Types())
+    outputs = network(torch.ones(2, 8))
+    accelerator.backward(outputs.square().mean())
+    gradient: Any = next(network.parameters()).grad
+    told = [network.seen, outputs.dtype, gradient.dtype, next(network.parameters()).dtype]
+    accelerator.free_memory()
+    return told
+
+
+def test_types_follow_the_precision_and_the_policy() -> None:
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    expected = [
+        (("no", None), {fp32}, fp32),
+        (("bf16", None), {bf16}, fp32),
+        (("fp16", None), {torch.float16}, fp32),
+        (("no", "bf16"), {bf16}, bf16),
+        (("no", {"param_dtype": "bf16", "output_dtype": torch.float32}), {bf16}, fp32),
+        (("no", MixedPrecisionPolicy(param_dtype=bf16, output_dtype=fp32)), {bf16}, fp32),
+        (("no", MixedPrecision(param_dtype=bf16, reduce_dtype=fp32, cast_forward_inputs=True)), {bf16}, bf16),
+    ]
+
+    def all_types() -> list[Any]:
+        return [_types(*settings) for settings, _, _ in expected]
+
+    for told in run_forked(all_types, (), 2, timeout=60):
+        for one, (_, seen, output) in zip(told, expected, strict=True):
+            assert one == [seen, output, fp32, fp32], "gradients and weights stay in fp32"
+
+
+BF16 = {
+    "by name": Case(precision="bf16"),
+    "by policy": Case(plugin={"mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}),
+    "accumulated": Case(precision="bf16", steps=4),
+    "checkpointed": Case(precision="bf16", plugin={"activation_checkpointing": True}),
+}
+
+
+def _by_hand() -> list[float]:
+    """Train as `Case(plugin={"mixed_precision_policy": …})` does, with FSDP2 as its authors write it."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    accelerator = Accelerator(cpu=True)
+    network: Any = stack()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    whole = {network.scale}
+    for block in network.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(network, mp_policy=policy, ignored_params=whole)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    inputs, targets, _ = toy.data()
+    losses: list[float] = []
+    for start in range(0, 48, 8):
+        own = slice(start + 4 * accelerator.process_index, start + 4 * accelerator.process_index + 4)
+        loss = toy.losses(network, inputs[own], targets[own]).mean()
+        loss.backward()
+        accelerator.group.all_reduce(network.scale.grad).div_(2)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
+    return losses
+
+
+def test_bf16_is_that_of_fsdp2_and_near_one_process() -> None:
+    def all_cases(shards: bool) -> dict[str, Any]:
+        return {name: train(case, shards, epochs=1)["losses"] for name, case in BF16.items()}
+
+    (alone,) = run_forked(all_cases, (False,), 1, timeout=60)
+    for told in run_forked(all_cases, (True,), 2, timeout=60):
+        for name in BF16:
+            assert told[name] == pytest.approx(alone[name], rel=2e-2), name
+        assert told["checkpointed"] == told["by name"]
+    unclipped = Case(plugin=BF16["by policy"].plugin, clip=None)
+    (own, _), (hand, _) = (
+        run_forked(f, (), 2, timeout=60) for f in (lambda: train(unclipped, True, epochs=1), _by_hand)
+    )
+    assert own["losses"] == hand
+
+
+def _overflow(plugin: dict[str, Any], fused: bool, spikes: bool) -> list[Any]:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        fsdp_plugin=FullyShardedDataParallelPlugin(**plugin),
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+    )
+    network = stack()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=fused)
+    network, optimizer = accelerator.prepare(network, optimizer)
+    inputs, targets, _ = toy.data()
+    told: list[Any] = []
+    for start in range(0, 32, 8):
+        own = slice(start + 4 * accelerator.process_index, start + 4 * accelerator.process_index + 4)
+        loss = toy.losses(network, inputs[own], targets[own]).mean()
+        if spikes and start == 8 and accelerator.is_last_process:
+            # Only one of the gradients overflows, and on this process only.
+            loss = loss + network.last.bias.sum() * float("inf")
+        accelerator.backward(loss)
+        norm = float(accelerator.clip_grad_norm_(network.parameters(), 0.5)) if start == 16 else None
+        optimizer.step()
+        told.append((optimizer.step_was_skipped, accelerator.scaler.get_scale(), norm))
+        optimizer.zero_grad()
+    told.append(accelerator.strategy.model_state(network))
+    accelerator.free_memory()
+    return told
+
+
+@pytest.mark.parametrize("spikes", [False, True])
+def test_an_overflow_of_one_process_skips_the_update_of_all(spikes: bool) -> None:
+    settings: list[Any] = [({}, False), ({}, True), ({"ignored_modules": "last"}, False), ({"cpu_offload": True}, True)]
+
+    def all_settings() -> list[Any]:
+        return [_overflow(plugin, fused, spikes) for plugin, fused in settings]
+
+    first, second = run_forked(all_settings, (), 2, timeout=60)
+    for (*steps, weights), (*others, _) in zip(first, second, strict=True):
+        assert steps == others
+        assert [skipped for skipped, _, _ in steps] == [False, spikes, False, False]
+        # The scale moves as the next window begins.
+        assert [scale for _, scale, _ in steps] == [1024.0, 1024.0, *([512.0] * 2 if spikes else [1024.0] * 2)]
+        assert steps[2][2] == pytest.approx(first[0][2][2], rel=1e-3)
+        toy.assert_same(list(weights.values()), list(first[0][-1].values()), rtol=1e-3)
+        assert all(bool(value.isfinite().all()) for value in weights.values())

@@ -1,0 +1,254 @@
+"""States of sharded models: whole ones that one process can load, shards, and what does not fit."""
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import toy
+from tests.strategies.sharded import Stack, Tied, stack
+from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, StateError
+from trainer_lib.launchers import run_forked
+from trainer_lib.strategies.filling import replace
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    importlib.import_module("torch.distributed.fsdp")
+
+
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    decays = [p for p in parameters if p.dim() > 1]
+    return torch.optim.AdamW(
+        [{"params": decays, "lr": 1e-2}, {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}],
+        lr=2e-2,
+    )
+
+
+def _fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+class _Run:
+    """A model in training, whose states can be taken and loaded."""
+
+    def __init__(
+        self,
+        shards: bool,
+        kind: Callable[[], nn.Module] = Stack,
+        optimizer: Optimizers = _adamw,
+        plugin: dict[str, Any] | None = None,
+    ) -> None:
+        self.accelerator = Accelerator(
+            cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**(plugin or {})) if shards else None
+        )
+        network = stack(kind)
+        self.network, self.optimizer = self.accelerator.prepare(network, optimizer(list(network.parameters())))
+
+    def train(self, first: int, last: int) -> None:
+        inputs, targets, _ = toy.data()
+        accelerator = self.accelerator
+        size = 8 // accelerator.num_processes
+        for step in range(first, last):
+            own = slice(step * 8 + size * accelerator.process_index, step * 8 + size * accelerator.process_index + size)
+            accelerator.backward(toy.losses(self.network, inputs[own], targets[own]).mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self, whole: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+        strategy = self.accelerator.strategy
+        return strategy.model_state(self.network, whole=whole), strategy.optimizer_state(
+            self.optimizer, [self.network], whole=whole
+        )
+
+    def load(self, model: Any, optimizer: Any) -> None:
+        self.accelerator.strategy.load_model_state(self.network, model)
+        self.accelerator.strategy.load_optimizer_state(self.optimizer, [self.network], optimizer)
+
+    def end(self) -> dict[str, Any]:
+        model, _ = self.state()
+        self.accelerator.free_memory()
+        return model
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Optimizers, dict[str, Any]]] = {
+    "groups": (Stack, _adamw, {}),
+    "fused": (Stack, _fused, {}),
+    "momentum": (Stack, _momentum, {"ignored_modules": "last"}),
+    "tied": (Tied, _adamw, {}),
+    "offload": (Stack, _adamw, {"cpu_offload": True}),
+    "checkpointed": (Stack, _adamw, {"activation_checkpointing": True}),
+}
+
+
+def _first_half(shards: bool) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name, (kind, optimizer, plugin) in KINDS.items():
+        run = _Run(shards, kind, optimizer, plugin)
+        run.train(0, 3)
+        told[name] = run.state()
+        run.end()
+    return told
+
+
+def _second_half(shards: bool, states: dict[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name, (kind, optimizer, plugin) in KINDS.items():
+        run = _Run(shards, kind, optimizer, plugin)
+        if run.accelerator.is_main_process:
+            run.load(*copy.deepcopy(states[name]))  # torch's optimizers go on with the tensors they are given
+        else:
+            run.load({}, {})
+        run.train(3, 6)
+        told[name] = run.end()
+    return told
+
+
+def _uninterrupted() -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name, (kind, optimizer, _) in KINDS.items():
+        run = _Run(False, kind, optimizer)
+        run.train(0, 6)
+        told[name] = run.end()
+    return told
+
+
+def test_a_run_goes_on_in_another_world() -> None:
+    expected = _uninterrupted()
+    alone = _first_half(shards=False)
+    main, other = run_forked(_first_half, (True,), 2, timeout=60)
+    assert all(state == ({}, {}) for state in other.values())
+    for name, (weights, optimizer) in main.items():
+        assert list(weights) == list(alone[name][0])
+        assert optimizer.keys() == alone[name][1].keys()
+        assert all(value.device.type == "cpu" and type(value) is torch.Tensor for value in weights.values())
+    ways = {
+        "two, then one": _second_half(False, main),
+        "one, then two": run_forked(_second_half, (True, alone), 2, timeout=60)[0],
+        "two, then two": run_forked(_second_half, (True, main), 2, timeout=60)[0],
+    }
+    for way, told in ways.items():
+        for name, weights in expected.items():
+            assert list(told[name]) == list(weights), (way, name)
+            toy.assert_same(list(told[name].values()), list(weights.values()), rtol=1e-4)
+
+
+def _from_shards() -> Any:
+    run = _Run(True)
+    run.train(0, 3)
+    model, optimizer = run.state(whole=False)
+    assert model["first.weight"].shape == (10, 8)
+    assert model["first.weight"].to_local().shape == (5, 8), "a shard"
+    kept = {name: value.clone() for name, value in model.items()}
+    parts = {name: {key: value.clone() for key, value in values.items()} for name, values in optimizer["state"].items()}
+    run.train(3, 6)
+    once, _ = run.state()
+    run.load(kept, {**optimizer, "state": parts})
+    run.train(3, 6)
+    return once, run.end()
+
+
+def test_shards_are_taken_up_where_they_were() -> None:
+    (once, again), _ = run_forked(_from_shards, (), 2, timeout=60)
+    toy.assert_same(list(again.values()), list(once.values()), rtol=0)
+
+
+def _after_evaluation() -> list[bool]:
+    """Load while a forward that nothing followed has left weights whole."""
+    run = _Run(True, plugin={"reshard_after_forward": False})
+    whole, _ = run.state()
+    run.network(toy.data()[0])
+    changed = {name: value * 2 for name, value in whole.items()}
+    run.accelerator.strategy.load_model_state(run.network, changed)
+    outputs = run.network(toy.data()[0])
+    reference = stack()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(2)
+    return [torch.allclose(outputs, reference(toy.data()[0]), rtol=1e-5)]
+
+
+def test_loaded_weights_are_those_that_compute() -> None:
+    assert run_forked(_after_evaluation, (), 2, timeout=60) == [[True], [True]]
+
+
+def _refused() -> list[str]:
+    run = _Run(True)
+    model, optimizer = run.state()
+    told: list[str] = []
+
+    def attempt(change: Callable[[dict[str, Any], dict[str, Any]], None], strict: bool = True) -> None:
+        changed, settings = dict(model), dict(optimizer)
+        if run.accelerator.is_main_process:
+            change(changed, settings)
+        try:
+            run.accelerator.strategy.load_model_state(run.network, changed, strict)
+            run.accelerator.strategy.load_optimizer_state(run.optimizer, [run.network], settings)
+        except StateError as error:
+            told.append(str(error))
+        else:
+            told.append("loaded")
+
+    def lose_a_group(weights: Any, settings: Any) -> None:
+        del weights
+        settings["param_groups"] = settings["param_groups"][1:]
+
+    attempt(lambda weights, settings: weights.pop("scale"))
+    attempt(lambda weights, settings: weights.pop("scale"), strict=False)
+    attempt(lambda weights, settings: weights.update(more=torch.ones(1)))
+    attempt(lambda weights, settings: weights.update({"last.bias": torch.ones(2)}))
+    attempt(lose_a_group)
+    return told
+
+
+def test_states_of_another_model_are_refused_on_all_processes() -> None:
+    for told in run_forked(_refused, (), 2, timeout=60):
+        for text, words in zip(
+            told, ["missing: scale", "loaded", "more", "last.bias has the shape", "1 para"], strict=True
+        ):
+            assert words in text
+
+
+class _WithExtra(nn.Linear):
+    """A layer that saves more than its tensors."""
+
+    note = "new"
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+def _extra() -> list[str]:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    network: Any = accelerator.prepare(nn.Sequential(_WithExtra(2, 2)))
+    state = accelerator.strategy.model_state(network)
+    if accelerator.is_main_process:
+        state["0._extra_state"] = {"note": "loaded"}
+    accelerator.strategy.load_model_state(network, state)
+    return [network[0].note]
+
+
+def test_extra_states_travel_too() -> None:
+    assert run_forked(_extra, (), 2, timeout=60) == [["loaded"], ["loaded"]]
+
+
+def test_a_parameter_is_replaced_under_all_of_its_names() -> None:
+    network: Any = Tied()
+    new = nn.Parameter(torch.zeros_like(network.first.weight))
+    replace(network, {network.first.weight: new})
+    assert network.first.weight is new
+    assert network.last.weight is new

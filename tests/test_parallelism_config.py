@@ -1,0 +1,185 @@
+"""How processes are arranged: sizes, meshes, and what does not fit."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_lib import (
+    Accelerator,
+    ConfigurationError,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    UnsupportedError,
+)
+from trainer_lib.foundation.environment import patch_environment
+from trainer_lib.launchers import run_forked
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    importlib.import_module("torch.distributed.fsdp")
+
+
+def test_sizes_and_names() -> None:
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+    assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (8, 8, 1)
+    assert config.active_mesh_dims == config.dp_dim_names == config.dp_cp_dim_names == ["dp_replicate", "dp_shard"]
+    assert config.dp_shard_cp_dim_names == ["dp_shard"]
+    assert config.fsdp_dim_names == ["dp_replicate", "dp_shard"]
+    assert config.non_dp_dim_names == []
+    assert config.dp_replicate_enabled
+    assert config.dp_shard_enabled
+    assert (config.tp_enabled, config.cp_enabled, config.sp_enabled) == (False, False, False)
+    assert config.to_json()["dp_shard_size"] == 4
+    assert ParallelismConfig().total_size == 1
+    assert ParallelismConfig().active_mesh_dims == []
+
+
+def test_sizes_of_the_launcher() -> None:
+    with patch_environment(PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="3"):
+        assert ParallelismConfig().sizes == {"dp_replicate": 2, "dp_shard": 3, "cp": 1, "sp": 1, "tp": 1}
+        assert ParallelismConfig(dp_shard_size=4).total_size == 8
+    with patch_environment(PARALLELISM_CONFIG_TP_SIZE="2"), pytest.raises(UnsupportedError, match="tensor parallelism"):
+        ParallelismConfig()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({"dp_shard_size": 0}, ConfigurationError, "dp_shard_size must be a whole number of at least 1, got 0."),
+        ({"dp_replicate_size": "2"}, ConfigurationError, "dp_replicate_size must be a whole number of at least 1"),
+        ({"tp_size": 2}, UnsupportedError, r"ParallelismConfig\(tp_size=2\) asks for tensor parallelism"),
+        ({"cp_size": 2}, UnsupportedError, "asks for context parallelism"),
+        ({"sp_size": 2}, UnsupportedError, "asks for sequence parallelism"),
+        ({"tp_handler": object()}, UnsupportedError, "asks for tensor parallelism"),
+        ({"cp_backend": "jax"}, ConfigurationError, "Unknown cp_backend 'jax'. Known: torch."),
+    ],
+)
+def test_what_is_not_there_is_said(given: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        ParallelismConfig(**given)
+
+
+def test_a_mesh_is_for_one_kind_of_device() -> None:
+    config = ParallelismConfig(dp_shard_size=2)
+    with pytest.raises(ConfigurationError, match="The mesh is not built"):
+        config.get_device_mesh()
+    assert ParallelismConfig().get_device_mesh("cpu") is None
+
+
+PLUGIN: Any = FullyShardedDataParallelPlugin
+CONFIG: Any = ParallelismConfig
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"parallelism_config": CONFIG(dp_shard_size=2)},
+        r"\(dp_replicate_size=1, dp_shard_size=2\) takes 2 processes, and",
+    ),
+    ({"parallelism_config": "both"}, "parallelism_config must be a ParallelismConfig, got 'both'."),
+    ({"fsdp_plugin": "full_shard"}, "fsdp_plugin must be a FullyShardedDataParallelPlugin, got 'full_shard'."),
+    ({"fsdp_plugin": PLUGIN(sharding_strategy="HYBRID_SHARD")}, "it is not known how the 1 processes are spread"),
+    (
+        {"fsdp_plugin": PLUGIN(), "kwargs_handlers": [DistributedDataParallelKwargs()]},
+        "DistributedDataParallelKwargs belong to DDP",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_does_not_fit_one_process_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        Accelerator(cpu=True, **given)
+
+
+def _kinds() -> list[Any]:
+    told: list[Any] = []
+    for given in (
+        {"parallelism_config": CONFIG(dp_replicate_size=2)},
+        {"parallelism_config": CONFIG(dp_shard_size=2)},
+        {"parallelism_config": CONFIG(), "fsdp_plugin": PLUGIN()},
+        {"fsdp_plugin": PLUGIN(sharding_strategy="HYBRID_SHARD")},
+        {"fsdp_plugin": PLUGIN(), "parallelism_config": CONFIG(dp_replicate_size=2)},
+        {"fsdp_plugin": PLUGIN(sharding_strategy="HYBRID_SHARD"), "parallelism_config": CONFIG(dp_shard_size=2)},
+        {"fsdp_plugin": PLUGIN(reshard_after_forward=2)},
+    ):
+        try:
+            accelerator = Accelerator(cpu=True, **given)
+            network = accelerator.prepare(nn.Linear(2, 2))
+        except ConfigurationError as error:
+            told.append(str(error))
+            accelerator = Accelerator(cpu=True)
+        else:
+            mesh, config = accelerator.torch_device_mesh, accelerator.parallelism_config
+            assert config is not None
+            told.append(
+                (
+                    str(accelerator.distributed_type),
+                    config.active_mesh_dims,
+                    mesh.mesh_dim_names,
+                    (accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank),
+                    type(network).__name__,
+                )
+            )
+        accelerator.free_memory()
+    return told
+
+
+def test_sizes_choose_the_strategy() -> None:
+    for rank, told in enumerate(run_forked(_kinds, (), 2, timeout=60)):
+        sharded = ("FSDP", ["dp_shard"], ("dp_shard",), (0, rank), "FSDPLinear")
+        assert told[:4] == [
+            ("MULTI_CPU", ["dp_replicate"], ("dp_replicate",), (rank, 0), "DistributedDataParallel"),
+            sharded,
+            sharded,
+            sharded,  # one machine has nothing to replicate over
+        ]
+        assert "gives each process a whole model" in told[4]
+        assert "replicates over machines, and ParallelismConfig(dp_shard_size=2) does not" in told[5]
+        assert told[6].startswith("reshard_after_forward=2 must divide the 2 processes")
+
+
+def _launched() -> Any:
+    accelerator = Accelerator()
+    network: Any = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.backward(network(torch.full((1, 2), float(accelerator.process_index))).sum())
+    assert network.weight.grad.full_tensor().tolist() == [[0.5, 0.5]] * 2, "the mean of both"
+    config = accelerator.parallelism_config
+    assert config is not None
+    return accelerator.distributed_type, config.sizes["dp_shard"], list(network.weight.to_local().shape)
+
+
+def test_what_the_launcher_says_is_done() -> None:
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    assert run_forked(_launched, (), 2, timeout=60, **fsdp) == [("FSDP", 2, [1, 2])] * 2
+    assert run_forked(_launched, (), 2, timeout=60, **sizes) == [("FSDP", 2, [1, 2])] * 2
+    hybrid = {**fsdp, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_WORLD_SIZE": "1"}
+    assert run_forked(_launched, (), 2, timeout=60, **hybrid) == [("FSDP", 1, [2, 2])] * 2
+
+
+def test_a_script_alone_shards_in_a_group_of_one() -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=PLUGIN())
+    assert accelerator.distributed_type == DistributedType.FSDP
+    assert accelerator.state.backend == "gloo"
+    assert accelerator.torch_device_mesh is None, "no dimension is larger than 1"
+    network: Any = accelerator.prepare(nn.Linear(2, 2))
+    assert type(network).__name__ == "FSDPLinear"
+    accelerator.free_memory()
+    plain = Accelerator(cpu=True)
+    assert plain.distributed_type == DistributedType.NO
+    assert type(plain.prepare(nn.Linear(2, 2))) is nn.Linear
+
+
+def test_other_settings_come_too_late_until_the_first_are_released() -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=(plugin := PLUGIN()))
+    Accelerator(cpu=True, fsdp_plugin=plugin)
+    with pytest.raises(ConfigurationError, match=r"^fsdp_plugin=.* came too late"):
+        Accelerator(cpu=True, fsdp_plugin=PLUGIN(reshard_after_forward=False))
+    with pytest.raises(ConfigurationError, match=r"parallelism_config=.* came too late"):
+        Accelerator(cpu=True, parallelism_config=CONFIG(dp_shard_size=2))
+    accelerator.free_memory()
+    Accelerator(cpu=True, fsdp_plugin=PLUGIN(reshard_after_forward=False))
