@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import build
 from trainer_lib.accelerator.joining import joined
+from trainer_lib.accelerator.lomo import lomo_backward
 from trainer_lib.accelerator.persistence import Persistence
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
@@ -435,7 +436,7 @@ class Accelerator(Persistence):
             loss: The loss of this micro-batch: a mean, or with `weight` a sum.
             weight: How many items it sums over; a number, or a tensor of one.
             optimizer: Whose gradients these are; of need with `weight` where several are prepared.
-            **kwargs: Passed on to `torch.Tensor.backward`.
+            **kwargs: Passed on to `torch.Tensor.backward`; with `learning_rate`, see `lomo_backward`.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -446,6 +447,9 @@ class Accelerator(Persistence):
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise _nothing_to_differentiate(loss)
+        if kwargs and "learning_rate" in kwargs:
+            self.lomo_backward(loss, **kwargs)
+            return
         window = self._window
         if weight is not None:
             self._weighted_backward(loss, weight, optimizer, kwargs)
@@ -454,6 +458,17 @@ class Accelerator(Persistence):
             raise ConfigurationError("A loss without weight= joins weighted ones in one update. Weigh all, or none.")
         window.begin_backward()
         self.precision.backward(loss if window.steps == 1 else loss / window.steps, window.is_fresh, **kwargs)
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Compute gradients and update each weight as soon as its gradient is there, with a prepared `Lomo` optimizer.
+
+        Nothing else is to be called: no `step`, no `zero_grad`. `backward(loss, learning_rate=…)` is the same.
+
+        Args:
+            loss: The loss of the batch.
+            learning_rate: The learning rate of this update.
+        """
+        lomo_backward(self._optimizers, loss, learning_rate, self.num_processes, self.gradient_accumulation_steps)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Bring gradients to their true size now: unscaled, and divided by what their window weighs."""
