@@ -26,13 +26,16 @@ if TYPE_CHECKING:
     from trainer_lib.launchers import notebook_launcher as notebook_launcher
     from trainer_lib.local_sgd import LocalSGD as LocalSGD
     from trainer_lib.logging import get_logger as get_logger
+    from trainer_lib.memory import find_executable_batch_size as find_executable_batch_size
     from trainer_lib.options.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from trainer_lib.options.compilation import TorchDynamoPlugin as TorchDynamoPlugin
     from trainer_lib.options.data import DataLoaderConfiguration as DataLoaderConfiguration
     from trainer_lib.options.distributed import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from trainer_lib.options.distributed import InitProcessGroupKwargs as InitProcessGroupKwargs
     from trainer_lib.options.kinds import DistributedType as DistributedType
     from trainer_lib.options.precision import AutocastKwargs as AutocastKwargs
     from trainer_lib.options.precision import GradScalerKwargs as GradScalerKwargs
+    from trainer_lib.options.profiling import ProfileKwargs as ProfileKwargs
     from trainer_lib.options.project import ProjectConfiguration as ProjectConfiguration
     from trainer_lib.options.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
@@ -61,12 +64,15 @@ _HOMES = {
     "ParallelismConfig": "trainer_lib.parallelism_config",
     "PartialState": "trainer_lib.state",
     "PreparationError": "trainer_lib.foundation.errors",
+    "ProfileKwargs": "trainer_lib.options.profiling",
     "ProjectConfiguration": "trainer_lib.options.project",
     "StateError": "trainer_lib.foundation.errors",
+    "TorchDynamoPlugin": "trainer_lib.options.compilation",
     "TrainerLibError": "trainer_lib.foundation.errors",
     "UnsupportedError": "trainer_lib.foundation.errors",
     "WorldError": "trainer_lib.foundation.errors",
     "debug_launcher": "trainer_lib.launchers",
+    "find_executable_batch_size": "trainer_lib.memory",
     "get_logger": "trainer_lib.logging",
     "load_checkpoint_in_model": "trainer_lib.checkpointing.weights",
     "notebook_launcher": "trainer_lib.launchers",
@@ -93,12 +99,15 @@ __all__ = [
     "ParallelismConfig",
     "PartialState",
     "PreparationError",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "StateError",
+    "TorchDynamoPlugin",
     "TrainerLibError",
     "UnsupportedError",
     "WorldError",
     "debug_launcher",
+    "find_executable_batch_size",
     "get_logger",
     "load_checkpoint_in_model",
     "notebook_launcher",
