@@ -318,6 +318,10 @@ def _messages(act: str) -> str:
                 joinables = []
             case "optimizer":
                 joinables = [network, optimizer]
+            case "sharded states":
+                from torch.distributed.optim import ZeroRedundancyOptimizer
+
+                accelerator.prepare(ZeroRedundancyOptimizer(network.parameters(), torch.optim.SGD, lr=0.1))
             case "evenness":
                 accelerator.join_uneven_inputs([network], even_batches=1).__enter__()  # type: ignore[arg-type]
             case "each batch":
@@ -352,7 +356,11 @@ def _messages(act: str) -> str:
         ("not prepared", "PreparationError: join_uneven_inputs got a Sequential that is not prepared"),
         ("no list", "ConfigurationError: joinables must be a list of the prepared models that are trained"),
         ("empty", "ConfigurationError: joinables must be a list of the prepared models that are trained"),
-        ("optimizer", "ConfigurationError: join_uneven_inputs got a SGD, which sends no messages"),
+        (
+            "optimizer",
+            "ConfigurationError: join_uneven_inputs got a AcceleratedOptimizer. Name the prepared models only.",
+        ),
+        ("sharded states", "UnsupportedError: ZeroRedundancyOptimizer sends weights in its steps"),
         ("evenness", "ConfigurationError: even_batches must be True or False, got 1."),
         ("each batch", "ConfigurationError: sync_each_batch=True shares each micro-batch of a window"),
         ("own hook", "UnsupportedError: This model has a communication hook of its own"),
@@ -363,6 +371,7 @@ def _messages(act: str) -> str:
         ("static graph", "UnsupportedError: static_graph=True: DDP learns the graph"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_what_cannot_be_joined_is_said(act: str, words: str) -> None:
     for told in run_forked(_messages, (act,), 2, timeout=60):
         assert told.startswith(words)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from trainer_lib.foundation.errors import ConfigurationError, PreparationError
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.foundation.trees import map_leaves, map_tensors
-from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.options.base import check_flag
 from trainer_lib.process_group import ProcessGroup
 
@@ -45,22 +45,22 @@ def _chosen(accelerator: "Accelerator", joinables: Any) -> list[Any]:
             f"joinables must be a list of the prepared models that are trained, got {type(joinables).__name__} "
             f"{'without any' if joinables in ([], ()) else ''}. For one model: join_uneven_inputs([model])."
         )
-    chosen: list[Any] = []
     for one in joinables:
-        inside = one.optimizer if isinstance(one, AcceleratedOptimizer) else one
-        is_prepared = any(inside is model for model in accelerator._models)
-        if isinstance(inside, nn.Module) and not is_prepared:
+        is_prepared = any(one is model for model in accelerator._models)
+        if isinstance(one, nn.Module) and not is_prepared:
             raise PreparationError(
-                f"join_uneven_inputs got a {type(inside).__name__} that is not prepared, and so shares nothing with "
+                f"join_uneven_inputs got a {type(one).__name__} that is not prepared, and so shares nothing with "
                 "other processes. Give what prepare() returned."
             )
-        if not is_prepared and not hasattr(inside, "join_hook"):
-            raise ConfigurationError(
-                f"join_uneven_inputs got a {type(inside).__name__}, which sends no messages that others could answer. "
-                "Name the prepared models, and optimizers only if they are a ZeroRedundancyOptimizer."
+        if not is_prepared and (isinstance(one, Optimizer) or not hasattr(one, "join_hook")):
+            raise ConfigurationError(f"join_uneven_inputs got a {type(one).__name__}. Name the prepared models only.")
+    for optimizer in accelerator._optimizers:
+        if hasattr(optimizer.optimizer, "join_hook"):
+            raise UnsupportedError(
+                f"{type(optimizer.optimizer).__name__} sends weights in its steps, and would have a process without "
+                "data make them from gradients that it lacks. Use a plain optimizer with join_uneven_inputs."
             )
-        chosen.append(inside)
-    return chosen
+    return list(joinables)
 
 
 @contextmanager
@@ -126,7 +126,6 @@ def _catch_up(accelerator: "Accelerator", joinables: list[Any], source: int) -> 
         optimizer
         for optimizer in accelerator._optimizers
         if any(isinstance(model, nn.Module) and _trains(optimizer, model) for model in joinables)
-        and not any(optimizer.optimizer is one for one in joinables)  # such a one catches up by itself
     ]
     schedulers = [
         scheduler
