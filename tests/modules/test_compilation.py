@@ -220,6 +220,18 @@ def test_a_module_that_is_there_twice_has_one_view(graphs: Graphs) -> None:
     assert eager["one"] is eager["other"] is not shared
 
 
+def test_a_slice_of_a_view_is_a_list_of_its_own(graphs: Graphs) -> None:
+    model = compile_regions(Stack(), backend=graphs)
+    layers: Any = eager_view(model).get_submodule("layers")
+    some = layers[:2]
+    assert isinstance(some, nn.ModuleList)
+    assert list(some) == list(layers)[:2]
+    some.eval()
+    assert not layers[0].training
+    assert layers.training
+    assert len(copy.deepcopy(some)) == 2
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda view: pickle.loads(pickle.dumps(view))])
 def test_copies_of_a_view_are_plain_models_of_their_own(graphs: Graphs, duplicate: Any) -> None:
     model = Stack().eval()

@@ -55,18 +55,25 @@ class _View:
 
     @property
     def training(self) -> bool:
-        return self.__dict__["_viewed"].training
+        return _viewed(self).__dict__["training"]
 
     @training.setter
     def training(self, mode: bool) -> None:
-        self.__dict__["_viewed"].training = mode
+        _viewed(self).__dict__["training"] = mode
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = next(kind for kind in type(self).__mro__ if not issubclass(kind, _View))
         plain = _bare(kind)
         plain.__dict__.update(self.__dict__, training=self.training)
-        del plain.__dict__["_viewed"]
+        plain.__dict__.pop("_viewed", None)
         return _bare, (kind,), plain.__getstate__()
+
+
+def _viewed(module: Any) -> nn.Module:
+    # A view of a view leads on; and a slice of a ModuleList's view has its class, but is a list of its own.
+    while "_viewed" in module.__dict__:
+        module = module.__dict__["_viewed"]
+    return module
 
 
 def _bare(kind: type) -> Any:
