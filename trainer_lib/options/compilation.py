@@ -50,7 +50,8 @@ class TorchDynamoPlugin(KwargsHandler):
         options: Options of the backend by name, in the place of `mode`.
         disable: Leave models as they are, with all other options kept.
         use_regional_compilation: Compile the blocks that a model repeats, all of them by one compilation, in the place
-            of the whole model. A model without repeated blocks is compiled whole.
+            of the whole model. A model without repeated blocks is compiled whole. Blocks that are told which one they
+            are by something that differs (a cache of keys and values: train with `use_cache=False`) are traced anew.
 
     Example:
         >>> TorchDynamoPlugin(backend="inductor", mode="max-autotune").to_kwargs()
