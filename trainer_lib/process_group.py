@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import itertools
 import sys
+import time
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.options.distributed import InitProcessGroupKwargs
 
 _worlds = itertools.count()  # that this process has been part of
+_TIME_FOR_THREADS = 0.1  # seconds
 
 
 class ProcessGroup(Protocol):
@@ -224,10 +226,13 @@ def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str)
 
 
 def _leave_at_exit() -> None:
-    # While there is still a Python: gloo's threads may be giving back the tensors of the last collective, which aborts
-    # the process once the interpreter is gone. Not after an error: then the others may never answer.
+    # Not after an error: then the others may never answer.
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
+    # While there is still a Python: gloo's threads may be giving back the tensors of the last collective, which aborts
+    # the process once the interpreter is gone. They outlive their group where a model still refers to it, nobody can
+    # wait for them, and all they need is that this thread lets them.
+    time.sleep(_TIME_FOR_THREADS)
 
 
 def _check_address(world: World) -> None:
