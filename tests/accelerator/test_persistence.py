@@ -163,7 +163,7 @@ def test_states_of_compiled_and_plain_models_fit_each_other(tmp_path: Path) -> N
 
 def test_extra_state_of_modules_goes_along(tmp_path: Path) -> None:
     class Remembering(nn.Linear):
-        seen: Any
+        seen: tuple[int, torch.Tensor]
 
         def get_extra_state(self) -> Any:
             return {"seen": self.seen}
@@ -176,7 +176,7 @@ def test_extra_state_of_modules_goes_along(tmp_path: Path) -> None:
     model.seen = (1, torch.ones(2))
     folder = Path(accelerator.save_state(tmp_path / "state"))
     assert "model.extra.json" in names_in(folder)
-    model.seen = 0, 0
+    model.seen = 0, torch.zeros(2)
     accelerator.load_state(folder)
     number, tensor = model.seen
     assert (number, tensor.tolist()) == (1, [1, 1])

@@ -1,5 +1,6 @@
 """This file is a model's weights without anything else: saved for others to read, and loaded from what others saved."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,9 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             replace_file(folder / name, content.write)
-        # Shards of an earlier save, which a reader of the folder might take for these.
-        ending = weights_ending(safe)
-        for path in [*folder.glob(f"{weights_stem(safe=safe)}*{ending}"), *folder.glob(f"*{ending}.index.json")]:
-            if path.name not in files and _is_of_this_model(path.name, safe):
+        for path in _weights_in(folder):
+            # Of an earlier save, which a reader of the folder might take for these.
+            if path.name not in files:
                 path.unlink()
         sync(folder)
     except OSError as error:
@@ -168,7 +168,11 @@ def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
-def _is_of_this_model(name: str, safe: bool) -> bool:
-    """Whether a file is of the first model's weights, whole, a shard or an index; not of a second one's."""
-    rest = name.removeprefix(weights_stem(safe=safe))
-    return rest != name and (rest[:1] in (".", "-"))
+def _weights_in(folder: Path) -> list[Path]:
+    """Return the files of a first model's weights: whole, shards and indexes, of both kinds."""
+    return [
+        path
+        for stem, ending in ((weights_stem(safe=safe), weights_ending(safe)) for safe in (True, False))
+        for path in folder.iterdir()
+        if re.fullmatch(rf"{stem}(-\d+-of-\d+)?{re.escape(ending)}(\.index\.json)?", path.name)
+    ]

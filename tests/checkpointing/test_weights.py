@@ -1,0 +1,223 @@
+"""A model's weights alone: saved as Hugging Face's libraries read them, and loaded into a model as it stands."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import toy
+from trainer_lib import Accelerator, CheckpointError, ConfigurationError, StateError, UnsupportedError
+from trainer_lib.checkpointing.weights import load_checkpoint_in_model
+from trainer_lib.launchers import run_forked
+from trainer_lib.utils import load, save
+
+
+def saved(folder: Path, **options: Any) -> nn.Module:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(toy.model(3))
+    accelerator.save_model(model, folder, **options)
+    return model
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for name, value in other.state_dict().items():
+        assert torch.equal(one.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("size", ["10GB", 300])
+def test_what_was_saved_is_loaded(tmp_path: Path, safe: bool, size: Any) -> None:
+    model = saved(tmp_path / "new" / "folder", max_shard_size=size, safe_serialization=safe)
+    loaded = toy.model()
+    load_checkpoint_in_model(loaded, tmp_path / "new" / "folder", strict=True)
+    assert_same(loaded, model)
+
+
+def test_files_and_indexes_are_loaded_too(tmp_path: Path) -> None:
+    model = saved(tmp_path, max_shard_size=300)
+    loaded = toy.model()
+    load_checkpoint_in_model(loaded, str(tmp_path / "model.safetensors.index.json"), strict=True)
+    assert_same(loaded, model)
+    loaded = toy.model()
+    load_checkpoint_in_model(loaded, tmp_path / "model-00002-of-00002.safetensors")
+    assert torch.equal(loaded.get_parameter("2.weight"), model.get_parameter("2.weight"))
+    assert torch.equal(loaded.get_parameter("0.weight"), toy.model().get_parameter("0.weight"))
+
+
+def test_a_later_save_leaves_no_shards_of_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model_1.safetensors").touch()
+    saved(tmp_path, max_shard_size=300)
+    assert (tmp_path / "model-00001-of-00002.safetensors").exists()
+    model = saved(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["config.json", "model.safetensors", "model_1.safetensors"]
+    loaded = toy.model()
+    load_checkpoint_in_model(loaded, tmp_path)
+    assert_same(loaded, model)
+    saved(tmp_path, max_shard_size=300)
+    assert not (tmp_path / "model.safetensors").exists()
+    saved(tmp_path, safe_serialization=False)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["config.json", "model_1.safetensors", "pytorch_model.bin"]
+
+
+def test_the_weights_in_a_state_are_loaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(toy.model(3))
+    folder = accelerator.save_state(tmp_path / "state")
+    loaded = toy.model()
+    load_checkpoint_in_model(loaded, folder, strict=True)
+    assert_same(loaded, model)
+
+
+def test_transformers_reads_what_was_saved_and_is_read(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(accelerator.prepare(model), tmp_path / "ours", max_shard_size="5KB")
+    config.save_pretrained(tmp_path / "ours")
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
+    assert_same(read, model)
+    read.save_pretrained(tmp_path / "theirs")  # without the tied head
+    with torch.device("meta"):
+        loaded = transformers.GPT2LMHeadModel(config)
+    load_checkpoint_in_model(loaded, tmp_path / "theirs", strict=True)
+    assert_same(loaded, model)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_type_can_be_asked_for(tmp_path: Path, device: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(model, tmp_path)
+    for dtype, kind in (("bfloat16", torch.bfloat16), (torch.float16, torch.float16), (None, torch.float32)):
+        with torch.device(device):
+            loaded = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        weight = loaded[0].weight
+        load_checkpoint_in_model(loaded, tmp_path, dtype=dtype, strict=True)
+        assert {value.dtype for value in loaded.state_dict().values()} == {kind, torch.int64}
+        assert torch.equal(loaded.state_dict()["0.weight"], model.state_dict()["0.weight"].to(kind))
+        assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
+        # An optimizer that was made before goes on with these parameters.
+        assert device == "meta" or weight is loaded.get_parameter("0.weight")
+    with pytest.raises(ConfigurationError, match="dtype='bf61' is no type of torch"):
+        load_checkpoint_in_model(model, tmp_path, dtype="bf61")
+
+
+def test_differences_are_told_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path)
+    model = nn.Sequential(nn.Linear(8, 16), nn.PReLU())
+    with pytest.raises(StateError, match=r"missing: 1.weight; not in this model: 2.bias, 2.weight"):
+        load_checkpoint_in_model(model, tmp_path, strict=True)
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint_in_model(model, tmp_path)
+    assert "are not in it and stay as they were: 1.weight." in caplog.text
+    assert "are not in the model: 2.bias, 2.weight." in caplog.text
+    with pytest.raises(StateError, match=r"other shapes: 0.bias has the shape"):
+        load_checkpoint_in_model(nn.Sequential(nn.Linear(8, 5)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_map": "auto"},
+        {"offload_folder": "x"},
+        {"offload_state_dict": True},
+        {"offload_buffers": True},
+        {"keep_in_fp32_modules": ["x"]},
+        {"offload_8bit_bnb": True},
+        {"full_state_dict": False},
+        {"broadcast_from_rank0": True},
+    ],
+)
+def test_what_this_version_cannot_do_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=rf"load_checkpoint_in_model\({next(iter(options))}="):
+        load_checkpoint_in_model(toy.model(), tmp_path, **options)
+
+
+def test_a_place_that_is_no_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="is a file, and weights are saved to a folder"):
+        saved(tmp_path / "file")
+    with pytest.raises(ConfigurationError, match="'much' is no size"):
+        saved(tmp_path / "weights", max_shard_size="much")
+    with pytest.raises(CheckpointError, match=r"the weights \(.*\) could not be written: .*Not a directory"):
+        saved(tmp_path / "file" / "weights")
+    with pytest.raises(CheckpointError, match="'weight' is on the meta device and has no values"):
+        Accelerator(cpu=True).save_model(nn.Linear(2, 2, bias=False, device="meta"), tmp_path / "weights")
+
+
+def test_extra_state_is_told_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return "more"
+
+    Accelerator(cpu=True).save_model(Extra(2, 2), tmp_path)
+    assert "_extra_state are no tensors and are not saved with the weights" in caplog.text
+
+
+def test_names_are_the_authors_whatever_wraps_the_model(tmp_path: Path) -> None:
+    def body() -> Any:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(toy.model(3))
+        accelerator.save_model(model, tmp_path)
+        accelerator.save({"rank": torch.tensor(accelerator.process_index)}, tmp_path / "rank", safe_serialization=True)
+        names = list(accelerator.get_state_dict(model)), list(accelerator.get_state_dict(model, unwrap=False))
+        accelerator.wait_for_everyone()
+        return names
+
+    for canonical, wrapped in run_forked(body, timeout=60):
+        assert canonical == list(toy.model().state_dict())
+        assert wrapped == [f"module.{name}" for name in canonical]
+    loaded = toy.model()
+    load_checkpoint_in_model(loaded, tmp_path, strict=True)
+    assert_same(loaded, toy.model(3))
+
+
+# -- any object ------------------------------------------------------------------------------------------------------
+
+
+def test_objects_are_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "object.pt"
+    save({"seen": 7, "rows": torch.ones(2)}, path)
+    assert load(path)["rows"].tolist() == [1, 1]
+    save({"seen": 8}, str(path))
+    assert load(path) == {"seen": 8}
+    with path.open("wb") as file:
+        save([1], file)
+    assert load(path) == [1]
+    assert [found.name for found in tmp_path.iterdir()] == ["object.pt"]
+
+
+def test_objects_that_could_run_code_are_loaded_on_request_only(tmp_path: Path) -> None:
+    path = tmp_path / "object.pt"
+    save(ValueError("x"), path)
+    with pytest.raises(CheckpointError, match=r"holds more than tensors and plain values.*weights_only=False"):
+        load(path)
+    assert isinstance(load(path, weights_only=False), ValueError)
+
+
+def test_a_save_that_fails_leaves_the_older_file(tmp_path: Path) -> None:
+    path = tmp_path / "object.pt"
+    save([1], path)
+    with pytest.raises(AttributeError):
+        save(lambda: 0, path)
+    assert load(path) == [1]
+    assert [found.name for found in tmp_path.iterdir()] == ["object.pt"]
+
+
+def test_safe_objects_are_dicts_of_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "object.safetensors"
+    save({"a": torch.ones(2)}, path, safe_serialization=True)
+    assert json.loads(path.read_bytes()[8:].split(b"}}")[0] + b"}}")["a"]["dtype"] == "F32"
+    with pytest.raises(ConfigurationError, match="writes a dict of tensors, got a dict of other things"):
+        save({"a": 1}, path, safe_serialization=True)
+    with pytest.raises(ConfigurationError, match="writes to a path, not to an open file"), path.open("wb") as file:
+        save({"a": torch.ones(1)}, file, safe_serialization=True)
