@@ -52,7 +52,10 @@ class Tied(Stack):
         self.first = nn.Linear(8, 10, bias=False)
         self.last = nn.Linear(8, 10, bias=False)
         self.last.weight = self.first.weight
-        self.blocks[1].inner.weight = self.blocks[0].inner.weight
+        first, second, _ = self.blocks
+        assert isinstance(first, Block)
+        assert isinstance(second, Block)
+        second.inner.weight = first.inner.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)
@@ -83,7 +86,8 @@ class Case:
     """One way to train; `plugin` and what else only sharding knows do not count in one process."""
 
     plugin: dict[str, Any] = field(default_factory=dict[str, Any])
-    parallelism: dict[str, int] = field(default_factory=dict[str, int])
+    replicas: int = 1
+    parts: int | None = None
     kind: Callable[[], nn.Module] = Stack
     precision: str = "no"
     steps: int = 1
@@ -107,7 +111,7 @@ def train(case: Case, shards: bool, epochs: int = 2) -> dict[str, Any]:
             num_steps=case.steps, sync_each_batch=case.sync_each_batch
         ),
         fsdp_plugin=FullyShardedDataParallelPlugin(**case.plugin) if shards else None,
-        parallelism_config=ParallelismConfig(**case.parallelism) if shards and case.parallelism else None,
+        parallelism_config=ParallelismConfig(case.replicas, case.parts) if shards and case.parts else None,
     )
     inputs, targets, weights = toy.data()
     loader = accelerator.prepare(

@@ -67,11 +67,9 @@ TWO = {
 }
 FOUR = {
     "full shard": Case(),
-    "hybrid": Case(parallelism={"dp_replicate_size": 2, "dp_shard_size": 2}),
-    "hybrid accumulation": Case(parallelism={"dp_replicate_size": 2, "dp_shard_size": 2}, steps=4, weighted=True),
-    "hybrid, mixed": Case(
-        parallelism={"dp_replicate_size": 2, "dp_shard_size": 2}, plugin={"ignored_modules": "last"}, norm_type=1.0
-    ),
+    "hybrid": Case(replicas=2, parts=2),
+    "hybrid accumulation": Case(replicas=2, parts=2, steps=4, weighted=True),
+    "hybrid, mixed": Case(replicas=2, parts=2, plugin={"ignored_modules": "last"}, norm_type=1.0),
     "reshard to two": Case(plugin={"reshard_after_forward": 2}),
 }
 

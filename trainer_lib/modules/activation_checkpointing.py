@@ -25,8 +25,11 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = ()) -
     """
     # transformers' models know what must not happen twice, such as writing to a cache.
     if getattr(model, "supports_gradient_checkpointing", False):
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        own: Any = model
+        if hasattr(model, "activation_checkpointing_enable"):
+            own.activation_checkpointing_enable({"use_reentrant": False})
+        else:  # its name in earlier versions
+            own.gradient_checkpointing_enable({"use_reentrant": False})
         return
     chosen = list(blocks) or list(repeated_blocks(model).values())
     if not chosen:

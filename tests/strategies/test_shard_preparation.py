@@ -1,0 +1,280 @@
+"""What can be sharded, in which order, and what is told when it cannot."""
+
+import gc
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import toy
+from tests.strategies.sharded import Stack, Tied, stack
+from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, TrainerLibError
+from trainer_lib.launchers import run_forked
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    importlib.import_module("torch.distributed.fsdp")
+
+
+def _sharding(**plugin: Any) -> Accelerator:
+    return Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin))
+
+
+def _told(attempt: Callable[[Accelerator], Any], **plugin: Any) -> str:
+    accelerator = _sharding(**plugin)
+    try:
+        attempt(accelerator)
+    except TrainerLibError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        accelerator.free_memory()
+    return "prepared"
+
+
+class _WithoutReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def _on_meta(kind: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return kind()
+
+
+def _with_state(accelerator: Accelerator) -> None:
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    network(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    accelerator.prepare(network, optimizer)
+
+
+def _mixed(accelerator: Accelerator) -> None:
+    network = stack()
+    accelerator.prepare(network, torch.optim.AdamW(network.parameters(), foreach=True))
+
+
+def _other_models(accelerator: Accelerator) -> None:
+    accelerator.prepare(nn.Linear(2, 2 + accelerator.process_index))
+
+
+def _deeper_models(accelerator: Accelerator) -> None:
+    accelerator.prepare(Stack(2 + accelerator.process_index))
+
+
+def _sharded_already(accelerator: Accelerator) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    accelerator.prepare(fully_shard(nn.Linear(2, 2)))
+
+
+def _stranger(accelerator: Accelerator) -> None:
+    accelerator.prepare(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+def _no_blocks(accelerator: Accelerator) -> None:
+    accelerator.prepare(nn.Linear(2, 2))
+
+
+ATTEMPTS: list[tuple[Callable[[Accelerator], Any], dict[str, Any], str]] = [
+    (
+        lambda a: a.prepare(_on_meta(_WithoutReset)),
+        {},
+        "PreparationError: The model itself (_WithoutReset) is on the meta",
+    ),
+    (
+        lambda a: a.prepare(_on_meta(Stack)),
+        {"sync_module_states": False},
+        "PreparationError: scale is on the meta device, and sync_module_states=False",
+    ),
+    (_with_state, {}, "PreparationError: This SGD has a state (it has stepped, or its state was loaded)"),
+    (
+        _mixed,
+        {"ignored_modules": "last"},
+        "PreparationError: AdamW(foreach=True) computes on all weights of a group at once, which cannot be shards and "
+        "whole ones together. These stay whole: last.weight, last.bias.",
+    ),
+    (
+        _other_models,
+        {},
+        "PreparationError: The main process and process 1 prepare different models: ('weight', (2, 2),",
+    ),
+    (_deeper_models, {}, "PreparationError: The main process and process 1 prepare different models:"),
+    (_sharded_already, {}, "PreparationError: weight is sharded already (a DTensor)."),
+    (_stranger, {}, "PreparationError: 2 of the 2 parameters of this SGD are in no prepared model"),
+    (_no_blocks, {"activation_checkpointing": True}, "ConfigurationError: activation_checkpointing=True finds no repe"),
+    (_no_blocks, {"auto_wrap_policy": ["Lienar"]}, "ConfigurationError: No module of this Linear is a 'Lienar'"),
+]
+
+
+def test_what_cannot_be_sharded_is_told_on_all_processes() -> None:
+    def attempt_all() -> list[str]:
+        return [_told(attempt, **plugin) for attempt, plugin, _ in ATTEMPTS]
+
+    for told in run_forked(attempt_all, (), 2, timeout=60):
+        for text, (_, _, words) in zip(told, ATTEMPTS, strict=True):
+            assert text.startswith(words)
+
+
+def test_layers_on_meta_start_as_they_would_have() -> None:
+    class _Layers(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    def start() -> dict[str, Any]:
+        accelerator = _sharding()
+        torch.manual_seed(5)
+        return accelerator.strategy.model_state(accelerator.prepare(_on_meta(_Layers)))
+
+    main, _ = run_forked(start, (), 2, timeout=60)
+    torch.manual_seed(5)
+    toy.assert_same(list(main.values()), list(_Layers().state_dict().values()), rtol=0)
+
+
+def _notes() -> list[Any]:
+    accelerator = _sharding()
+    network: Any = stack(Tied)
+    network.first.weight.weight_decay = 0.5
+    network.blocks[0].inner.weight.requires_grad_(False)
+    channels_last = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    expected = channels_last.weight.detach().clone().contiguous()
+    channels_last = accelerator.prepare(channels_last)
+    network = accelerator.prepare(network)
+    noted = network.first.weight.weight_decay
+    outputs = network(toy.data()[0][:4])
+    reference = stack(Tied)(toy.data()[0][:4])
+    accelerator.group.broadcast(expected)
+    return [
+        noted,
+        network.last.weight is network.first.weight,
+        network.blocks[1].inner.weight.requires_grad,
+        torch.equal(outputs, reference),
+        torch.equal(channels_last.weight.full_tensor(), expected),
+    ]
+
+
+def test_what_is_noted_on_weights_and_shared_stays() -> None:
+    assert run_forked(_notes, (), 2, timeout=60) == [[0.5, True, False, True, True]] * 2
+
+
+def _evaluation() -> list[Any]:
+    accelerator = _sharding()
+    network: Any = accelerator.prepare_model(stack(), evaluation_mode=True)
+    inputs, _, _ = toy.data()
+    reference = stack()(inputs)
+    network.eval()
+    with torch.no_grad():
+        outputs = network(inputs)
+    shards = all(hasattr(p, "_local_tensor") for name, p in network.named_parameters() if name != "scale")
+    frozen = accelerator.prepare(stack().requires_grad_(False))
+    return [torch.equal(outputs, reference), shards, torch.equal(frozen(inputs), reference)]
+
+
+def test_models_that_are_only_evaluated_are_sharded_too() -> None:
+    assert run_forked(_evaluation, (), 2, timeout=60) == [[True, True, True]] * 2
+
+
+def _kept_local() -> list[Any]:
+    accelerator = _sharding(ignored_modules="last")
+    network: Any = accelerator.prepare(stack())
+    inputs, targets, _ = toy.data()
+
+    def own(step: int) -> slice:
+        start = step * 8 + accelerator.process_index * 4
+        return slice(start, start + 4)
+
+    def gradients() -> dict[str, Any]:
+        return {
+            name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
+            for name, p in network.named_parameters()
+            if p.grad is not None
+        }
+
+    told: list[Any] = []
+    with accelerator.no_sync(network):
+        accelerator.backward(toy.losses(network, inputs[own(0)], targets[own(0)]).sum())
+        told.append(sorted(gradients()))
+        loss = toy.losses(network, inputs[own(1)], targets[own(1)]).sum()
+        with accelerator.trigger_sync_in_backward(network):
+            accelerator.backward(loss)
+        told.append(gradients())
+        network.zero_grad()
+        accelerator.backward(toy.losses(network, inputs[own(2)], targets[own(2)]).sum())
+        told.append(sorted(gradients()))
+    accelerator.backward(toy.losses(network, inputs[own(3)], targets[own(3)]).sum())
+    told.append(gradients())
+    return told
+
+
+def test_gradients_wait_for_the_reduction_that_is_asked_for() -> None:
+    reference = stack()
+    inputs, targets, _ = toy.data()
+
+    def expected(*samples: int) -> dict[str, Any]:
+        reference.zero_grad()
+        toy.losses(reference, inputs[list(samples)], targets[list(samples)]).sum().div(2).backward()
+        return {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
+
+    whole = ["last.bias", "last.weight", "scale"]
+    for before, reduced, waiting, last in run_forked(_kept_local, (), 2, timeout=60):
+        assert before == waiting == whole, "gradients of shards are not there before they are reduced"
+        for own, theirs in ((reduced, expected(*range(16))), (last, expected(*range(16, 32)))):
+            assert own.keys() == theirs.keys()
+            toy.assert_same(list(own.values()), list(theirs.values()))
+
+
+def _memory() -> list[Any]:
+    accelerator = _sharding()
+    network = stack()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    old = [weakref.ref(p) for p in network.parameters() if p.dim()]
+    network, optimizer = accelerator.prepare(network, optimizer)
+    gc.collect()
+    gone = all(one() is None for one in old)
+    accelerator.backward(network(torch.ones(1, 8)).sum())
+    optimizer.step()
+    inside = weakref.ref(network)
+    network, optimizer = accelerator.free_memory(network, optimizer)
+    gc.collect()
+    return [gone, inside() is None]
+
+
+def test_whole_weights_and_models_are_let_go() -> None:
+    assert run_forked(_memory, (), 2, timeout=60) == [[True, True]] * 2
+
+
+def test_two_models_are_sharded_side_by_side() -> None:
+    norms, names = _take_turns(Accelerator(cpu=True))
+    main, other = run_forked(lambda: _take_turns(_sharding()), (), 2, timeout=60)
+    assert main[0] == pytest.approx(norms, rel=2e-6)
+    assert other[0] == main[0]
+    assert main[1] == names
+    assert names[0].startswith("1.")
+
+
+def _take_turns(accelerator: Accelerator) -> tuple[list[float], list[str]]:
+    """Train two models by turns, each with an optimizer of its own."""
+    models: Any = [stack(), stack(Tied)]
+    optimizers: Any = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+    models = [first, second]
+    inputs, targets, weights = toy.data()
+    size = 8 // accelerator.num_processes
+    norms: list[float] = []
+    for step in range(4):
+        start = step * 8 + size * accelerator.process_index
+        own = slice(start, start + size)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = (toy.losses(model, inputs[own], targets[own]) * weights[own]).sum()
+            accelerator.backward(loss, weight=weights[own].sum(), optimizer=optimizer)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.strategy.optimizer_state(optimizers[1], models)
+    return norms, list(state.get("state", ()))
