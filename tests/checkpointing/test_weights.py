@@ -111,6 +111,25 @@ def test_a_type_can_be_asked_for(tmp_path: Path, device: str) -> None:
         load_checkpoint_in_model(model, tmp_path, dtype="bf61")
 
 
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+@pytest.mark.parametrize("made_on", ["cpu", "meta"])
+def test_one_device_can_be_asked_for(tmp_path: Path, device: Any, made_on: str) -> None:
+    model = saved(tmp_path)
+    with torch.device(made_on):
+        loaded = toy.model(1)
+    load_checkpoint_in_model(loaded, tmp_path, device_map={"": device}, strict=True)
+    assert_same(loaded, model)
+
+
+def test_the_device_asked_for_is_where_the_model_goes(tmp_path: Path) -> None:
+    saved(tmp_path)
+    loaded = toy.model()
+    load_checkpoint_in_model(loaded, tmp_path, device_map={"": "meta"})
+    assert {parameter.device.type for parameter in loaded.parameters()} == {"meta"}
+    with pytest.raises(ConfigurationError, match="names no device"):
+        load_checkpoint_in_model(loaded, tmp_path, device_map={"": "gpu"})
+
+
 def test_differences_are_told_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path)
     model = nn.Sequential(nn.Linear(8, 16), nn.PReLU())
@@ -128,6 +147,8 @@ def test_differences_are_told_or_refused(tmp_path: Path, caplog: pytest.LogCaptu
     "options",
     [
         {"device_map": "auto"},
+        {"device_map": {"": "disk"}},
+        {"device_map": {"": "cpu", "2": "cpu"}},
         {"offload_folder": "x"},
         {"offload_state_dict": True},
         {"offload_buffers": True},

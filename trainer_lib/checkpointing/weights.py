@@ -20,8 +20,6 @@ from trainer_lib.tensor_files.weights import read_weights, weight_files
 
 _logger = get_logger(__name__)
 
-_NOT_YET = ("device_map", "offload_folder", "offload_state_dict", "offload_buffers", "keep_in_fp32_modules")
-
 
 def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
     """Save weights in Hugging Face's layout, each file as a whole, in the place of those that were there.
@@ -74,13 +72,13 @@ def load_checkpoint_in_model(
         model: The model.
         checkpoint: A file of weights, an index of several, or a folder with the one or the other, such as what
             `save_model`, `save_state` and `save_pretrained` wrote.
-        device_map: Not supported by this version, as all that offloads.
-        offload_folder: See `device_map`.
+        device_map: `{"": device}`, to bring the model to that device. This version does not spread or offload.
+        offload_folder: Not supported by this version, as all that offloads.
         dtype: The type that loaded weights take in the model; by default the type that the model has.
-        offload_state_dict: See `device_map`.
-        offload_buffers: See `device_map`.
-        keep_in_fp32_modules: See `device_map`.
-        offload_8bit_bnb: See `device_map`.
+        offload_state_dict: See `offload_folder`.
+        offload_buffers: See `offload_folder`.
+        keep_in_fp32_modules: See `offload_folder`.
+        offload_8bit_bnb: See `offload_folder`.
         strict: Raise for names that only one side has; else a warning tells of them.
         full_state_dict: Not supported by this version: load weights before `prepare` shards the model.
         broadcast_from_rank0: See `full_state_dict`.
@@ -95,8 +93,8 @@ def load_checkpoint_in_model(
         >>> accelerator.save_model(accelerator.prepare(model), "/tmp/weights")
         >>> load_checkpoint_in_model(torch.nn.Linear(4, 2), "/tmp/weights", strict=True)
     """
+    device = _one_device(device_map)
     _refuse(
-        device_map=device_map,
         offload_folder=offload_folder,
         offload_state_dict=offload_state_dict or None,
         offload_buffers=offload_buffers or None,
@@ -112,6 +110,8 @@ def load_checkpoint_in_model(
     ties = find_tied_parameters(model)
     loaded = _put_in(model, weights, chosen)
     retie_parameters(model, ties)
+    if device is not None:
+        model.to(device)
     if not strict:
         _tell_differences(model, loaded, weights, checkpoint)
 
@@ -150,12 +150,22 @@ def _tell_differences(model: nn.Module, loaded: set[int], weights: Mapping[str, 
             _logger.warning("Of the weights in %s, %s: %s.", checkpoint, text, ", ".join(sorted(names)[:8]))
 
 
+def _one_device(device_map: Any) -> torch.device | None:
+    if not isinstance(device_map, Mapping) or list(device_map) != [""] or device_map[""] == "disk":
+        _refuse(device_map=device_map)
+        return None
+    try:
+        return torch.device(device_map[""])
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(f"device_map={device_map!r} names no device: {str(error).splitlines()[0]}") from error
+
+
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise UnsupportedError(
                 f"load_checkpoint_in_model({name}={value!r}): this version loads whole weights into a model on one "
-                "device. Leave it out."
+                "device." + (' Give {"": device}, or leave it out.' if name == "device_map" else " Leave it out.")
             )
 
 
