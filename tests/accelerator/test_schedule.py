@@ -132,4 +132,5 @@ def _warned(options: dict[str, Any]) -> int:
 def test_several_processes_are_told_what_a_step_of_the_schedule_is() -> None:
     assert run_forked(_warned, ({},), 2, timeout=60) == [1, 0]
     assert run_forked(_warned, ({"scheduler_steps_per_process": True},), 2, timeout=60) == [0, 0]
+    assert run_forked(_warned, ({"split_batches": True},), 2, timeout=60) == [0, 0]
     assert _warned({}) == 0

@@ -298,7 +298,9 @@ class Accelerator(Persistence):
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a schedule so that it moves with its optimizer."""
         self._check_not_prepared([scheduler])
-        if self.use_distributed and self.step_scheduler_with_optimizer and not self.scheduler_steps_per_process:
+        # With split_batches, Accelerate moves them once an update as well.
+        moves_otherwise = self.use_distributed and self.step_scheduler_with_optimizer and not self.split_batches
+        if moves_otherwise and not self.scheduler_steps_per_process:
             _logger.warning_once(
                 "Schedules move once an update, whatever the number of processes. A script that multiplied its "
                 "warm-up and total steps by it, as Accelerate needs, should not; "
