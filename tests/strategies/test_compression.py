@@ -202,7 +202,7 @@ def test_sparse_gradients_travel_as_they_are(hook: str) -> None:
 
 def _half_model() -> list[Tensor]:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")])
-    network = accelerator.prepare(toy.model().to(torch.bfloat16))
+    network = accelerator.prepare(nn.Linear(8, 3, dtype=torch.bfloat16))
     # 1e6 is beyond fp16.
     accelerator.backward(network(torch.full((1, 8), 1e6, dtype=torch.bfloat16)).sum())
     return [gradient.float() for gradient in toy.gradients(network)]

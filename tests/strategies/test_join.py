@@ -108,7 +108,6 @@ def _train(
                 optimizer.zero_grad()
     assert warnings.filters == filters
     accelerator.gradient_accumulation_steps = 1
-    optimizer.zero_grad()
     half = torch.arange(toy.SAMPLES)[accelerator.process_index :: accelerator.num_processes]
     accelerator.backward(toy.losses(network, inputs[half], targets[half]).mean())
     optimizer.step()
@@ -264,6 +263,7 @@ def test_all_processes_go_on_alike(lengths: tuple[int, ...], precision: str) -> 
         toy.assert_same(told["moments"], results[0]["moments"], rtol=0)
         assert told["steps"] == results[0]["steps"]
         assert len(told["steps"]) == 6
+        assert told["gradients"] == [], "they went into an update"
         assert told["rate"] == results[0]["rate"]
         assert told["scale"] == results[0]["scale"]
 
@@ -396,11 +396,12 @@ def _left_by_an_error() -> list[Any]:
     with pytest.raises(KeyError), accelerator.join_uneven_inputs([network], even_batches=False):
         raise KeyError
     accelerator.backward(network(torch.ones(1, 8)).sum())
-    return [loader.even_batches, network._join_config.enable, accelerator._window.waits_for_all]
+    hooks = len(network._forward_pre_hooks) + len(network._forward_hooks)
+    return [loader.even_batches, network._join_config.enable, accelerator._window.waits_for_all, hooks]
 
 
 def test_an_error_inside_leaves_everything_as_it_was() -> None:
-    assert run_forked(_left_by_an_error, (), 2, timeout=60) == [[True, False, False]] * 2
+    assert run_forked(_left_by_an_error, (), 2, timeout=60) == [[True, False, False, 0]] * 2
 
 
 def _sharded() -> list[str]:

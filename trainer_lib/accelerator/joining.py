@@ -112,7 +112,7 @@ def _forget_gradients(accelerator: "Accelerator", models: list[nn.Module]) -> No
     """Drop gradients that went into an update of the others, as the loop would have after it."""
     if not models:
         return
-    accelerator._window.abandon(models)
+    accelerator.gradient_state.sync_gradients = True  # theirs was complete
     for optimizer in accelerator._optimizers:
         if any(_trains(optimizer, model) for model in models):
             optimizer.zero_grad()

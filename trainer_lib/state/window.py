@@ -4,7 +4,7 @@ Gradients are made with a nominal weight that is known before the first micro-ba
 is known with its last one; the quotient of the two is the factor that the gradients are still to be multiplied by.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,13 +126,6 @@ class GradientWindow:
     def weights_so_far(self) -> list[tuple[tuple[Hashable, ...], Weight]]:
         """Return what the losses weigh so far, by the optimizers they are for."""
         return [(optimizers, share.local) for optimizers, share in self._shares.items()]
-
-    def abandon(self, models: Collection[Any]) -> None:
-        """Begin anew with the windows of `models`, whose gradients are gone."""
-        for key in self._counts:
-            if any(model in models for model in key):
-                self._counts[key] = 0
-        self.state.sync_gradients = True
 
     def take_over(self, state: Mapping[str, Any], models: Sequence[Any]) -> None:
         """Count on from where the `state_dict` of another process stands; what losses weigh here stays."""

@@ -147,7 +147,7 @@ class Replicate(SingleProcess):
         # know, and have to send as many messages.
         if bucket.index() == 0:
             weight, self._cargo = self._cargo, None
-            self._carried = [joining.total_weight(model, weight) + sum(self._carried)]
+            self._carried = [joining.total_weight(model, weight)]
         joining.fill(model, bucket)
 
 
