@@ -63,13 +63,17 @@ def _by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
 
 
 def _norms(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    own = list(torch._foreach_norm(filled, norm_type)) if filled else []
+    if len(filled) < len(tensors):
+        like = own[0] if own else torch.empty((), device=device)
+        nothing = torch.full_like(like, math.inf if norm_type == -math.inf else 0.0)
+        norms = iter(own)
+        own = [next(norms) if tensor.numel() else nothing for tensor in tensors]
+    if len({(one.device, one.dtype) for one in own}) > 1:
+        own = [one.to(device, torch.float64, non_blocking=True) for one in own]
     # In double, so that the powers which processes add up neither vanish nor overflow.
-    nothing = math.inf if norm_type == -math.inf else 0.0
-    norms: list[Tensor] = [torch.full((), nothing, dtype=torch.float64, device=device)] * len(tensors)
-    filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
-    for index, one in zip(filled, torch._foreach_norm([tensors[i] for i in filled], norm_type), strict=True):
-        norms[index] = one.to(device, torch.float64, non_blocking=True)
-    return torch.stack(norms)
+    return torch.stack(own).to(device, torch.float64, non_blocking=True)
 
 
 def _over_shards(norms: Tensor, norm_type: float, mesh: Any, placements: Sequence[Any]) -> Tensor:
