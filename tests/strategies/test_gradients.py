@@ -1,0 +1,92 @@
+"""Norms over whole and sharded gradients, of any kind, beside torch's over whole ones."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer_lib import PartialState
+from trainer_lib.launchers import run_forked
+from trainer_lib.strategies import gradients
+
+NORMS = [2.0, 1.0, 3.0, 0.5, 0.0, float("inf"), -float("inf")]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    importlib.import_module("torch.distributed.tensor")
+
+
+def _tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(*shape, generator=generator) for shape in ((5, 3), (1, 4), (2,), (8, 2))]
+    tensors[0][0] = 0.0
+    return [*tensors, torch.zeros(2, 2)]
+
+
+def _parameters(sharded: set[int]) -> list[Any]:
+    """Return parameters with gradients, some of them in shards, of which some are empty on some processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    size = PartialState(cpu=True).num_processes
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    parameters: list[Any] = []
+    for index, tensor in enumerate(_tensors()):
+        placed: Any = distribute_tensor(tensor, mesh, [Replicate(), Shard(0)]) if index in sharded else tensor
+        parameters.append(nn.Parameter(placed))
+        parameters[-1].grad = placed.clone()
+    return [*parameters, nn.Parameter(torch.ones(2))]
+
+
+def _all(sharded: set[int]) -> list[Any]:
+    told: list[Any] = []
+    for norm_type in NORMS:
+        parameters = _parameters(sharded)
+        before = gradients.norm(parameters, norm_type, CPU)
+        clipped = gradients.clip_norm(parameters, 0.7, norm_type, CPU)
+        told.append((before, clipped, [_whole(p.grad) for p in parameters[:-1]]))
+    parameters = _parameters(sharded)
+    gradients.clip_value(parameters, 0.3)
+    return [told, [_whole(p.grad) for p in parameters[:-1]]]
+
+
+def _whole(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
+    expected: list[Any] = []
+    for norm_type in NORMS:
+        parameters = [nn.Parameter(tensor) for tensor in _tensors()]
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        total = torch.nn.utils.clip_grad_norm_(parameters, 0.7, norm_type)
+        expected.append((total, [p.grad for p in parameters]))
+
+    def all_kinds() -> list[Any]:
+        return [_all(sharded) for sharded in (set(range(5)), {0, 2, 3}, {1})]
+
+    for told in run_forked(all_kinds, (), 4, timeout=60):
+        for norms, cut in told:
+            for (before, clipped, own), (total, theirs) in zip(norms, expected, strict=True):
+                assert type(before) is Tensor
+                torch.testing.assert_close(before, total, rtol=1e-6, atol=0)
+                torch.testing.assert_close(clipped, before, rtol=0, atol=0)
+                torch.testing.assert_close(own, theirs, rtol=2e-6, atol=1e-7)
+            torch.testing.assert_close(cut, [tensor.clamp(-0.3, 0.3) for tensor in _tensors()], rtol=0, atol=0)
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    assert gradients.norm([nn.Parameter(torch.ones(2))], 2.0, CPU) == 0
+    assert gradients.clip_norm([], 1.0, 2.0, CPU) == 0
+
+
+def test_powers_that_a_float_cannot_hold() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), 1e-5)
+    small = gradients.norm([parameter], 2.0, CPU)
+    assert float(small) == pytest.approx(3**0.5 * 1e-5, rel=1e-6)
