@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -13,7 +12,7 @@ from trainer_lib.precision.autocast import ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.gradients import GradientState
 from trainer_lib.state.window import GradientWindow
-from trainer_lib.strategies.gradients import local_values
+from trainer_lib.strategies.gradients import multiply
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -205,10 +204,3 @@ class AcceleratedOptimizer(Optimizer):
         switch = getattr(self.optimizer, mode, None)
         if callable(switch):
             switch()
-
-
-@torch.no_grad()
-def multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply gradients in place, without waiting for the device."""
-    if gradients:
-        torch._foreach_mul_(local_values(gradients), factor)

@@ -20,8 +20,23 @@ def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float, d
     gradients = _gradients(parameters)
     total = total_norm(gradients, norm_type, device)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    _multiply(local_values(gradients), factor)
+    multiply(gradients, factor)
     return total
+
+
+@torch.no_grad()
+def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients in place, without waiting for the device that they and the factor are on."""
+    values = local_values(gradients)
+    if not isinstance(factor, Tensor):
+        if values:
+            torch._foreach_mul_(values, factor)
+        return
+    by_device: dict[torch.device, list[Tensor]] = {}  # shards may be in the host's memory, and whole ones are not
+    for value in values:
+        by_device.setdefault(value.device, []).append(value)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, factor.to(device))
 
 
 @torch.no_grad()
@@ -96,11 +111,3 @@ def _joined(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor
     powers = norms.pow(norm_type)
     dist.all_reduce(powers, group=group)
     return powers.pow(1 / norm_type)
-
-
-def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    for device, group in by_device.items():
-        torch._foreach_mul_(group, factor.to(device))
