@@ -1,9 +1,10 @@
 """This file is what of an `Accelerator` survives a restart: the list of parts that a state on disk is made of."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainer_lib.checkpointing.generators import Generators
 from trainer_lib.checkpointing.layout import (
@@ -17,9 +18,10 @@ from trainer_lib.checkpointing.layout import (
     numbered,
 )
 from trainer_lib.checkpointing.parts import Part, State, Weights
+from trainer_lib.checkpointing.sharded import ShardedOptimizer, ShardedWeights
 from trainer_lib.foundation.trees import send_to_device
 from trainer_lib.logging import get_logger
-from trainer_lib.strategies.optimizer_names import load_named_gradients, named_gradients
+from trainer_lib.strategies.optimizer_names import load_named_gradients, named_gradients, named_parameters
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator.persistence import Persistence
@@ -36,17 +38,17 @@ def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
         engine: The `Accelerator`.
         strict: Whether the names of weights have to be those of the model.
     """
-    leads, rank = engine.should_save_model, engine.process_index
+    leads, rank, shards = engine.should_save_model, engine.process_index, engine.strategy.writes_shards
     reads = rank == 0 or not engine.strategy.hands_out
     parts: list[Part] = []
-    parts += [
-        Weights(index=index, stateful=_Model(engine, model, strict), writes=leads, reads=reads)
-        for index, model in enumerate(engine._models)
-    ]
-    parts += [
-        State(kind=OPTIMIZER_NAME, index=index, stateful=_Optimizer(engine, one), writes=leads, reads=reads)
-        for index, one in enumerate(engine._optimizers)
-    ]
+    for index, model in enumerate(engine._models):
+        state = _Model(engine, model, strict)
+        kind = partial(ShardedWeights, rank=rank, targets=state.state_dict) if shards else Weights
+        parts.append(kind(index=index, stateful=state, writes=leads, reads=reads))
+    for index, optimizer in enumerate(engine._optimizers):
+        state = _Optimizer(engine, optimizer)
+        kind = partial(ShardedOptimizer, rank=rank, targets=state.parameters) if shards else State
+        parts.append(kind(kind=OPTIMIZER_NAME, index=index, stateful=state, writes=leads, reads=reads))
     parts += [
         State(kind=SCHEDULER_NAME, index=index, stateful=one, writes=leads)
         for index, one in enumerate(engine._schedulers)
@@ -85,7 +87,8 @@ class _Model:
         self._engine, self._model, self._strict = engine, model, strict
 
     def state_dict(self) -> dict[str, Any]:
-        return self._engine.strategy.model_state(self._model)
+        strategy = self._engine.strategy
+        return strategy.model_state(self._model, whole=not strategy.writes_shards)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._engine.strategy.load_model_state(self._model, state, self._strict)
@@ -98,7 +101,13 @@ class _Optimizer:
         self._engine, self._optimizer = engine, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        return self._engine.strategy.optimizer_state(self._optimizer.optimizer, self._engine._models)
+        strategy = self._engine.strategy
+        whole = not strategy.writes_shards
+        return strategy.optimizer_state(self._optimizer.optimizer, self._engine._models, whole=whole)
+
+    def parameters(self) -> dict[str, Tensor]:
+        models = [self._engine.strategy.bare(model) for model in self._engine._models]
+        return named_parameters(self._optimizer.optimizer, models)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._engine.strategy.load_optimizer_state(self._optimizer.optimizer, self._engine._models, state)

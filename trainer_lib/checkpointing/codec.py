@@ -32,10 +32,10 @@ class Encoded:
     """
 
     tree: Any = None
-    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def encode(state: Any, allow_pickle: bool = False, told_as: str = "the state") -> Encoded:
+def encode(state: Any, allow_pickle: bool = False, told_as: str = "the state", shards: bool = False) -> Encoded:
     """Take a state apart.
 
     Nested dicts, lists, tuples, sets, ordered dicts, counters, default dicts and deques of numbers (with infinities
@@ -45,6 +45,7 @@ def encode(state: Any, allow_pickle: bool = False, told_as: str = "the state") -
         state: The state.
         allow_pickle: Pickle what else there is; else it is refused.
         told_as: What errors call the state.
+        shards: Whether sharded tensors are tensors too.
 
     Raises:
         CheckpointError: With the path of what cannot be taken apart.
@@ -53,7 +54,7 @@ def encode(state: Any, allow_pickle: bool = False, told_as: str = "the state") -
         >>> decode(encode({"lr": 0.1, 7: (math.inf, torch.ones(2))}))
         {'lr': 0.1, 7: (inf, tensor([1., 1.]))}
     """
-    encoder = _Encoder(allow_pickle, told_as)
+    encoder = _Encoder(allow_pickle, told_as, shards)
     return Encoded(encoder.tree(state, ""), encoder.tensors)
 
 
@@ -67,9 +68,10 @@ def decode(encoded: Encoded, allow_pickle: bool = False, told_as: str = "the sta
 
 
 class _Encoder:
-    def __init__(self, allow_pickle: bool, told_as: str) -> None:
+    def __init__(self, allow_pickle: bool, told_as: str, shards: bool) -> None:
         self.allow_pickle = allow_pickle
         self.told_as = told_as
+        self.shards = shards
         self.tensors: dict[str, Tensor] = {}
         self._inside: set[int] = set()
 
@@ -84,6 +86,8 @@ class _Encoder:
             return self._container(value, path)
         if kind is Tensor or kind is Parameter:
             return self._tensor(value, path)
+        if self.shards and hasattr(value, "_local_tensor"):
+            return {"$tensor": self._placed(value, path)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._array(value, path)
         return self._pickled(value, path, f"is a {kind.__module__}.{kind.__qualname__}")
@@ -160,7 +164,7 @@ class _Encoder:
 
 
 class _Decoder:
-    def __init__(self, tensors: Mapping[str, Tensor], allow_pickle: bool, told_as: str) -> None:
+    def __init__(self, tensors: Mapping[str, Any], allow_pickle: bool, told_as: str) -> None:
         self.tensors = tensors
         self.allow_pickle = allow_pickle
         self.told_as = told_as
@@ -202,13 +206,13 @@ class _Decoder:
             return self._unpickled(content, path)
         raise CheckpointError(f"{self._told(path)} is of a kind {tag!r} that this version does not know.")
 
-    def _tensor(self, name: str, told: dict[str, Any], path: str) -> Tensor:
+    def _tensor(self, name: str, told: dict[str, Any], path: str) -> Any:
         tensor = self._placed(name, path)
         if told.get("complex"):
             tensor = torch.view_as_complex(tensor)
         return Parameter(tensor, told["parameter"]) if "parameter" in told else tensor
 
-    def _placed(self, name: str, path: str) -> Tensor:
+    def _placed(self, name: str, path: str) -> Any:
         if name not in self.tensors:
             raise CheckpointError(f"{self._told(path)} is a tensor that is not in the file: {name!r}.")
         return self.tensors[name]

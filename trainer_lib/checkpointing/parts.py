@@ -16,6 +16,7 @@ from trainer_lib.foundation.sizes import convert_file_size_to_int
 from trainer_lib.tensor_files.contents import Content, Json, Tensors
 from trainer_lib.tensor_files.names import SAFE_MODEL_NAME
 from trainer_lib.tensor_files.safetensors import read_tensors
+from trainer_lib.tensor_files.shards import SHARDS_ENDING, read_whole
 from trainer_lib.tensor_files.weights import find_weights, read_weights, weight_files
 
 # What is called how in messages, and has to be as many when a state is loaded as when it was saved.
@@ -147,10 +148,15 @@ class Weights(Part):
         """Read both."""
         if not self.reads:
             return {}
-        state: dict[str, Any] = dict(read_weights(self._found(folder, words), words.device))
-        if (folder / f"{self.extra_name}.json").is_file():
-            state |= read_state(folder, self.extra_name, words)
-        return state
+        shards = folder / f"{self.name}{SHARDS_ENDING}"
+        # Shards that were written by many are read whole by who has none.
+        tensors = read_whole(shards) if shards.is_dir() else read_weights(self._found(folder, words), words.device)
+        return {**tensors, **self.read_extra(folder, words)}
+
+    def read_extra(self, folder: Path, words: Words) -> dict[str, Any]:
+        """Return what was saved that is no tensor."""
+        there = (folder / f"{self.extra_name}.json").is_file()
+        return read_state(folder, self.extra_name, words) if there else {}
 
     def _found(self, folder: Path, words: Words) -> Path:
         safe, pickled = (find_weights(folder, self.index, kind) for kind in (True, False))
@@ -182,9 +188,9 @@ def read_state(folder: Path, name: str, words: Words) -> Any:
     Raises:
         CheckpointError: If they cannot be read.
     """
-    tree, tensors = folder / f"{name}.json", folder / f"{name}.safetensors"
-    read = read_tensors(tensors, words.device) if tensors.is_file() else {}
-    return decode(Encoded(Json.read(tree), read), words.allow_pickle, f"the state of {name}")
+    tensors, shards = folder / f"{name}.safetensors", folder / f"{name}{SHARDS_ENDING}"
+    read = read_tensors(tensors, words.device) if tensors.is_file() else read_whole(shards) if shards.is_dir() else {}
+    return decode(Encoded(Json.read(folder / f"{name}.json"), read), words.allow_pickle, f"the state of {name}")
 
 
 def check_counts(saved: Sequence[str], present: Sequence[str], where: str) -> None:

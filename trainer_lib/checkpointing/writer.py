@@ -64,6 +64,7 @@ class Saving:
         for name, content in files.items():
             path = self.folder / name
             try:
+                path.parent.mkdir(exist_ok=True)
                 content.write(path)
                 sync(path)
             except TrainerLibError:

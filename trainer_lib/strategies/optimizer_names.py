@@ -53,17 +53,18 @@ def load_named_state(optimizer: Optimizer, models: Sequence[nn.Module], state: M
 
 def named_gradients(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the gradients that wait for the optimizer, by names of parameters."""
-    return {name: one.grad for name, one in _named_parameters(optimizer, models).items() if one.grad is not None}
+    return {name: one.grad for name, one in named_parameters(optimizer, models).items() if one.grad is not None}
 
 
 def load_named_gradients(optimizer: Optimizer, models: Sequence[nn.Module], gradients: Mapping[str, Tensor]) -> None:
     """Take up what `named_gradients` returned."""
-    parameters = _named_parameters(optimizer, models)
+    parameters = named_parameters(optimizer, models)
     for name, gradient in gradients.items():
         parameters[name].grad = gradient.to(parameters[name])
 
 
-def _named_parameters(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+def named_parameters(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the optimizer's parameters by name."""
     names = _names_in_groups(optimizer, models)
     pairs = [
         pair

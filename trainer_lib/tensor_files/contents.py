@@ -30,13 +30,19 @@ class Content(ABC):
 
 @dataclass(frozen=True)
 class Tensors(Content):
-    """Tensors by name, as safetensors."""
+    """Tensors by name, as safetensors.
+
+    Args:
+        tensors: The tensors.
+        metadata: Texts to keep beside them.
+    """
 
     tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] | None = None
 
     def write(self, path: Path) -> None:
         """Write the file."""
-        write_tensors(self.tensors, path)
+        write_tensors(self.tensors, path, self.metadata)
 
     @property
     def size(self) -> int:

@@ -50,8 +50,14 @@ def why_not(tensor: Tensor) -> str | None:
     return None
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a file of tensors; what stands under several names is stored once."""
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file of tensors; what stands under several names is stored once.
+
+    Args:
+        tensors: The tensors by name.
+        path: The file.
+        metadata: Texts to keep beside them.
+    """
     kept, aliases = without_aliases(tensors)
     for name, tensor in kept.items():
         if (reason := why_not(tensor)) is not None:
@@ -59,7 +65,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     # Large types first, so that each tensor is aligned to its own.
     order = sorted(kept, key=lambda name: (-kept[name].dtype.itemsize, name))
     with path.open("wb") as file:
-        file.write(_header({name: kept[name] for name in order}, aliases))
+        file.write(_header({name: kept[name] for name in order}, {**aliases, **(metadata or {})}))
         for name in order:
             file.write(_bytes(kept[name]))
 
@@ -84,19 +90,28 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
 
 
 def read_shapes(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return types and shapes of the tensors in a file, without reading them."""
+    """Return types and shapes of the tensors in a file, under all their names, without reading them."""
+    shapes, metadata = read_header(path)
+    return {**{name: shapes[first] for name, first in metadata.items() if first in shapes}, **shapes}
+
+
+def read_header(path: Path) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], dict[str, str]]:
+    """Return types and shapes of what a file stores, and the texts beside.
+
+    Raises:
+        CheckpointError: If it is no such file.
+    """
     try:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        aliases = header.pop("__metadata__", {})
-        shapes = {name: (_TYPES[info["dtype"]], torch.Size(info["shape"])) for name, info in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+        metadata = header.pop("__metadata__", {})
+        return {name: (_TYPES[info["dtype"]], torch.Size(info["shape"])) for name, info in header.items()}, metadata
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-    return {**{name: shapes[first] for name, first in aliases.items() if first in shapes}, **shapes}
 
 
-def _header(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {**aliases, **_METADATA}}
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {**metadata, **_METADATA}}
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.nbytes

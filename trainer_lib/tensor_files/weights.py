@@ -15,6 +15,7 @@ from trainer_lib.foundation.sizes import convert_file_size_to_int
 from trainer_lib.tensor_files.contents import Content, Json, PickledTensors, Tensors
 from trainer_lib.tensor_files.names import weights_ending, weights_stem
 from trainer_lib.tensor_files.safetensors import read_shapes, read_tensors
+from trainer_lib.tensor_files.shards import SHARDS_ENDING, read_whole
 from trainer_lib.tensor_files.storage import without_aliases
 
 _INDEX_ENDING = ".index.json"
@@ -62,7 +63,13 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Any = None) -> dict
 
 
 def read_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Read the weights in a file, in the shards of an index, or in a folder that has the one or the other."""
+    """Read the weights in a file, in the shards of an index, or in a folder that has the one or the other.
+
+    The shards that processes wrote of a sharded model are put together.
+    """
+    shards = checkpoint / f"{weights_stem()}{SHARDS_ENDING}"
+    if shards.is_dir():
+        return read_whole(shards)
     weights: dict[str, Tensor] = {}
     for path in files_of_weights(checkpoint):
         weights |= read_tensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path)

@@ -1,0 +1,248 @@
+"""States of sharded models: resumed bit by bit, cut otherwise when they are loaded, whole where somebody asks."""
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.accelerator import toy
+from tests.checkpointing.test_faults import killed_after
+from tests.strategies.sharded import Stack, Tied, stack
+from trainer_lib import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    StateError,
+    load_checkpoint_in_model,
+)
+from trainer_lib.checkpointing.reader import open_state
+from trainer_lib.foundation.trees import map_tensors
+from trainer_lib.launchers import ProcessFailedError, run_forked
+
+for module in ("torch.distributed.fsdp", "torch.distributed.tensor"):
+    import_module(module)  # here, so that not each forked process imports it
+
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+
+
+def engine(kind: str | None, replicas: int = 1, parts: int | None = None) -> Accelerator:
+    """Return an engine that shards (and writes whole states or shards), or one that replicates."""
+    if kind is None:
+        return Accelerator(cpu=True)
+    return Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(state_dict_type=kind, transformer_cls_names_to_wrap=["Block"]),
+        parallelism_config=None if parts is None else ParallelismConfig(replicas, parts),
+    )
+
+
+def run(
+    accelerator: Accelerator,
+    steps: int,
+    save: dict[int, Path] | None = None,
+    load: Path | None = None,
+    model: Callable[[], nn.Module] = Stack,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+) -> dict[str, Any]:
+    """Train up to a step; return the losses and the whole states at the end."""
+    inputs, targets, _ = toy.data()
+    network = stack(model)
+    network, prepared = accelerator.prepare(network, optimizer(network.parameters()))
+    loader = accelerator.prepare(DataLoader(TensorDataset(inputs, targets), batch_size=4, shuffle=True))
+    if load is not None:
+        accelerator.load_state(load)
+    losses: list[float] = []
+    done = accelerator._window.backwards
+    while done < steps:
+        for batch, wanted in loader:
+            loss = toy.losses(network, batch, wanted).mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(network.parameters(), 1.0)
+            prepared.step()
+            prepared.zero_grad()
+            losses.append(loss.item())
+            done += 1
+            if save and done in save:
+                accelerator.save_state(save[done])
+            if done == steps:
+                break
+    state = accelerator.strategy.model_state(network)
+    moments = accelerator.strategy.optimizer_state(prepared.optimizer, [network]).get("state", {})
+    return {"losses": losses, "state": state, "moments": moments}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Raise unless the whole states (which the main process has) are the same."""
+    assert one["losses"] == other["losses"][-len(one["losses"]) :]
+    assert set(one["state"]) == set(other["state"])
+    for name, value in one["state"].items():
+        assert torch.equal(value, other["state"][name]), name
+    for name, values in one["moments"].items():
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["moments"][name][key])), (name, key)
+
+
+@pytest.mark.parametrize(("kind", "model"), [(FULL, Tied), (SHARDED, Stack), (SHARDED, Tied)])
+def test_a_sharded_training_resumes_bit_by_bit(kind: str, model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    def whole() -> Any:
+        return run(engine(kind), 5, {2: tmp_path / "state"}, model=model)
+
+    def resumed() -> Any:
+        return run(engine(kind), 5, load=tmp_path / "state", model=model)
+
+    runs, again = run_forked(whole, timeout=60), run_forked(resumed, timeout=60)
+    for one, other in zip(again, runs, strict=True):
+        assert len(one["losses"]) == 3
+        assert_same(one, other)
+    names = {path.relative_to(tmp_path / "state").as_posix() for path in (tmp_path / "state").rglob("*.safetensors")}
+    if kind == SHARDED:
+        shards = {
+            f"{part}.shards/shard-0000{rank}-model-00001-of-00001.safetensors"
+            for part in ("model", "optimizer")
+            for rank in (1, 2)
+        }
+        assert shards <= names
+    else:
+        assert {"model.safetensors", "optimizer.safetensors"} <= names
+        assert not any("shard-" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        ((SHARDED, 2, 2), (SHARDED, 1, 4)),
+        ((SHARDED, 1, 4), (SHARDED, 2, 2)),
+        ((SHARDED, 1, 4), (FULL, 2, 2)),
+        ((FULL, 2, 2), (SHARDED, 1, 4)),
+        ((SHARDED, 2, 2), (None,)),
+        ((None,), (SHARDED, 2, 2)),
+    ],
+)
+def test_a_state_fits_another_mesh_and_strategy(saving: Any, loading: Any, tmp_path: Path) -> None:
+    def body() -> Any:
+        accelerator = engine(*saving)
+        saved = run(accelerator, 2, {2: tmp_path / "state"}, model=Tied)
+        saved = {"losses": [], "state": copied(saved["state"]), "moments": copied(saved["moments"])}
+        accelerator.free_memory()
+        return saved, run(engine(*loading), 2, load=tmp_path / "state", model=Tied)
+
+    saved, loaded = run_forked(body, num_processes=4, timeout=60)[0]
+    assert_same(loaded, saved)
+
+
+def copied(tree: Any) -> Any:
+    return map_tensors(torch.clone, tree)
+
+
+class Rows(torch.optim.Optimizer):
+    """Descends by the size of gradients in each row: a state of another shape than its parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            sizes = parameter.grad.abs() if parameter.ndim < 2 else parameter.grad.abs().mean(dim=1)
+            rows = self.state[parameter].setdefault("rows", torch.zeros_like(sizes))
+            rows.mul_(0.5).add_(sizes)
+            parameter -= 0.01 * parameter.grad / (1 + (rows if parameter.ndim < 2 else rows.unsqueeze(1)))
+
+
+def test_states_of_other_shapes_than_their_parameters_are_kept(tmp_path: Path) -> None:
+    def body() -> Any:
+        accelerator = engine(SHARDED)
+        whole = run(accelerator, 4, {2: tmp_path / "state"}, optimizer=Rows)
+        accelerator.free_memory()
+        return whole, run(engine(SHARDED), 4, load=tmp_path / "state", optimizer=Rows)
+
+    whole, resumed = run_forked(body, timeout=60)[0]
+    assert_same(resumed, whole)
+
+
+def test_weights_are_read_from_shards_and_saved_whole(tmp_path: Path) -> None:
+    def body() -> Any:
+        accelerator = engine(SHARDED)
+        found = run(accelerator, 1, {1: tmp_path / "state"}, model=Tied)
+        accelerator.save_model(accelerator._models[0], tmp_path / "model", max_shard_size="1KB")
+        accelerator.wait_for_everyone()
+        return found["state"]
+
+    state, nothing = run_forked(body, timeout=60)
+    assert nothing == {}
+    for folder in ("state", "model"):
+        model = Tied()
+        load_checkpoint_in_model(model, tmp_path / folder, strict=True)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, state[name]), name
+
+
+def test_another_model_is_told_on_all_processes(tmp_path: Path) -> None:
+    class Wider(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(10, 3, bias=False)
+            self.more = nn.Parameter(torch.ones(2))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) * self.more.sum()
+
+    def body() -> Any:
+        accelerator = engine(SHARDED)
+        run(accelerator, 1, {1: tmp_path / "state"})
+        said: list[str] = []
+        for loading in (SHARDED, FULL):
+            accelerator.free_memory()
+            accelerator = engine(loading)
+            with pytest.raises(StateError) as told:
+                run(accelerator, 1, load=tmp_path / "state", model=Wider)
+            said.append(str(told.value))
+        return said
+
+    for said in run_forked(body, timeout=60):
+        assert all("missing: more; not in this model: last.bias" in one for one in said)
+
+
+def test_a_kill_inside_a_sharded_save_leaves_the_older_state(tmp_path: Path) -> None:
+    def body() -> None:
+        accelerator = engine(SHARDED)
+        run(accelerator, 1, {1: tmp_path / "state"})
+        if int(os.environ["RANK"]) == 1:
+            killed_after(2)
+        accelerator.save_state(tmp_path / "state")
+
+    with pytest.raises(ProcessFailedError):
+        run_forked(body, timeout=60)
+    assert open_state(tmp_path / "state", 2).step == 1
+    load_checkpoint_in_model(Stack(), tmp_path / "state", strict=True)
+
+
+def test_an_unfinished_window_begins_anew_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def body() -> Any:
+        accelerator = engine(SHARDED)
+        network = stack(Stack)
+        network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+        accelerator.gradient_accumulation_steps = 3
+        inputs, targets, _ = toy.data()
+
+        def step() -> bool:
+            with accelerator.accumulate(network):
+                accelerator.backward(toy.losses(network, inputs, targets).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                return accelerator.sync_gradients
+
+        step()
+        accelerator.save_state(tmp_path / "state")
+        accelerator.load_state(tmp_path / "state")
+        return [step() for _ in range(3)], caplog.text
+
+    first, second = run_forked(body, timeout=60)
+    assert first[0] == second[0] == [False, False, True]
+    assert "Gradients of an unfinished window" in first[1]
