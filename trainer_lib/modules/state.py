@@ -17,7 +17,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
     Example:
         >>> module = nn.Linear(2, 1, bias=False)
-        >>> list(module_state(torch.compile(module)))
+        >>> list(module_state(torch.compile(module, backend="eager")))
         ['weight']
     """
     return {canonical_name(name): value for name, value in inner_module(module).state_dict().items()}
