@@ -78,6 +78,30 @@ def _stranger(accelerator: Accelerator) -> None:
     accelerator.prepare(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
 
+def _two_types(accelerator: Accelerator) -> None:
+    network = stack()
+    network.get_submodule("blocks.1.inner").bfloat16()
+    accelerator.prepare(network)
+
+
+def _one_type_is_trained(accelerator: Accelerator) -> None:
+    network = stack()
+    network.get_submodule("blocks.1.inner").bfloat16().requires_grad_(False)
+    network.get_submodule("last").bfloat16()  # stays whole
+    accelerator.prepare(network)
+
+
+def _optimizer_after_a_forward(accelerator: Accelerator) -> None:
+    network: Any = accelerator.prepare(stack())
+    network(toy.data()[0])
+    made = torch.optim.SGD(network.parameters(), lr=0.1)
+    assert sum(hasattr(p, "_local_tensor") for p in made.param_groups[0]["params"]) == 18, "the others are whole"
+    accelerator.prepare(made)
+    assert sum(hasattr(p, "_local_tensor") for p in made.param_groups[0]["params"]) == 22
+    network(toy.data()[0])
+    accelerator.prepare(torch.optim.SGD(made.param_groups[0]["params"], lr=0.1))
+
+
 def _no_blocks(accelerator: Accelerator) -> None:
     accelerator.prepare(nn.Linear(2, 2))
 
@@ -108,6 +132,9 @@ ATTEMPTS: list[tuple[Callable[[Accelerator], Any], dict[str, Any], str]] = [
     (_deeper_models, {}, "PreparationError: The main process and process 1 prepare different models:"),
     (_sharded_already, {}, "PreparationError: weight is sharded already (a DTensor)."),
     (_stranger, {}, "PreparationError: 2 of the 2 parameters of this SGD are in no prepared model"),
+    (_two_types, {}, "PreparationError: blocks.1.norm.weight is trained in torch.float32 and blocks.1.inner"),
+    (_one_type_is_trained, {"ignored_modules": "last"}, "prepared"),
+    (_optimizer_after_a_forward, {}, "prepared"),
     (_no_blocks, {"activation_checkpointing": True}, "ConfigurationError: activation_checkpointing=True finds no repe"),
     (_no_blocks, {"auto_wrap_policy": ["Lienar"]}, "ConfigurationError: No module of this Linear is a 'Lienar'"),
 ]

@@ -78,6 +78,7 @@ class Shard(SingleProcess):
             # In place: some optimizers have a second name for the list.
             parameters[:] = self.trained([self._successors.get(p, p) for p in parameters])
             self._refuse_mixed(optimizer, settings)
+        self._after_step()
 
     def trained(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return shards for weights that a forward without a backward has left whole."""
@@ -211,7 +212,7 @@ class Shard(SingleProcess):
             )
 
     def _after_step(self, *arguments: Any) -> None:
-        # What a forward without a backward has left whole is out of date now.
+        # A forward without a backward may have left weights whole, which a step does not change.
         del arguments
         for model in self._models:
             model.reshard()

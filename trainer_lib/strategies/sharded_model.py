@@ -49,6 +49,7 @@ class ShardedModel:
         self._agree()
         kept = {p for module in ignored for p in module.parameters(recurse=False)}
         kept |= {p for p in model.parameters() if p.dim() == 0}  # nothing to share
+        _check_types(model, list(wrapped.values()), kept)
         values = filling.empty(model, kept)
         self._blocks = _sharded(model, list(wrapped.values()), plugin, {**arguments, "ignored_params": kept})
         self._fill(values)
@@ -140,6 +141,24 @@ def _sharded(
         for block, following in zip([root, *blocks], blocks, strict=False):
             block.set_modules_to_forward_prefetch([following])
     return [root, *blocks]
+
+
+def _check_types(model: nn.Module, inner: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
+    """Raise where what is reduced together is of several types, which torch would tell in the first backward only."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    taken: set[Tensor] = set(kept)
+    for module in (*reversed(inner), model):
+        own = [p for p in module.parameters() if p.requires_grad and p not in taken]
+        taken.update(own)
+        types: dict[torch.dtype, str] = {}
+        for parameter in own:
+            types.setdefault(parameter.dtype, names[parameter])
+        if len(types) > 1:
+            (first, one), (second, other), *_ = types.items()
+            raise PreparationError(
+                f"{one} is trained in {first} and {other} in {second}, and FSDP reduces them together "
+                f"({type(module).__name__}). Bring what is trained to one type, as by model.float()."
+            )
 
 
 def _refuse_sharded(model: nn.Module) -> None:
