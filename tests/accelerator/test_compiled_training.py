@@ -13,6 +13,7 @@ from trainer_lib import Accelerator, ConfigurationError, DistributedDataParallel
 from trainer_lib.launchers import run_forked
 from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.state import AcceleratorState
+from trainer_lib.testing import reset_states
 from trainer_lib.utils import FullyShardedDataParallelPlugin, has_compiled_regions, is_compiled_module
 
 # torch hides this warning of its own while it traces, and cannot where warnings are errors.
@@ -166,6 +167,32 @@ def test_one_graph_of_a_whole_sharded_model_is_refused() -> None:
         return str(error.value)
 
     assert all("use_regional_compilation=True" in said for said in run_forked(body, timeout=60))
+
+
+class Dropping(torch.nn.Module):
+    """Its gradient times its weight is its output, if the same numbers are dropped both times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Module()
+        self.weight = torch.nn.Parameter(torch.full((64,), 2.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(inputs * self.weight, 0.5)
+
+
+def test_activations_computed_again_drop_what_the_forward_dropped() -> None:
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True)
+    with pytest.raises(ConfigurationError, match=r"'eager'.* wrong gradients"):
+        Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="eager")
+    reset_states()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="aot_eager")
+    model = accelerator.prepare(torch.nn.Sequential(Dropping(), Dropping()))
+    outputs = model(torch.rand(8, 64)).sum()
+    accelerator.backward(outputs)
+    for parameter in model.parameters():
+        weighed = (parameter.grad * parameter.detach()).full_tensor().sum()  # type: ignore[operator]
+        assert float(weighed) == pytest.approx(float(outputs.detach()), rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -28,7 +28,7 @@ from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 from trainer_lib.options.compilation import Backend, TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.data import DataLoaderConfiguration
 from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from trainer_lib.options.kinds import DistributedType, DynamoBackend, PrecisionType
+from trainer_lib.options.kinds import DynamoBackend, PrecisionType
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiling import ProfileKwargs
 from trainer_lib.options.project import ProjectConfiguration, project_configuration
@@ -135,7 +135,7 @@ class Accelerator(Persistence):
         build.check_compilation(
             self.state.dynamo_plugin,
             handlers.get(DistributedDataParallelKwargs),
-            is_sharded=self.distributed_type == DistributedType.FSDP,
+            self.state.fsdp_plugin,
         )
         self.strategy = choose_strategy(
             self.distributed_type,

@@ -9,9 +9,10 @@ from trainer_lib.options.base import KwargsHandler, check_flag
 from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.options.data import DataLoaderConfiguration
 from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from trainer_lib.options.kinds import RNGType
+from trainer_lib.options.kinds import DynamoBackend, RNGType
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiling import ProfileKwargs
+from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
 _OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
@@ -102,7 +103,9 @@ def precision_name(mixed_precision: Any, older_arguments: dict[str, Any]) -> Any
     return asked
 
 
-def check_compilation(plugin: TorchDynamoPlugin, ddp: DistributedDataParallelKwargs | None, is_sharded: bool) -> None:
+def check_compilation(
+    plugin: TorchDynamoPlugin, ddp: DistributedDataParallelKwargs | None, fsdp: FullyShardedDataParallelPlugin | None
+) -> None:
     """Raise for ways to compile that cannot work with how processes share a model."""
     if not plugin.is_active:
         return
@@ -111,7 +114,12 @@ def check_compilation(plugin: TorchDynamoPlugin, ddp: DistributedDataParallelKwa
             f"bucket_cap_mb={ddp.bucket_cap_mb} and torch.compile: torch cuts compiled graphs by DDP's buckets, and "
             "the first one has a megabyte. Give a bucket_cap_mb of at least 1."
         )
-    if is_sharded and plugin.fullgraph and not plugin.use_regional_compilation:
+    if fsdp is not None and fsdp.activation_checkpointing and plugin.backend == DynamoBackend.EAGER:
+        raise ConfigurationError(
+            "activation_checkpointing=True and the dynamo backend 'eager': there torch computes activations again with "
+            "other random numbers, so that a model with dropout gets wrong gradients. Use 'aot_eager' or 'inductor'."
+        )
+    if fsdp is not None and plugin.fullgraph and not plugin.use_regional_compilation:
         raise ConfigurationError(
             "fullgraph=True cannot hold for a whole model under FSDP: its weights are gathered in between, which is no "
             "part of a graph. Add use_regional_compilation=True, so that each block is one graph."
