@@ -19,6 +19,7 @@ from trainer_lib import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     StateError,
+    UnsupportedError,
     load_checkpoint_in_model,
 )
 from trainer_lib.checkpointing.reader import open_state
@@ -221,6 +222,32 @@ def test_a_kill_inside_a_sharded_save_leaves_the_older_state(tmp_path: Path) -> 
         run_forked(body, timeout=60)
     assert open_state(tmp_path / "state", 2).step == 1
     load_checkpoint_in_model(Stack(), tmp_path / "state", strict=True)
+
+
+def test_each_machine_has_whole_weights_only_where_the_main_process_is(tmp_path: Path) -> None:
+    def body() -> Any:
+        rank = os.environ["RANK"]
+        os.environ["LOCAL_RANK"] = "0"  # as if on two machines
+        accelerator = engine(FULL)
+        accelerator.project_configuration.save_on_each_node = True
+        whole = run(accelerator, 2, {1: tmp_path / rank / "state"})
+        accelerator.save_model(accelerator._models[0], tmp_path / rank / "model")
+        accelerator.free_memory()
+        accelerator = engine(FULL)
+        accelerator.project_configuration.save_on_each_node = True
+        resumed = run(accelerator, 2, load=tmp_path / rank / "state")
+        accelerator.free_memory()
+        accelerator = engine(SHARDED)
+        accelerator.project_configuration.save_on_each_node = True
+        with pytest.raises(UnsupportedError, match="each machine has a part of the shards only"):
+            accelerator.save_state(tmp_path / rank / "other")
+        return whole, resumed
+
+    for whole, resumed in run_forked(body, timeout=60):
+        assert_same(resumed, whole)
+    names = [{path.name for path in (tmp_path / str(rank)).rglob("*.safetensors")} for rank in (0, 1)]
+    assert names[0] == {"model.safetensors", "optimizer.safetensors", "random_states_0.safetensors"}
+    assert names[1] == {"random_states_1.safetensors"}
 
 
 def test_an_unfinished_window_begins_anew_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -39,16 +39,18 @@ def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
         strict: Whether the names of weights have to be those of the model.
     """
     leads, rank, shards = engine.should_save_model, engine.process_index, engine.strategy.writes_shards
-    reads = rank == 0 or not engine.strategy.hands_out
+    has_whole = engine._has_whole_tensors
     parts: list[Part] = []
     for index, model in enumerate(engine._models):
         state = _Model(engine, model, strict)
         kind = partial(ShardedWeights, rank=rank, targets=state.state_dict) if shards else Weights
-        parts.append(kind(index=index, stateful=state, writes=leads, reads=reads))
+        parts.append(kind(index=index, stateful=state, writes=leads and has_whole, reads=has_whole))
     for index, optimizer in enumerate(engine._optimizers):
         state = _Optimizer(engine, optimizer)
         kind = partial(ShardedOptimizer, rank=rank, targets=state.parameters) if shards else State
-        parts.append(kind(kind=OPTIMIZER_NAME, index=index, stateful=state, writes=leads, reads=reads))
+        parts.append(
+            kind(kind=OPTIMIZER_NAME, index=index, stateful=state, writes=leads and has_whole, reads=has_whole)
+        )
     parts += [
         State(kind=SCHEDULER_NAME, index=index, stateful=one, writes=leads)
         for index, one in enumerate(engine._schedulers)

@@ -18,7 +18,7 @@ from trainer_lib.checkpointing.parts import Part, Weights, Words, check_counts
 from trainer_lib.checkpointing.reader import find_state, newest_state, open_state
 from trainer_lib.checkpointing.weights import save_weights
 from trainer_lib.checkpointing.writer import Saving
-from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.project import ProjectConfiguration
 from trainer_lib.precision import FullPrecision
@@ -140,6 +140,11 @@ class Persistence(Processes):
         known = ("max_shard_size",)
         _check_names(save_model_func_kwargs, known, "save_state")
         words = Words(allow_pickle=allow_pickle, safe_serialization=safe_serialization, **save_model_func_kwargs)
+        if self.project_configuration.save_on_each_node and self.strategy.writes_shards:
+            raise UnsupportedError(
+                "save_on_each_node=True with SHARDED_STATE_DICT: each machine has a part of the shards only. Use a "
+                "common file system, or FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
+            )
         automatic = output_dir is None
         target = self._agreed(lambda: self._target(output_dir), "save_state")
         parts = engine_parts.collect(self)
@@ -225,7 +230,7 @@ class Persistence(Processes):
             safe_serialization: Write safetensors; else pickles of tensors.
         """
         state = self.get_state_dict(model)
-        if self.should_save_model:
+        if self.should_save_model and self._has_whole_tensors:
             save_weights(state, Path(save_directory).expanduser(), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -245,6 +250,10 @@ class Persistence(Processes):
     def _leader(self) -> int:
         each = self.project_configuration.save_on_each_node
         return self.process_index - self.local_process_index if each else 0
+
+    @property
+    def _has_whole_tensors(self) -> bool:
+        return self.process_index == 0 or not self.strategy.hands_out
 
     def _agreed(self, choose: Callable[[], Path], doing: str) -> Path:
         """Return the path that the leader chooses; all have to be able to choose one."""
