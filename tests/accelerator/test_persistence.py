@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader
 
 from tests.accelerator import toy
 from tests.accelerator.training import Counting
-from trainer_lib import Accelerator, CheckpointError, ConfigurationError, ProjectConfiguration, StateError
+from trainer_lib import (
+    Accelerator,
+    CheckpointError,
+    ConfigurationError,
+    ProjectConfiguration,
+    StateError,
+    load_checkpoint_in_model,
+)
 from trainer_lib.checkpointing.layout import partial_beside, replaced_beside
 from trainer_lib.launchers import run_forked
 from trainer_lib.modules.state import module_state
@@ -96,6 +103,18 @@ def test_a_state_loaded_in_the_same_process_takes_everything_back(tmp_path: Path
     assert all(torch.equal(value, before[name]) for name, value in toy_state(model).items())
     train(accelerator, model, optimizer, 2)
     assert all(torch.equal(value, after[name]) for name, value in toy_state(model).items())
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells which files are in memory")
+def test_nothing_goes_on_to_live_in_the_files(tmp_path: Path) -> None:
+    accelerator = engine()
+    model, _ = trained(accelerator)
+    folder = accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(folder)
+    loaded = toy.model().to("meta")
+    load_checkpoint_in_model(loaded, folder)
+    assert torch.equal(loaded.get_parameter("0.bias"), model.get_parameter("0.bias"))
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_two_models_and_optimizers_have_files_of_their_own(tmp_path: Path) -> None:

@@ -189,8 +189,18 @@ def read_state(folder: Path, name: str, words: Words) -> Any:
         CheckpointError: If they cannot be read.
     """
     tensors, shards = folder / f"{name}.safetensors", folder / f"{name}{SHARDS_ENDING}"
-    read = read_tensors(tensors, words.device) if tensors.is_file() else read_whole(shards) if shards.is_dir() else {}
+    read: dict[str, Tensor] = {}
+    if tensors.is_file():
+        read = _in_memory(read_tensors(tensors, words.device))
+    elif shards.is_dir():
+        read = read_whole(shards)
     return decode(Encoded(Json.read(folder / f"{name}.json"), read), words.allow_pickle, f"the state of {name}")
+
+
+def _in_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies: what lies in a file would keep its space on the disk taken once it is deleted."""
+    copies = {id(tensor): tensor.clone() for tensor in tensors.values()}
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
 def check_counts(saved: Sequence[str], present: Sequence[str], where: str) -> None:

@@ -126,7 +126,7 @@ def _put_in(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype 
         wanted = current.dtype if dtype is None or not current.is_floating_point() else dtype
         if current.device.type == "meta":
             owner, _, attribute = name.rpartition(".")
-            value = value.to(wanted)
+            value = value.to(wanted, copy=True)
             is_parameter = isinstance(current, nn.Parameter)
             made = nn.Parameter(value, current.requires_grad) if is_parameter else value
             setattr(model.get_submodule(owner), attribute, made)

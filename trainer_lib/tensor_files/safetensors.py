@@ -73,6 +73,8 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Read a file of tensors, each under all its names.
 
+    On the CPU they lie in the file, which is read where they are: copy what is to outlive it.
+
     Raises:
         CheckpointError: If it is no such file, or not whole.
     """
