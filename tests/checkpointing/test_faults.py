@@ -16,7 +16,9 @@ import torch
 from tests.accelerator import toy
 from tests.conftest import forget
 from trainer_lib import Accelerator, CheckpointError, ProjectConfiguration, load_checkpoint_in_model
+from trainer_lib.checkpointing.layout import replaced_beside
 from trainer_lib.checkpointing.reader import open_state
+from trainer_lib.checkpointing.retention import automatic_states
 from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.modules.state import module_state
 
@@ -136,10 +138,32 @@ def test_killed_at_any_step_the_older_or_the_newer_state_is_whole(automatic: boo
         state = loaded(project, None if automatic else project / "state")
         assert state in (older, newer), f"killed at step {at}: {steps[at]}"
         found.append(state == newer)
+        # What is being deleted is never taken for a state.
+        for path in automatic_states(project / "checkpoints").values():
+            open_state(path, 1)
     # At some step the newer one is there, and from then on it stays.
     assert found == sorted(found)
     assert not found[0]
     assert found[-1]
+
+
+def test_what_is_no_state_never_takes_the_place_of_one_that_a_kill_left_beside_it(tmp_path: Path) -> None:
+    accelerator, model, optimizer = trained(tmp_path / "base")
+    folder = Path(accelerator.save_state(tmp_path / "base" / "state"))
+    folder.rename(replaced_beside(folder))
+    folder.mkdir()
+    (folder / "notes").write_text("foreign")
+    older = state_of(accelerator)
+    train(accelerator, model, optimizer)
+    newer = state_of(accelerator)
+    shutil.copytree(tmp_path / "base", tmp_path / "whole")
+    steps = steps_of(lambda: accelerator.save_state(tmp_path / "whole" / "state"))
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["state"]
+    for at in to_try(steps):
+        shutil.copytree(tmp_path / "base", tmp_path / str(at))
+        place = tmp_path / str(at) / "state"
+        killed(lambda place=place: accelerator.save_state(place), at)
+        assert loaded(tmp_path, place) in (older, newer), f"killed at step {at}: {steps[at]}"
 
 
 def test_after_a_kill_the_next_save_works_and_clears_up(tmp_path: Path) -> None:

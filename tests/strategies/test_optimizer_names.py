@@ -50,6 +50,14 @@ def test_the_state_fits_another_order_of_groups_and_parameters() -> None:
         assert torch.equal(own, its)
 
 
+def test_groups_without_parameters_keep_their_own_settings() -> None:
+    model = toy.model()
+    one = torch.optim.SGD([{"params": [], "lr": 0.1}, {"params": model.parameters()}, {"params": [], "lr": 0.2}])
+    two = torch.optim.SGD([{"params": []}, {"params": model.parameters()}, {"params": []}], lr=9.0)
+    load_named_state(two, [model], named_state(one, [model]))
+    assert [group["lr"] for group in two.param_groups] == [0.1, 0.001, 0.2]
+
+
 def test_several_models_are_told_apart_and_own_parameters_are_counted() -> None:
     models = [toy.model(), toy.model()]
     scale = torch.ones(1, requires_grad=True)

@@ -1,5 +1,6 @@
 """One file of tensors: the library of the format reads what we write, tied tensors are one, damage is told."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ def test_every_kind_of_tensor_comes_back_bitwise(tmp_path: Path, read: Any) -> N
 def test_shapes_are_known_without_reading_the_tensors(tmp_path: Path) -> None:
     write_tensors(tensors(), tmp_path / "file")
     assert read_shapes(tmp_path / "file") == {name: (one.dtype, one.shape) for name, one in tensors().items()}
+
+
+def test_each_tensor_is_aligned_to_its_type(tmp_path: Path) -> None:
+    write_tensors(tensors(), tmp_path / "file")
+    content = (tmp_path / "file").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header.pop("__metadata__")
+    assert size % 8 == 0
+    assert all(header[name]["data_offsets"][0] % tensor.itemsize == 0 for name, tensor in tensors().items())
 
 
 def test_tied_tensors_are_stored_once_and_come_back_as_one(tmp_path: Path) -> None:
