@@ -16,8 +16,10 @@ from trainer_lib import (
     ParallelismConfig,
     UnsupportedError,
 )
-from trainer_lib.foundation.environment import patch_environment
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.environment import parse_flag_from_env, patch_environment
 from trainer_lib.launchers import run_forked
+from trainer_lib.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -172,6 +174,22 @@ def test_a_script_alone_shards_in_a_group_of_one() -> None:
     plain = Accelerator(cpu=True)
     assert plain.distributed_type == DistributedType.NO
     assert type(plain.prepare(nn.Linear(2, 2))) is nn.Linear
+
+
+def test_transformers_learns_what_to_load() -> None:
+    def told() -> tuple[bool, bool]:
+        return environment.uses_sharding(), parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=PLUGIN(cpu_ram_efficient_loading=True))
+    assert told() == (True, True)
+    accelerator.free_memory()
+    assert told() == (False, False), "the next engine shards nothing unless asked"
+    with patch_environment(ACCELERATE_USE_FSDP="", FSDP_CPU_RAM_EFFICIENT_LOADING=""):
+        enable_fsdp_ram_efficient_loading()
+        assert told() == (True, True)
+        disable_fsdp_ram_efficient_loading()
+        assert told() == (True, False)
+    assert told() == (False, False)
 
 
 def test_other_settings_come_too_late_until_the_first_are_released() -> None:

@@ -60,6 +60,13 @@ def _mixed(accelerator: Accelerator) -> None:
     accelerator.prepare(network, torch.optim.AdamW(network.parameters(), foreach=True))
 
 
+def _one_optimizer_for_two(accelerator: Accelerator) -> None:
+    first, second = stack(), stack(Tied)
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], fused=True)
+    accelerator.prepare(optimizer, first, second)
+    assert sum(hasattr(p, "_local_tensor") for p in optimizer.param_groups[0]["params"]) == 22 + 18
+
+
 def _other_models(accelerator: Accelerator) -> None:
     accelerator.prepare(nn.Linear(2, 2 + accelerator.process_index))
 
@@ -124,6 +131,7 @@ ATTEMPTS: list[tuple[Callable[[Accelerator], Any], dict[str, Any], str]] = [
         "PreparationError: AdamW(foreach=True) computes on all weights of a group at once, which cannot be shards and "
         "whole ones together. These stay whole: last.weight, last.bias.",
     ),
+    (_one_optimizer_for_two, {}, "prepared"),
     (
         _other_models,
         {},
@@ -188,6 +196,54 @@ def _notes() -> list[Any]:
 
 def test_what_is_noted_on_weights_and_shared_stays() -> None:
     assert run_forked(_notes, (), 2, timeout=60) == [[0.5, True, False, True, True]] * 2
+
+
+def _own_weights() -> list[Any]:
+    accelerator = _sharding(sync_module_states=False)
+    layer = nn.Linear(2, 4)
+    layer.requires_grad_(False)
+    layer.weight.fill_(float(accelerator.process_index))
+    layer.register_buffer("rank", torch.tensor(accelerator.process_index))
+    prepared: Any = accelerator.prepare(layer)
+    return [prepared.weight.full_tensor()[:, 0].tolist(), int(prepared.rank)]
+
+
+def test_each_process_may_start_from_its_own_weights() -> None:
+    assert run_forked(_own_weights, (), 2, timeout=60) == [[[0.0, 0.0, 1.0, 1.0], 0], [[0.0, 0.0, 1.0, 1.0], 1]]
+
+
+def _held_after_forward() -> list[Any]:
+    told: list[Any] = []
+    for plugin in (
+        {},
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"reshard_after_forward": 2},
+        {"forward_prefetch": True},
+        {"cpu_offload": True},
+    ):
+        accelerator = _sharding(**plugin)
+        network: Any = accelerator.prepare(stack())
+        network(toy.data()[0])
+        weight = network.blocks[0].inner.weight
+        state, block = (module._get_fsdp_state() for module in (network, network.blocks[0]))
+        ahead = [one is block for one in state._states_to_forward_prefetch]
+        offloads = state._fsdp_param_groups[0].offload_policy
+        told.append((list(getattr(weight, "_local_tensor", weight).shape), ahead, type(offloads).__name__))
+        accelerator.free_memory()
+    return told
+
+
+def test_what_is_held_between_forward_and_backward() -> None:
+    """Of the 7 rows, a process of four has 2 or 1, one of two has 4 or 3."""
+    told = run_forked(_held_after_forward, (), 4, timeout=60)[0]
+    plain = "OffloadPolicy"
+    assert told == [
+        ([2, 10], [], plain),
+        ([7, 10], [], plain),
+        ([4, 10], [], plain),
+        ([2, 10], [True], plain),
+        ([2, 10], [], "CPUOffloadPolicy"),
+    ]
 
 
 def _evaluation() -> list[Any]:

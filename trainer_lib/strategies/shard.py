@@ -83,7 +83,7 @@ class Shard(SingleProcess):
     def trained(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return shards for weights that a forward without a backward has left whole."""
         parameters = list(parameters)
-        whole = {parameter for model in self._models for parameter in model.whole}
+        whole = {parameter for model in self._models for parameter in model.whole.values()}
         if all(hasattr(p, "_local_tensor") or p in whole for p in parameters):
             return parameters
         shards = {whole: shard for model in self._models for whole, shard in model.shards_of_whole().items()}
@@ -199,12 +199,10 @@ class Shard(SingleProcess):
         """Raise for an optimizer that computes on many weights at once and has both shards and whole ones."""
         at_once = [name for name in ("fused", "foreach") if settings.get(name)]
         # torch takes those without dimensions for shards.
-        several: list[Tensor] = [parameter for parameter in settings["params"] if parameter.dim()]
-        whole = [parameter for parameter in several if not hasattr(parameter, "_local_tensor")]
-        if at_once and len(whole) not in (0, len(several)):
-            names = [
-                n for model in self._models for n, p in model.model.named_parameters() if any(p is w for w in whole)
-            ]
+        trained: set[Tensor] = {parameter for parameter in settings["params"] if parameter.dim()}
+        # Not those of a model that is yet to be prepared.
+        names = [name for model in self._models for name, parameter in model.whole.items() if parameter in trained]
+        if at_once and names and any(hasattr(parameter, "_local_tensor") for parameter in trained):
             raise PreparationError(
                 f"{type(optimizer).__name__}({at_once[0]}=True) computes on all weights of a group at once, which "
                 f"cannot be shards and whole ones together. These stay whole: {', '.join(names)}. Give them a "

@@ -55,8 +55,8 @@ class ShardedModel:
         self._fill(values)
         # Whatever a forward has left whole, all that looks at weights between two steps should see shards.
         model.register_forward_hook(self._after_forward, always_call=True)
-        self.whole = [p for p in model.parameters() if not hasattr(p, "_local_tensor")]
-        self.replicas = Replicas(self.whole, group)
+        self.whole = {name: p for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
+        self.replicas = Replicas(self.whole.values(), group)
 
     def successors(self) -> dict[Tensor, nn.Parameter]:
         """Return which parameter took the place of each one that was replaced; once, since the old ones are large."""
