@@ -10,6 +10,7 @@ from trainer_lib.state.gradients import Rows
 @dataclass(eq=False)
 class Loader:
     end_of_dataloader: bool = False
+    others_read_on: bool = False
     remainder: int = -1
     rows: Rows | None = None
 
