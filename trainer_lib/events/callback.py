@@ -1,0 +1,148 @@
+"""This file is the list of events: what a callback may listen to."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainer_lib.events.run import Run
+
+
+class Callback:
+    """Listens to a run, and may ask it for something through `run.control`.
+
+    A callback of this kind observes. If it raises, it is named once, with the event and the step, and switched off, and
+    training goes on; only a `ConfigurationError` ends the run, since it says that something was set up wrongly. An
+    observer leaves model, batch and gradients alone and sends nothing to other processes. What does more is a
+    `Transformer`.
+
+    Overriding is all that it takes to listen; an event nobody listens to costs nothing.
+
+    Attributes:
+        order: Callbacks of a lower order are called first; those of the same in the order given.
+        key: The name under which `state_dict` is saved; by default that of the class.
+
+    Example:
+        >>> class StopAtStep(Callback):
+        ...     def on_step_end(self, run: Run) -> None:
+        ...         run.control.stop = run.state.step >= 100
+    """
+
+    order: int = 0
+    key: str | None = None
+    may_change_training: ClassVar[bool] = False
+
+    # -- a run ---------------------------------------------------------------------------------------------------
+
+    def on_fit_begin(self, run: Run) -> None:
+        """Everything is prepared, and loaded if the run is resumed."""
+
+    def on_fit_end(self, run: Run) -> None:
+        """Training is over, however it ended."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """Training ends with an error."""
+
+    def on_interrupt(self, run: Run) -> None:
+        """Training ends because someone pressed Ctrl-C."""
+
+    def on_epoch_begin(self, run: Run) -> None:
+        """A pass over the data begins, or goes on after a restart."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        """The last update of a pass is made; what is asked for here is done with what its step asked for."""
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def on_step_begin(self, run: Run) -> None:
+        """The first batch of an update is in hand."""
+
+    def on_micro_batch_begin(self, run: Run) -> None:
+        """A batch is in hand (`run.batch`, which a transformer may replace)."""
+
+    def on_micro_batch_end(self, run: Run) -> None:
+        """Its gradients are added to the others'; `run.loss` and `run.outputs` are known."""
+
+    def on_backward_end(self, run: Run) -> None:
+        """The gradients of an update are complete, and not yet clipped."""
+
+    def on_optimizer_step_begin(self, run: Run) -> None:
+        """The gradients are clipped; `run.grad_norm` is what their norm was."""
+
+    def on_optimizer_step_end(self, run: Run) -> None:
+        """The weights are updated, the gradients not yet dropped."""
+
+    def on_step_skipped(self, run: Run) -> None:
+        """Gradients overflowed (fp16), so the weights were left alone. Told when it is known without waiting."""
+
+    def on_step_end(self, run: Run) -> None:
+        """An update is made and counted."""
+
+    def on_batch_size_reduced(self, run: Run, batch_size: int) -> None:
+        """A batch did not fit into memory, and is split from now on."""
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def on_evaluate_begin(self, run: Run) -> None:
+        """An evaluation of all its sets begins."""
+
+    def on_evaluate_set_begin(self, run: Run, name: str, batches: int | None) -> None:
+        """The evaluation of one set begins, of so many batches a process, if that is known."""
+
+    def on_evaluate_batch_begin(self, run: Run) -> None:
+        """A batch of an evaluation is in hand."""
+
+    def on_evaluate_batch_end(self, run: Run) -> None:
+        """A batch of an evaluation is through."""
+
+    def on_evaluate_set_end(self, run: Run, name: str, metrics: dict[str, float]) -> None:
+        """The evaluation of one set is through."""
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        """An evaluation is through; the metrics are those of all its sets, and the same on all processes."""
+
+    def on_best(self, run: Run, metric: str, value: float) -> None:
+        """An evaluation was better than all before."""
+
+    def on_predict_begin(self, run: Run, batches: int | None) -> None:
+        """Prediction begins."""
+
+    def on_predict_batch_end(self, run: Run) -> None:
+        """A batch of a prediction is through."""
+
+    def on_predict_end(self, run: Run) -> None:
+        """Prediction is through."""
+
+    # -- what leaves the run -------------------------------------------------------------------------------------
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        """Values are logged; one may add some, for the callbacks that come later."""
+
+    def on_save_begin(self, run: Run, folder: Path) -> None:
+        """A checkpoint is about to be written."""
+
+    def on_save_end(self, run: Run, folder: Path) -> None:
+        """A checkpoint is there."""
+
+    def on_load_begin(self, run: Run, folder: Path) -> None:
+        """A checkpoint is about to be loaded."""
+
+    def on_load_end(self, run: Run, folder: Path) -> None:
+        """A checkpoint is loaded."""
+
+    # -- what survives a restart ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved with a checkpoint: plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+
+
+class Transformer(Callback):
+    """A callback that takes part in training: it may change model, batch, loss or gradients. Its errors end the run."""
+
+    may_change_training: ClassVar[bool] = True
+
+
+EVENTS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))

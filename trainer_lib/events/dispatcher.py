@@ -1,0 +1,135 @@
+"""This file is how events reach those who listen, and nobody else."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from trainer_lib.events.callback import EVENTS, Callback
+from trainer_lib.events.run import Run
+from trainer_lib.foundation.errors import ConfigurationError, StateError, did_you_mean
+from trainer_lib.logging import get_logger
+
+_logger = get_logger(__name__)
+
+Handler = Callable[..., None]
+
+
+class Dispatcher:
+    """The callbacks of a run, by the events they listen to.
+
+    Args:
+        callbacks: The callbacks.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        self._callbacks: list[Callback] = []
+        self._handlers: dict[str, list[tuple[Callback, Handler]]] = {}
+        for callback in callbacks:
+            self.add(callback)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def add(self, callback: Callback) -> None:
+        """Add a callback.
+
+        Raises:
+            ConfigurationError: If it is none, or listens to an event that there is not.
+        """
+        _check(callback)
+        self._callbacks.append(callback)
+        self._callbacks.sort(key=lambda one: one.order)
+        self._arrange()
+
+    def remove(self, callback: Callback | type[Callback]) -> None:
+        """Take out a callback, or all of a class."""
+        self._callbacks = [
+            one
+            for one in self._callbacks
+            if not (one is callback or (isinstance(callback, type) and isinstance(one, callback)))
+        ]
+        self._arrange()
+
+    def listens(self, event: str) -> bool:
+        """Whether anyone listens to `event`; a loop asks once and does not fire what nobody hears."""
+        return event in self._handlers
+
+    def fire(self, event: str, run: Run, *details: Any) -> None:
+        """Tell those who listen."""
+        for callback, handler in self._handlers.get(event, ()):
+            try:
+                handler(run, *details)
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                if callback.may_change_training:
+                    raise
+                self._switch_off(callback, event, run, error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of those that have one, by their keys."""
+        states = {key: callback.state_dict() for key, callback in self._by_key().items()}
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have callbacks take up their states.
+
+        Raises:
+            StateError: If a state does not fit its callback.
+        """
+        here = self._by_key()
+        for key, own in state.items():
+            if key not in here:
+                _logger.warning("The checkpoint has a state of the callback %s, which is not here.", key)
+                continue
+            try:
+                here[key].load_state_dict(own)
+            except Exception as error:
+                raise StateError(f"The state of the callback {key} does not fit: {error!r}.") from error
+
+    def _arrange(self) -> None:
+        # A list for each event that is listened to; made anew, since a callback may leave in the middle of one.
+        self._handlers = {}
+        for callback in self._callbacks:
+            for event in EVENTS:
+                handler = getattr(callback, event)
+                if getattr(handler, "__func__", None) is not getattr(Callback, event):
+                    self._handlers.setdefault(event, []).append((callback, handler))
+
+    def _switch_off(self, callback: Callback, event: str, run: Run, error: Exception) -> None:
+        self.remove(callback)
+        _logger.warning(
+            "The callback %s raised in %s at step %d and is switched off; training goes on.",
+            type(callback).__name__,
+            event,
+            run.state.step,
+            exc_info=error,
+            main_process_only=False,
+        )
+
+    def _by_key(self) -> dict[str, Callback]:
+        keyed: dict[str, Callback] = {}
+        for callback in self._callbacks:
+            name = key = callback.key or type(callback).__name__
+            number = 1
+            while key in keyed:
+                number += 1
+                key = f"{name}-{number}"
+            keyed[key] = callback
+        return keyed
+
+
+def _check(callback: Any) -> None:
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        raise ConfigurationError(
+            f"callbacks has the class {callback.__name__}. Give an object: {callback.__name__}(…)."
+        )
+    if not isinstance(callback, Callback):
+        raise ConfigurationError(
+            f"callbacks has a {type(callback).__name__}, which is no Callback. Derive it from trainer_lib.Callback."
+        )
+    unknown = [name for name in dir(callback) if name.startswith("on_") and name not in EVENTS]
+    if unknown:
+        raise ConfigurationError(
+            f"{type(callback).__name__} listens to {unknown[0]}, and there is no such event."
+            f"{did_you_mean(unknown[0], EVENTS)} Known: {', '.join(EVENTS)}."
+        )

@@ -1,0 +1,87 @@
+"""This file is what a callback is handed: the run, as it stands."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from trainer_lib.events.control import Control
+from trainer_lib.events.run_state import RunState
+from trainer_lib.foundation.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator import Accelerator
+    from trainer_lib.optimizer import AcceleratedOptimizer
+    from trainer_lib.scheduler import AcceleratedScheduler
+
+
+@dataclass
+class Run:
+    """The run, as it stands at an event.
+
+    Attributes:
+        trainer: The trainer; a callback that is tested without one leaves it out.
+        args: The trainer's arguments.
+        state: What the run has done so far.
+        control: What callbacks ask for.
+        accelerator: The engine.
+        model: The prepared model, or the prepared models by name.
+        optimizers: The prepared optimizers by name; a single one is called "default".
+        schedulers: The prepared schedules by name.
+        batch: The batch in hand, on its device, without repeated samples.
+        outputs: What the model made of it; `None` where the step did not tell.
+        loss_sum: The sum of its losses, detached.
+        weight: How many items that is a sum over.
+        grad_norm: The norm of the gradients before clipping; `None` where it is not computed.
+        metrics: Those of the last evaluation, of all sets.
+    """
+
+    trainer: Any = None
+    args: Any = None
+    state: RunState = field(default_factory=RunState)
+    control: Control = field(default_factory=Control)
+    accelerator: "Accelerator" = None  # type: ignore[assignment]  # there is one in every event of a trainer
+    model: nn.Module | Mapping[str, nn.Module] = None  # type: ignore[assignment]
+    optimizers: dict[str, "AcceleratedOptimizer"] = field(default_factory=dict[str, "AcceleratedOptimizer"])
+    schedulers: dict[str, "AcceleratedScheduler"] = field(default_factory=dict[str, "AcceleratedScheduler"])
+    batch: Any = None
+    outputs: Any = None
+    loss_sum: Tensor | None = None
+    weight: float | Tensor = 0.0
+    grad_norm: Tensor | None = None
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss of the batch in hand: the mean over its items, detached."""
+        if self.loss_sum is None:
+            return None
+        return self.loss_sum / self.weight if not isinstance(self.weight, float) or self.weight else self.loss_sum
+
+    @property
+    def optimizer(self) -> "AcceleratedOptimizer":
+        """The optimizer, where there is one."""
+        return _only("optimizer", self.optimizers)
+
+    @property
+    def scheduler(self) -> "AcceleratedScheduler | None":
+        """The schedule, where there is at most one."""
+        return _only("scheduler", self.schedulers) if self.schedulers else None
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.accelerator is None or self.accelerator.is_main_process
+
+    def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1) -> None:
+        """Add a value to what is averaged until the next log, as `Trainer.log` does."""
+        self.trainer.log(name, value, weight)
+
+
+def _only(kind: str, named: Mapping[str, Any]) -> Any:
+    if len(named) != 1:
+        raise ConfigurationError(
+            f"This run has {len(named)} {kind}s ({', '.join(named) or 'none'}): name one, as run.{kind}s[name]."
+        )
+    return next(iter(named.values()))

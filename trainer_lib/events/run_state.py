@@ -1,0 +1,77 @@
+"""This file is what a run has done so far, in numbers that survive a restart."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["new", "running", "finished", "stopped", "interrupted", "failed"]
+
+
+@dataclass
+class Best:
+    """The best evaluation so far."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass
+class RunState:
+    """What a run has done so far.
+
+    Attributes:
+        run_id: The run's name, and that of its folder.
+        step: The updates made.
+        micro_batches: The batches of this process that updates were made from.
+        samples: The samples of all processes that updates were made from.
+        epoch: The passes over the data that are through.
+        steps_in_epoch: The updates made in the pass under way.
+        steps_per_epoch: The updates of a pass; `None` where the data does not tell.
+        max_steps: The updates of the run; `None` where that is not known.
+        max_epochs: The passes of the run; `None` where it is not they that end it.
+        seconds: How long training took, over all restarts, without the time since the last step.
+        best: The best evaluation so far.
+        history: What was logged, each with the step and the epoch at which it was.
+        checkpoints: The folders saved and still there, the oldest first, each with its step and its metrics.
+        status: How the run stands.
+        reason: Why it ended.
+    """
+
+    run_id: str = ""
+    step: int = 0
+    micro_batches: int = 0
+    samples: int = 0
+    epoch: int = 0
+    steps_in_epoch: int = 0
+    steps_per_epoch: int | None = None
+    max_steps: int | None = None
+    max_epochs: float | None = None
+    seconds: float = 0.0
+    best: Best | None = None
+    history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    checkpoints: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    status: Status = "new"
+    reason: str | None = None
+
+    @property
+    def epochs(self) -> float:
+        """The passes made, with the part of the one under way; without it where its length is not known."""
+        if not self.steps_per_epoch or not self.steps_in_epoch:
+            return float(self.epoch)
+        return self.epoch + self.steps_in_epoch / self.steps_per_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned; limits stay those of now."""
+        best = state["best"]
+        for name in ("run_id", "step", "micro_batches", "samples", "epoch", "steps_in_epoch", "seconds", "reason"):
+            setattr(self, name, state[name])
+        self.best = None if best is None else Best(**best)
+        self.history = [dict(entry) for entry in state["history"]]
+        self.checkpoints = [dict(entry) for entry in state["checkpoints"]]
+        self.status = state["status"]
