@@ -146,3 +146,8 @@ class Transformer(Callback):
 
 
 EVENTS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def overrides(callback: Callback, event: str) -> bool:
+    """Whether a callback listens to an event."""
+    return getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)

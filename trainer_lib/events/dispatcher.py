@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from trainer_lib.events.callback import EVENTS, Callback
+from trainer_lib.events.callback import EVENTS, Callback, overrides
 from trainer_lib.events.run import Run
 from trainer_lib.foundation.errors import ConfigurationError, StateError, did_you_mean
 from trainer_lib.logging import get_logger
@@ -22,6 +22,7 @@ class Dispatcher:
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks: list[Callback] = []
+        self._keys: dict[int, str] = {}
         self._handlers: dict[str, list[tuple[Callback, Handler]]] = {}
         for callback in callbacks:
             self.add(callback)
@@ -33,20 +34,22 @@ class Dispatcher:
         """Add a callback.
 
         Raises:
-            ConfigurationError: If it is none, or listens to an event that there is not.
+            ConfigurationError: If it is none, is there already, or listens to an event that there is not.
         """
         _check(callback)
+        if id(callback) in self._keys:
+            raise ConfigurationError(f"callbacks has the same {type(callback).__name__} twice. Give it once.")
+        self._keys[id(callback)] = self._free_key(callback.key or type(callback).__name__)
         self._callbacks.append(callback)
         self._callbacks.sort(key=lambda one: one.order)
         self._arrange()
 
     def remove(self, callback: Callback | type[Callback]) -> None:
-        """Take out a callback, or all of a class."""
-        self._callbacks = [
-            one
-            for one in self._callbacks
-            if not (one is callback or (isinstance(callback, type) and isinstance(one, callback)))
-        ]
+        """Take out a callback, or all of a class; the keys of the others stay as they are."""
+        for one in list(self._callbacks):
+            if one is callback or (isinstance(callback, type) and isinstance(one, callback)):
+                self._callbacks = [other for other in self._callbacks if other is not one]
+                del self._keys[id(one)]
         self._arrange()
 
     def listens(self, event: str) -> bool:
@@ -63,12 +66,22 @@ class Dispatcher:
             except Exception as error:
                 if callback.may_change_training:
                     raise
-                self._switch_off(callback, event, run, error)
+                self._switch_off(callback, f"{event} at step {run.state.step}", error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of those that have one, by their keys."""
-        states = {key: callback.state_dict() for key, callback in self._by_key().items()}
-        return {key: state for key, state in states.items() if state}
+        states: dict[str, Any] = {}
+        for key, callback in self._by_key().items():
+            try:
+                state = callback.state_dict()
+            except Exception as error:
+                if callback.may_change_training:
+                    raise
+                self._switch_off(callback, "state_dict", error)
+            else:
+                if state:
+                    states[key] = state
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have callbacks take up their states.
@@ -85,37 +98,38 @@ class Dispatcher:
                 here[key].load_state_dict(own)
             except Exception as error:
                 raise StateError(f"The state of the callback {key} does not fit: {error!r}.") from error
+        for key in self.state_dict():
+            if key not in state:
+                _logger.warning("The checkpoint has no state of the callback %s, which begins anew.", key)
 
     def _arrange(self) -> None:
         # A list for each event that is listened to; made anew, since a callback may leave in the middle of one.
         self._handlers = {}
         for callback in self._callbacks:
             for event in EVENTS:
-                handler = getattr(callback, event)
-                if getattr(handler, "__func__", None) is not getattr(Callback, event):
-                    self._handlers.setdefault(event, []).append((callback, handler))
+                if overrides(callback, event):
+                    self._handlers.setdefault(event, []).append((callback, getattr(callback, event)))
 
-    def _switch_off(self, callback: Callback, event: str, run: Run, error: Exception) -> None:
+    def _switch_off(self, callback: Callback, where: str, error: Exception) -> None:
+        name = self._keys.get(id(callback), type(callback).__name__)  # it may have left in this very event
         self.remove(callback)
         _logger.warning(
-            "The callback %s raised in %s at step %d and is switched off; training goes on.",
-            type(callback).__name__,
-            event,
-            run.state.step,
+            "The callback %s raised in %s and is switched off; training goes on.",
+            name,
+            where,
             exc_info=error,
             main_process_only=False,
         )
 
+    def _free_key(self, name: str) -> str:
+        key, number = name, 1
+        while key in self._keys.values():
+            number += 1
+            key = f"{name}-{number}"
+        return key
+
     def _by_key(self) -> dict[str, Callback]:
-        keyed: dict[str, Callback] = {}
-        for callback in self._callbacks:
-            name = key = callback.key or type(callback).__name__
-            number = 1
-            while key in keyed:
-                number += 1
-                key = f"{name}-{number}"
-            keyed[key] = callback
-        return keyed
+        return {self._keys[id(callback)]: callback for callback in self._callbacks}
 
 
 def _check(callback: Any) -> None:
@@ -127,7 +141,8 @@ def _check(callback: Any) -> None:
         raise ConfigurationError(
             f"callbacks has a {type(callback).__name__}, which is no Callback. Derive it from trainer_lib.Callback."
         )
-    unknown = [name for name in dir(callback) if name.startswith("on_") and name not in EVENTS]
+    methods = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
+    unknown = [name for name in methods if name not in EVENTS]
     if unknown:
         raise ConfigurationError(
             f"{type(callback).__name__} listens to {unknown[0]}, and there is no such event."

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer_lib.events.control import Control
@@ -54,10 +55,12 @@ class Run:
 
     @property
     def loss(self) -> Tensor | None:
-        """The loss of the batch in hand: the mean over its items, detached."""
+        """The loss of the batch in hand: the mean over its items, detached; 0 where nothing of it counts."""
         if self.loss_sum is None:
             return None
-        return self.loss_sum / self.weight if not isinstance(self.weight, float) or self.weight else self.loss_sum
+        if isinstance(self.weight, Tensor):
+            return self.loss_sum / torch.where(self.weight == 0, 1, self.weight)
+        return self.loss_sum / (self.weight or 1)
 
     @property
     def optimizer(self) -> "AcceleratedOptimizer":

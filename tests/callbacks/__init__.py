@@ -1,0 +1,1 @@
+"""Tests of the callbacks that ship with the library."""

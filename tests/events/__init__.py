@@ -1,0 +1,1 @@
+"""Tests of events, and of those who listen to them."""

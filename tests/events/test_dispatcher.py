@@ -1,0 +1,235 @@
+"""This file is the tests of how events reach those who listen."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from trainer_lib.events import Callback, Dispatcher, Run, RunState, Transformer
+from trainer_lib.events.callback import EVENTS
+from trainer_lib.foundation.errors import ConfigurationError, StateError
+from trainer_lib.launchers import run_forked
+from trainer_lib.state import PartialState
+
+
+class Noting(Callback):
+    def __init__(self, name: str = "", order: int = 0, key: str | None = None) -> None:
+        self.name, self.order, self.key = name, order, key
+        self.heard: list[Any] = []
+
+    def on_step_end(self, run: Run) -> None:
+        self.heard.append(run.state.step)
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        self.heard.append((run.state.step, dict(values)))
+        values[self.name] = len(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"heard": len(self.heard)} if self.heard else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.heard = ["loaded"] * state["heard"]
+
+
+class Raising(Callback):
+    def on_step_end(self, run: Run) -> None:
+        raise RuntimeError("no more paper")
+
+
+class RaisingTransformer(Transformer):
+    def on_step_end(self, run: Run) -> None:
+        raise RuntimeError("no more paper")
+
+
+def run_at(step: int) -> Run:
+    return Run(state=RunState(step=step))
+
+
+def test_an_event_reaches_those_who_override_it_with_its_details() -> None:
+    noting = Noting("a")
+    events = Dispatcher([noting, Callback()])
+    events.fire("on_step_end", run_at(3))
+    events.fire("on_log", run_at(4), {"loss": 1.0})
+    events.fire("on_epoch_end", run_at(5))
+    assert noting.heard == [3, (4, {"loss": 1.0})]
+    assert [event for event in EVENTS if events.listens(event)] == ["on_step_end", "on_log"]
+
+
+def test_a_function_set_on_the_object_listens_too() -> None:
+    heard: list[int] = []
+    callback = Callback()
+    callback.on_step_end = lambda run: heard.append(run.state.step)
+    events = Dispatcher([callback])
+    events.fire("on_step_end", run_at(7))
+    assert heard == [7]
+    assert not events.listens("on_step_begin")
+
+
+def test_lower_orders_come_first_and_equal_ones_as_given() -> None:
+    given = [Noting("b", 1), Noting("c", 1), Noting("a", -1), Noting("d", 2)]
+    events = Dispatcher(given[:2])
+    events.add(given[3])
+    events.add(given[2])
+    values: dict[str, float] = {}
+    events.fire("on_log", run_at(1), values)
+    assert list(values) == ["a", "b", "c", "d"]
+    assert [callback.order for callback in events] == [-1, 1, 1, 2]
+
+
+def test_an_observer_that_raises_is_named_once_and_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    before, after = Noting("before", -1), Noting("after", 1)
+    events = Dispatcher([before, Raising(), after])
+    with caplog.at_level(logging.WARNING):
+        events.fire("on_step_end", run_at(12))
+        events.fire("on_step_end", run_at(13))
+    assert before.heard == after.heard == [12, 13]
+    [line] = caplog.records
+    assert line.getMessage() == (
+        "The callback Raising raised in on_step_end at step 12 and is switched off; training goes on."
+    )
+    assert line.exc_info is not None
+    assert "no more paper" in str(line.exc_info[1])
+    assert list(events) == [before, after]
+
+
+def test_each_process_names_its_own() -> None:
+    def body() -> tuple[list[int], list[str]]:
+        state, lines = PartialState(cpu=True), list[str]()
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("trainer_lib").addHandler(handler)
+        noting = Noting()
+        Dispatcher([Raising(), noting] if state.process_index else [noting]).fire("on_step_end", run_at(1))
+        return noting.heard, lines
+
+    first, second = run_forked(body, timeout=60)
+    assert first == ([1], [])
+    assert second[0] == [1]
+    assert [line.split(" and ")[0] for line in second[1]] == ["The callback Raising raised in on_step_end at step 1"]
+
+
+def test_an_error_of_a_transformer_ends_the_run() -> None:
+    events = Dispatcher([RaisingTransformer()])
+    with pytest.raises(RuntimeError, match="no more paper"):
+        events.fire("on_step_end", run_at(1))
+    assert events.listens("on_step_end")
+
+
+def test_a_wrong_set_up_and_an_interrupt_end_the_run() -> None:
+    def refuse(run: Run) -> None:
+        raise ConfigurationError("patience=-1")
+
+    def interrupt(run: Run) -> None:
+        raise KeyboardInterrupt
+
+    callback = Callback()
+    callback.on_step_end, callback.on_step_begin = refuse, interrupt
+    events = Dispatcher([callback])
+    with pytest.raises(ConfigurationError, match="patience=-1"):
+        events.fire("on_step_end", run_at(1))
+    with pytest.raises(KeyboardInterrupt):
+        events.fire("on_step_begin", run_at(1))
+    assert list(events) == [callback]
+
+
+def test_a_callback_may_leave_in_the_middle_of_an_event() -> None:
+    class Leaving(Callback):
+        def on_step_end(self, run: Run) -> None:
+            events.remove(self)
+
+    noting = Noting()
+    events = Dispatcher([Leaving(), noting])
+    for step in (1, 2):
+        events.fire("on_step_end", run_at(step))
+    assert noting.heard == [1, 2]
+    assert list(events) == [noting]
+
+
+def test_removing_a_class_takes_out_all_of_it() -> None:
+    raising = Raising()
+    events = Dispatcher([Noting(), raising, Noting()])
+    events.remove(Noting)
+    assert list(events) == [raising]
+    assert not events.listens("on_log")
+    events.remove(raising)
+    assert list(events) == []
+
+
+def test_states_are_kept_by_key_and_in_the_order_given() -> None:
+    first, second, own = Noting("first", order=5), Noting("second"), Noting("own", key="mine")
+    events = Dispatcher([first, Callback(), second, own])
+    for step in range(3):
+        events.fire("on_step_end", run_at(step))
+    first.heard.append("one more")
+    state = events.state_dict()
+    assert state == {"Noting": {"heard": 4}, "Noting-2": {"heard": 3}, "mine": {"heard": 3}}
+    again = [Noting("own", key="mine"), Noting("first"), Noting("second", order=-3)]
+    Dispatcher(again).load_state_dict(state)
+    assert [len(callback.heard) for callback in again] == [3, 4, 3]
+
+
+def test_keys_of_the_others_stay_when_one_leaves() -> None:
+    first, second = Noting("first"), Noting("second")
+    events = Dispatcher([first, second])
+    events.fire("on_step_end", run_at(1))
+    events.remove(first)
+    assert events.state_dict() == {"Noting-2": {"heard": 1}}
+    events.add(first)
+    assert events.state_dict() == {"Noting-2": {"heard": 1}, "Noting": {"heard": 1}}
+
+
+def test_states_that_are_missing_on_either_side_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    noting = Noting()
+    noting.heard.append(0)
+    with caplog.at_level(logging.WARNING):
+        Dispatcher([noting, Callback()]).load_state_dict({"Gone": {"a": 1}})
+    assert [line.getMessage() for line in caplog.records] == [
+        "The checkpoint has a state of the callback Gone, which is not here.",
+        "The checkpoint has no state of the callback Noting, which begins anew.",
+    ]
+    assert noting.heard == [0]
+
+
+def test_a_state_that_does_not_fit_is_an_error() -> None:
+    with pytest.raises(StateError, match=r"The state of the callback Noting does not fit: KeyError\('heard'\)"):
+        Dispatcher([Noting()]).load_state_dict({"Noting": {"seen": 3}})
+
+
+def test_an_observer_whose_state_cannot_be_had_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    class Stateless(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("lost")
+
+    class Essential(Stateless, Transformer):
+        pass
+
+    noting = Noting()
+    noting.heard.append(0)
+    events = Dispatcher([Stateless(), noting])
+    with caplog.at_level(logging.WARNING):
+        assert events.state_dict() == {"Noting": {"heard": 1}}
+    assert "The callback Stateless raised in state_dict and is switched off" in caplog.text
+    assert list(events) == [noting]
+    with pytest.raises(RuntimeError, match="lost"):
+        Dispatcher([Essential()]).state_dict()
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"callbacks has the class Noting\. Give an object: Noting\(…\)"):
+        Dispatcher([Noting])  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError, match="callbacks has a dict, which is no Callback"):
+        Dispatcher([{}])  # type: ignore[list-item]
+    noting = Noting()
+    with pytest.raises(ConfigurationError, match="callbacks has the same Noting twice"):
+        Dispatcher([noting, noting])
+
+
+def test_an_event_that_there_is_not_is_refused_with_the_nearest() -> None:
+    class Misspelt(Callback):
+        on_device = True  # no method, so no event
+
+        def on_step_ends(self, run: Run) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"Misspelt listens to on_step_ends.*Did you mean 'on_step_end'\?"):
+        Dispatcher([Misspelt()])

@@ -1,0 +1,88 @@
+"""This file is the tests of what a callback is handed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_lib import Accelerator
+from trainer_lib.events import Best, Run, RunState
+from trainer_lib.foundation.errors import ConfigurationError
+
+
+@pytest.mark.parametrize("weight", [4.0, 4, torch.tensor(4.0), torch.tensor(4)])
+def test_the_loss_is_the_mean_of_its_sum(weight: float | Tensor) -> None:
+    loss = Run(loss_sum=torch.tensor(6.0), weight=weight).loss
+    assert loss is not None
+    assert loss.item() == 1.5
+
+
+@pytest.mark.parametrize("weight", [0.0, 0, torch.tensor(0.0)])
+def test_the_loss_of_nothing_is_nothing(weight: float | Tensor) -> None:
+    loss = Run(loss_sum=torch.tensor(0.0), weight=weight).loss
+    assert loss is not None
+    assert loss.item() == 0.0
+    assert Run(weight=weight).loss is None
+
+
+def test_a_single_optimizer_needs_no_name() -> None:
+    one, other = object(), object()
+    run = Run(optimizers={"default": one}, schedulers={})  # type: ignore[dict-item]
+    assert run.optimizer is one
+    assert run.scheduler is None
+    run = Run(optimizers={"g": one, "d": other}, schedulers={"g": one, "d": other})  # type: ignore[dict-item]
+    with pytest.raises(ConfigurationError, match=r"2 optimizers \(g, d\): name one, as run.optimizers\[name\]"):
+        _ = run.optimizer
+    with pytest.raises(ConfigurationError, match=r"2 schedulers \(g, d\)"):
+        _ = run.scheduler
+    with pytest.raises(ConfigurationError, match=r"0 optimizers \(none\)"):
+        _ = Run().optimizer
+
+
+def test_the_process_that_prints_is_the_main_one() -> None:
+    assert Run().is_main_process
+    assert Run(accelerator=Accelerator(cpu=True)).is_main_process
+
+
+def test_log_is_that_of_the_trainer() -> None:
+    @dataclass
+    class Trainer:
+        logged: tuple[Any, ...] = ()
+
+        def log(self, *logged: Any) -> None:
+            self.logged = logged
+
+    trainer = Trainer()
+    Run(trainer=trainer).log("entropy", 0.5, weight=3)
+    assert trainer.logged == ("entropy", 0.5, 3)
+
+
+def test_the_state_survives_a_restart_and_limits_are_those_of_now() -> None:
+    before = RunState(run_id="a", step=7, micro_batches=14, samples=56, epoch=1, steps_in_epoch=2, steps_per_epoch=5)
+    before.max_steps, before.seconds, before.status, before.reason = 10, 2.5, "interrupted", "Ctrl-C"
+    before.best = Best("eval_loss", 0.5, 5)
+    before.history.append({"step": 5, "epoch": 1.0, "loss": 1.0})
+    before.checkpoints.append({"path": "somewhere", "step": 5, "metrics": {}})
+    state = before.state_dict()
+    after = RunState(max_steps=20, steps_per_epoch=4)
+    after.load_state_dict(state)
+    assert (after.max_steps, after.steps_per_epoch) == (20, 4)
+    after.max_steps, after.steps_per_epoch = 10, 5
+    assert after == before
+    after.history[0]["loss"] = 2.0
+    after.checkpoints[0]["step"] = 6
+    assert state == before.state_dict()
+
+
+def test_no_best_so_far_stays_none() -> None:
+    after = RunState(best=Best("eval_loss", 0.5, 5))
+    after.load_state_dict(RunState().state_dict())
+    assert after.best is None
+
+
+def test_epochs_count_the_part_of_the_pass_under_way() -> None:
+    assert RunState(epoch=2, steps_in_epoch=3, steps_per_epoch=4).epochs == 2.75
+    assert RunState(epoch=2, steps_in_epoch=3).epochs == 2.0
+    assert RunState(epoch=2, steps_per_epoch=4).epochs == 2.0
