@@ -160,3 +160,41 @@ def test_an_overflow_of_one_process_skips_the_update_of_all(spikes: bool) -> Non
         assert steps[2][2] == pytest.approx(first[0][2][2], rel=1e-3)
         toy.assert_same(list(weights.values()), list(first[0][-1].values()), rtol=1e-3)
         assert all(bool(value.isfinite().all()) for value in weights.values())
+
+
+def _with_statistics(precision: str, policy: Any, shards: bool) -> tuple[list[float], list[Any]]:
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy) if shards else None
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 3))
+    network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=1e-2))
+    losses: list[float] = []
+    for _ in range(4):
+        # The same batch on all processes: its statistics are then those of one process too.
+        loss = network(toy.data()[0][:8]).float().square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(network.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    network.eval()
+    losses.append(network(toy.data()[0][8:16]).float().square().mean().item())
+    norm: Any = accelerator.unwrap_model(network).get_submodule("1")
+    told = [hasattr(norm.weight, "_local_tensor"), norm.weight.dtype, norm.weight.sum().item(), norm.running_var.dtype]
+    accelerator.free_memory()
+    return losses, told
+
+
+def test_layers_with_running_statistics_stay_in_32_bits() -> None:
+    settings = [("bf16", None), ("fp16", None), ("no", "bf16"), ("no", None)]
+
+    def all_settings(shards: bool) -> list[Any]:
+        return [_with_statistics(precision, policy, shards) for precision, policy in settings]
+
+    (alone,) = run_forked(all_settings, (False,), 1, timeout=60)
+    first, second = run_forked(all_settings, (True,), 2, timeout=60)
+    assert first == second
+    for (losses, _), (own, told), (precision, policy) in zip(alone, first, settings, strict=True):
+        is_full = (precision, policy) == ("no", None)
+        assert own == pytest.approx(losses, rel=1e-5 if is_full else 5e-2), (precision, policy)
+        assert told[:2] + told[3:] == [is_full, torch.float32, torch.float32]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from trainer_lib.foundation.errors import PreparationError
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations
@@ -49,6 +50,7 @@ class ShardedModel:
         self._agree()
         kept = {p for module in ignored for p in module.parameters(recurse=False)}
         kept |= {p for p in model.parameters() if p.dim() == 0}  # nothing to share
+        kept |= _beside_statistics(model, arguments.get("mp_policy"))
         _check_types(model, list(wrapped.values()), kept)
         values = filling.empty(model, kept)
         self._blocks = _sharded(model, list(wrapped.values()), plugin, {**arguments, "ignored_params": kept})
@@ -141,6 +143,17 @@ def _sharded(
         for block, following in zip([root, *blocks], blocks, strict=False):
             block.set_modules_to_forward_prefetch([following])
     return [root, *blocks]
+
+
+def _beside_statistics(model: nn.Module, policy: Any) -> set[nn.Parameter]:
+    """Return the weights of layers with running statistics, which compute with both, if gathering changed their type.
+
+    torch knows no BatchNorm of 16-bit weights and statistics in 32 bits; with both in 32 it takes 16-bit inputs.
+    """
+    layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+    weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}
+    gathered_as = getattr(policy, "param_dtype", None)
+    return {weight for weight in weights if gathered_as not in (None, weight.dtype)}
 
 
 def _check_types(model: nn.Module, inner: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
