@@ -494,6 +494,34 @@ def test_a_state_of_another_optimizer_is_told(saved: Path) -> None:
         accelerator.load_state(saved)
 
 
+def test_a_state_of_another_class_is_told_before_anything_is_loaded(saved: Path) -> None:
+    accelerator = engine()
+    model = accelerator.prepare(toy.model())
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    before = toy_state(model)
+    with pytest.raises(CheckpointError, match=r"has as optimizer the state of AdamW, and here it is SGD.* Prepare Ad"):
+        accelerator.load_state(saved)
+    assert all(torch.equal(value, before[name]) for name, value in toy_state(model).items())
+
+
+def test_a_state_of_another_schedule_is_told(tmp_path: Path) -> None:
+    def with_schedule(kind: Any) -> Accelerator:
+        accelerator = engine()
+        model = toy.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator.prepare(model, optimizer, kind(optimizer, 3))
+        return accelerator
+
+    accelerator = with_schedule(torch.optim.lr_scheduler.StepLR)
+    folder = accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+    with_schedule(torch.optim.lr_scheduler.StepLR).load_state(folder)
+    accelerator.free_memory()
+    other = with_schedule(torch.optim.lr_scheduler.CosineAnnealingLR)
+    with pytest.raises(CheckpointError, match="as scheduler the state of StepLR, and here it is CosineAnnealingLR"):
+        other.load_state(folder)
+
+
 def test_another_precision_is_told(saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = engine(mixed_precision="fp16")
     trained(accelerator)
@@ -524,6 +552,7 @@ def test_another_precision_is_told(saved: Path, tmp_path: Path, caplog: pytest.L
         (lambda folder: edit(folder, files={"model.safetensors": {}}), "manifest.json is damaged"),
         (lambda folder: edit(folder, files={"model.safetensors": {"size": "1"}}), "sizes have to be numbers"),
         (lambda folder: edit(folder, more=1), "manifest.json is damaged"),
+        (lambda folder: edit(folder, kinds=["AdamW"]), "manifest.json is damaged"),
         (lambda folder: edit(folder, world_size=2), "was saved by 2 processes, and this is a world of 1. Start 2"),
         (lambda folder: flip_header(folder / "optimizer.safetensors"), "cannot be read as safetensors"),
     ],

@@ -49,10 +49,23 @@ def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
         state = _Optimizer(engine, optimizer)
         kind = partial(ShardedOptimizer, rank=rank, targets=state.parameters) if shards else State
         parts.append(
-            kind(kind=OPTIMIZER_NAME, index=index, stateful=state, writes=leads and has_whole, reads=has_whole)
+            kind(
+                kind=OPTIMIZER_NAME,
+                index=index,
+                stateful=state,
+                writes=leads and has_whole,
+                reads=has_whole,
+                class_name=type(optimizer.optimizer).__name__,
+            )
         )
     parts += [
-        State(kind=SCHEDULER_NAME, index=index, stateful=one, writes=leads)
+        State(
+            kind=SCHEDULER_NAME,
+            index=index,
+            stateful=one,
+            writes=leads,
+            class_name=type(one.scheduler).__name__,
+        )
         for index, one in enumerate(engine._schedulers)
     ]
     if engine.precision.scaler is not None:

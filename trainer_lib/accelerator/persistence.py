@@ -14,7 +14,7 @@ from trainer_lib.checkpointing.agreement import exchange, together
 from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, automatic_name, state_folder
 from trainer_lib.checkpointing.manifest import Manifest
 from trainer_lib.checkpointing.objects import save_object
-from trainer_lib.checkpointing.parts import Part, Weights, Words, check_counts
+from trainer_lib.checkpointing.parts import Part, Weights, Words, check_counts, check_kinds, kinds_of
 from trainer_lib.checkpointing.reader import find_state, newest_state, open_state
 from trainer_lib.checkpointing.weights import save_weights
 from trainer_lib.checkpointing.writer import Saving
@@ -158,6 +158,7 @@ class Persistence(Processes):
                     iteration=self.save_iteration if automatic else None,
                     precision=self.precision.name,
                     parts=[part.name for part in parts],
+                    kinds=kinds_of(parts),
                 )
             )
         if automatic:
@@ -193,6 +194,7 @@ class Persistence(Processes):
         with together(self.group, "load_state"):
             manifest = open_state(folder, self.num_processes)
             check_counts(manifest.parts, [part.name for part in parts], str(folder))
+            check_kinds(manifest.kinds, kinds_of(parts), str(folder))
         with together(self.group, "load_state"):
             self._restore(parts, manifest, folder, words)
         self._find_number(manifest)

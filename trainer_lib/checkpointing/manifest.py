@@ -28,6 +28,7 @@ class Manifest:
         iteration: Its number under automatic naming, if it has one.
         precision: The precision of the training.
         parts: The names of what was saved.
+        kinds: For the parts of which that matters, the name of their class.
         files: For each file what is known of it: its size.
         versions: Of the libraries that wrote it.
         schema: The version of this format.
@@ -38,6 +39,7 @@ class Manifest:
     iteration: int | None = None
     precision: str = "no"
     parts: Sequence[str] = ()
+    kinds: Mapping[str, str] = field(default_factory=dict[str, str])
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     schema: int = SCHEMA
@@ -93,6 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest(**content)
         sizes_are_numbers = all(isinstance(facts["size"], int) for facts in manifest.files.values())
+        manifest.kinds.items()
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not sizes_are_numbers:

@@ -73,12 +73,14 @@ class Part(ABC):
         stateful: Its state.
         index: Which of its kind.
         writes: Whether this process writes it down.
+        class_name: Of what the state is, if no other class can take it up.
     """
 
     kind: str
     stateful: Stateful
     index: int = 0
     writes: bool = True
+    class_name: str | None = None
 
     @property
     def name(self) -> str:
@@ -221,6 +223,27 @@ def check_counts(saved: Sequence[str], present: Sequence[str], where: str) -> No
             raise CheckpointError(
                 f"The state in {where} has {then[kind]} {text}, and this Accelerator has {now[kind]}. Make and "
                 f"{verb} the same ones before load_state; for a model's weights alone, use "
+                "load_checkpoint_in_model(model, folder)."
+            )
+
+
+def kinds_of(parts: Sequence[Part]) -> dict[str, str]:
+    """Return the classes of parts by name, where they matter."""
+    return {part.name: part.class_name for part in parts if part.class_name is not None}
+
+
+def check_kinds(saved: Mapping[str, str], present: Mapping[str, str], where: str) -> None:
+    """Raise if what was saved is of another class than what is there now.
+
+    Raises:
+        CheckpointError: With both classes.
+    """
+    for name, then in saved.items():
+        now = present.get(name, then)
+        if now != then:
+            raise CheckpointError(
+                f"The state in {where} has as {name} the state of {then}, and here it is {now}, to which that means "
+                f"nothing. Prepare {then} as before; for a model's weights alone, use "
                 "load_checkpoint_in_model(model, folder)."
             )
 
