@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.profiling import ProfileKwargs
 from trainer_lib.process_group import ProcessGroup
 
@@ -25,6 +26,8 @@ class Profiling:
     @contextmanager
     def block(self, options: ProfileKwargs) -> "Generator[profile]":
         """Profile a block, write its traces, and wait until those of all processes are there."""
+        if not isinstance(options, ProfileKwargs):
+            raise ConfigurationError(f"profile takes a ProfileKwargs, got {options!r}.")
         if options.output_trace_dir is not None:
             Path(options.output_trace_dir).mkdir(parents=True, exist_ok=True)
         failures: list[Exception] = []

@@ -354,8 +354,8 @@ def _messages(act: str) -> str:
     ("act", "words"),
     [
         ("not prepared", "PreparationError: join_uneven_inputs got a Sequential that is not prepared"),
-        ("no list", "ConfigurationError: joinables must be a list of the prepared models that are trained"),
-        ("empty", "ConfigurationError: joinables must be a list of the prepared models that are trained"),
+        ("no list", "ConfigurationError: joinables must be a list of the prepared models that are trained, got a "),
+        ("empty", "ConfigurationError: joinables must be a list of the prepared models that are trained, got an empty"),
         (
             "optimizer",
             "ConfigurationError: join_uneven_inputs got a AcceleratedOptimizer. Name the prepared models only.",

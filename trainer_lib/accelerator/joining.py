@@ -42,8 +42,9 @@ def joined(accelerator: "Accelerator", joinables: Sequence[Any], even_batches: b
 def _chosen(accelerator: "Accelerator", joinables: Any) -> list[Any]:
     if not isinstance(joinables, (list, tuple)) or not joinables:
         raise ConfigurationError(
-            f"joinables must be a list of the prepared models that are trained, got {type(joinables).__name__} "
-            f"{'without any' if joinables in ([], ()) else ''}. For one model: join_uneven_inputs([model])."
+            "joinables must be a list of the prepared models that are trained, got "
+            f"{'an empty one' if joinables in ([], ()) else f'a {type(joinables).__name__}'}. For one model: "
+            "join_uneven_inputs([model])."
         )
     for one in joinables:
         is_prepared = any(one is model for model in accelerator._models)
