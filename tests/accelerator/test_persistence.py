@@ -576,6 +576,16 @@ def flip_header(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_a_damaged_state_is_not_replaced_blindly(saved: Path) -> None:
+    (saved / "manifest.json").write_text("{")
+    accelerator = engine()
+    trained(accelerator)
+    with pytest.raises(
+        CheckpointError, match=r"is no manifest of a state.* Move the folder away, or save under another"
+    ):
+        accelerator.save_state(saved)
+
+
 def test_a_path_that_is_not_there_is_answered_with_what_is(saved: Path) -> None:
     accelerator = engine()
     shutil.copytree(saved, saved.with_name("best"))
@@ -661,6 +671,10 @@ def test_what_cannot_be_registered() -> None:
     with pytest.raises(ConfigurationError, match=r"has: int \(argument 1\), list \(argument 2\)"):
         accelerator.register_for_checkpointing(Counting(), 3, [])
     assert accelerator._custom_objects == []
+    with pytest.raises(ConfigurationError, match=r"hook takes a function of \(models, weights, output_dir\), got 3"):
+        accelerator.register_save_state_pre_hook(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"hook takes a function of \(models, input_dir\), got 'hook'"):
+        accelerator.register_load_state_pre_hook("hook")  # type: ignore[arg-type]
 
 
 def test_arguments_that_nobody_knows(tmp_path: Path) -> None:
@@ -669,6 +683,10 @@ def test_arguments_that_nobody_knows(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path / "state", max_shard_sise=3)
     with pytest.raises(ConfigurationError, match="'much' is no size"):
         accelerator.save_state(tmp_path / "state", max_shard_size="much")
+    with pytest.raises(ConfigurationError, match="A state is in a folder, given by its path; got 3"):
+        accelerator.save_state(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="A state is in a folder, given by its path; got 3"):
+        accelerator.load_state(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="Unknown argument of load_state 'assign'"):
         accelerator.load_state(tmp_path, assign=True)
     with pytest.raises(ConfigurationError, match=r"Unknown map_location 'gpu'"):

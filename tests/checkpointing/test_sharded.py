@@ -18,6 +18,7 @@ from trainer_lib import (
     Accelerator,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
+    PreparationError,
     StateError,
     UnsupportedError,
     load_checkpoint_in_model,
@@ -273,3 +274,26 @@ def test_an_unfinished_window_begins_anew_and_says_so(tmp_path: Path, caplog: py
     first, second = run_forked(body, timeout=60)
     assert first[0] == second[0] == [False, False, True]
     assert "Gradients of an unfinished window" in first[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ({"safe_serialization": False}, "shards are safetensors"),
+        ({"max_shard_size": "1MB"}, "each process writes its shards into one file"),
+    ],
+)
+def test_words_that_mean_nothing_for_shards_are_refused(tmp_path: Path, words: Any, complaint: str) -> None:
+    accelerator = engine(SHARDED)
+    accelerator.prepare(stack(Stack))
+    with pytest.raises(UnsupportedError, match=complaint):
+        accelerator.save_state(tmp_path / "state", **words)
+    assert not (tmp_path / "state").exists()
+
+
+def test_weights_are_not_loaded_into_shards_from_behind(tmp_path: Path) -> None:
+    accelerator = engine(SHARDED)
+    model = accelerator.prepare(stack(Stack))
+    accelerator.save_model(model, tmp_path / "model")
+    with pytest.raises(PreparationError, match=r"first.weight is sharded. Load weights before prepare"):
+        load_checkpoint_in_model(model, tmp_path / "model")

@@ -96,6 +96,7 @@ class Persistence(Processes):
         It may change or take out weights, which are then not written, and write files to the folder it is given. Its
         handle has `remove()`.
         """
+        _check_hook(hook, "register_save_state_pre_hook", "models, weights, output_dir")
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
@@ -105,6 +106,7 @@ class Persistence(Processes):
 
         The models that it takes out of the list are not loaded. Its handle has `remove()`.
         """
+        _check_hook(hook, "register_load_state_pre_hook", "models, input_dir")
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
         return handle
@@ -140,11 +142,8 @@ class Persistence(Processes):
         known = ("max_shard_size",)
         _check_names(save_model_func_kwargs, known, "save_state")
         words = Words(allow_pickle=allow_pickle, safe_serialization=safe_serialization, **save_model_func_kwargs)
-        if self.project_configuration.save_on_each_node and self.strategy.writes_shards:
-            raise UnsupportedError(
-                "save_on_each_node=True with SHARDED_STATE_DICT: each machine has a part of the shards only. Use a "
-                "common file system, or FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
-            )
+        if self.strategy.writes_shards:
+            self._check_words_of_shards(safe_serialization, save_model_func_kwargs)
         automatic = output_dir is None
         target = self._agreed(lambda: self._target(output_dir), "save_state")
         parts = engine_parts.collect(self)
@@ -257,6 +256,24 @@ class Persistence(Processes):
     def _has_whole_tensors(self) -> bool:
         return self.process_index == 0 or not self.strategy.hands_out
 
+    def _check_words_of_shards(self, safe_serialization: bool, others: Mapping[str, Any]) -> None:
+        whole = "or FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
+        if self.project_configuration.save_on_each_node:
+            raise UnsupportedError(
+                "save_on_each_node=True with SHARDED_STATE_DICT: each machine has a part of the shards only. Use a "
+                f"common file system, {whole}"
+            )
+        if not safe_serialization:
+            raise UnsupportedError(
+                "safe_serialization=False with SHARDED_STATE_DICT: shards are safetensors, of which each process reads "
+                f"what it needs. Leave it out, {whole}"
+            )
+        if others:
+            raise UnsupportedError(
+                f"max_shard_size={others['max_shard_size']!r} with SHARDED_STATE_DICT: each process writes its shards "
+                f"into one file. Leave it out, {whole}"
+            )
+
     def _agreed(self, choose: Callable[[], Path], doing: str) -> Path:
         """Return the path that the leader chooses; all have to be able to choose one."""
         with together(self.group, doing):
@@ -367,6 +384,11 @@ class Persistence(Processes):
             strict=others.get("strict", True),
             device="cpu" if where == "cpu" else str(self.device),
         )
+
+
+def _check_hook(hook: Any, verb: str, takes: str) -> None:
+    if not callable(hook):
+        raise ConfigurationError(f"{verb} takes a function of ({takes}), got {hook!r}.")
 
 
 def _check_names(given: Mapping[str, Any], known: tuple[str, ...], verb: str) -> None:

@@ -59,13 +59,25 @@ def committed(folder: Path) -> Path | None:
     return next((path for path in (folder, replaced_beside(folder)) if is_committed(path)), None)
 
 
+def path_of(given: str | Path) -> Path:
+    """Return what was given as a path.
+
+    Raises:
+        ConfigurationError: If it is none.
+    """
+    try:
+        return Path(given).expanduser()
+    except TypeError as error:
+        raise ConfigurationError(f"A state is in a folder, given by its path; got {given!r}.") from error
+
+
 def state_folder(given: str | Path) -> Path:
     """Return the folder to save to.
 
     Raises:
         ConfigurationError: If it cannot be a folder of its own.
     """
-    folder = Path(given).expanduser().resolve()
+    folder = path_of(given).resolve()
     if folder.is_file():
         raise ConfigurationError(f"{folder} is a file, and a state is a folder. Give another name.")
     if Path.cwd().is_relative_to(folder):

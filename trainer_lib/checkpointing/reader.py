@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, MANIFEST_NAME, committed, is_committed
+from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, MANIFEST_NAME, committed, is_committed, path_of
 from trainer_lib.checkpointing.manifest import Manifest, read_manifest
 from trainer_lib.checkpointing.retention import automatic_states
 from trainer_lib.foundation.errors import CheckpointError, did_you_mean
@@ -17,7 +17,7 @@ def find_state(given: str | Path) -> Path:
     Raises:
         CheckpointError: If there is none, with what is there instead.
     """
-    folder = Path(given).expanduser().absolute()
+    folder = path_of(given).absolute()
     found = committed(folder)
     if found is not None:
         return found

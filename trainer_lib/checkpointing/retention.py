@@ -7,6 +7,7 @@ from trainer_lib.checkpointing.layout import (
     automatic_number,
     committed,
     deleted_beside,
+    replaced_beside,
 )
 from trainer_lib.checkpointing.writer import remove
 
@@ -23,12 +24,17 @@ def automatic_states(folder: Path) -> dict[int, Path]:
 def delete_oldest(folder: Path, keep: int) -> None:
     """Delete all but the `keep` newest states, by number."""
     for path in list(automatic_states(folder).values())[:-keep]:
-        for state in (path, path.with_name(f"{path.name}.replaced")):
-            if state.is_dir():
-                # First out of the way, so that a half-deleted state is never taken for a whole one.
-                remove(deleted_beside(path))
-                state.rename(deleted_beside(path))
-                remove(deleted_beside(path))
+        delete_state(path)
+
+
+def delete_state(path: Path) -> None:
+    """Delete a state, where it is there, and what a deletion of it that was cut short left."""
+    for state in (path, replaced_beside(path)):
+        remove(deleted_beside(path))
+        if state.is_dir():
+            # First out of the way, so that a half-deleted state is never taken for a whole one.
+            state.rename(deleted_beside(path))
+            remove(deleted_beside(path))
 
 
 def delete_debris(folder: Path) -> None:

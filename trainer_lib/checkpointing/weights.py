@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnsupportedError
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.foundation.files import replace_file, sync
 from trainer_lib.foundation.sizes import convert_bytes, convert_file_size_to_int
 from trainer_lib.logging import get_logger
@@ -86,6 +86,7 @@ def load_checkpoint_in_model(
     Raises:
         CheckpointError: If the weights are not there or damaged.
         StateError: If they do not fit.
+        PreparationError: If the model is sharded.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -105,6 +106,7 @@ def load_checkpoint_in_model(
     )
     chosen = _dtype(dtype)
     model = inner_module(model)
+    _refuse_sharded(model)
     weights = read_weights(Path(checkpoint).expanduser())
     check_fits(model, {name: tensor.shape for name, tensor in weights.items()}, strict)
     ties = find_tied_parameters(model)
@@ -114,6 +116,15 @@ def load_checkpoint_in_model(
         model.to(device)
     if not strict:
         _tell_differences(model, loaded, weights, checkpoint)
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "_local_tensor"):
+            raise PreparationError(
+                f"{name} is sharded. Load weights before prepare(model) shards it: all processes then start from the "
+                "main process's. A whole training goes on with load_state."
+            )
 
 
 def _put_in(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> set[int]:

@@ -104,12 +104,21 @@ class Saving:
         """Link what others put into the older folder of this name, such as a tokenizer: it is not ours to delete."""
         if not self.target.is_dir():
             return
-        ours = set(read_manifest(self.target).files) | {MANIFEST_NAME} if is_committed(self.target) else set[str]()
+        ours = {*self._older_manifest().files, MANIFEST_NAME} if is_committed(self.target) else set[str]()
 
         def known(folder: str, names: list[str]) -> set[str]:
             return {name for name in names if Path(folder, name).relative_to(self.target).as_posix() in ours}
 
         shutil.copytree(self.target, self.folder, ignore=known, copy_function=_link, symlinks=True, dirs_exist_ok=True)
+
+    def _older_manifest(self) -> Manifest:
+        try:
+            return read_manifest(self.target)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} So it is not known which files there a new state of the same name would replace. Move the "
+                "folder away, or save under another name."
+            ) from error
 
     def _swap(self) -> None:
         replaced, deleted = replaced_beside(self.target), deleted_beside(self.target)
