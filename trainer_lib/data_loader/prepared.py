@@ -138,6 +138,11 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.set_epoch(epoch)
         self._reader.set_epoch(epoch)
 
+    def rewind(self) -> None:
+        """Have the next pass be the first one, from its beginning."""
+        self._progress.go_to(Place())
+        self._reader.set_epoch(0)
+
     def state_dict(self) -> dict[str, Any]:
         """Return where reading is: the pass, and the samples that all processes have been handed of it.
 

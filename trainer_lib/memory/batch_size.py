@@ -111,7 +111,7 @@ class _Attempts:
                 if not is_out_of_memory(error):
                     raise
                 failure = error
-            _let_go(failure)
+            let_go(failure)
             failed, self.size = self.size, self.next_size()
             _logger.warning("`%s` ran out of memory at batch size %d. Next: %d.", self.name, failed, self.size)
         raise NoExecutableBatchSizeError(
@@ -136,7 +136,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
 
 
-def _let_go(error: BaseException | None) -> None:
+def let_go(error: BaseException | None) -> None:
     """Free what a failed attempt held: its frames still know their variables, through the traceback."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

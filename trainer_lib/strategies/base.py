@@ -37,6 +37,8 @@ class SingleProcess:
     writes_shards: bool = False
     # Whether the main process alone has whole tensors, and hands the others what they need of them.
     hands_out: bool = False
+    # Whether a forward on one process waits for one on the others.
+    needs_lockstep: bool = False
 
     def __init__(self, group: ProcessGroup, device: torch.device, options: KwargsHandler | None = None) -> None:
         self.group = group
@@ -68,6 +70,13 @@ class SingleProcess:
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's model inside what `distribute` made."""
         return model
+
+    def evaluated(self, model: nn.Module) -> nn.Module:
+        """Return what to call for a forward without gradients. Every process has to ask.
+
+        Unless the strategy `needs_lockstep`, its forward sends nothing: the processes may make as many as they like.
+        """
+        return self.unwrap(model)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which `backward` keeps gradients to this process."""

@@ -59,6 +59,12 @@ class Replicate(SingleProcess):
         """Return the model inside DDP."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    def evaluated(self, model: nn.Module) -> nn.Module:
+        """Return the model inside DDP, with the buffers (running statistics) that DDP's next forward would share."""
+        if isinstance(model, DistributedDataParallel) and model._check_sync_bufs_pre_fwd():
+            model._sync_buffers()
+        return self.unwrap(model)
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return DDP's `no_sync`; a static graph is learnt from a first backward that is shared."""
         if not isinstance(model, DistributedDataParallel) or _learns_its_graph(model):

@@ -28,6 +28,7 @@ class Shard(SingleProcess):
     """`torch.distributed.fsdp.fully_shard`, from the weights of the main process."""
 
     hands_out = True
+    needs_lockstep = True
 
     def __init__(
         self,

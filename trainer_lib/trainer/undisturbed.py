@@ -1,0 +1,62 @@
+"""This file is what an evaluation leaves as it was: modes, generators, and what the run tells of its last batch."""
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib.checkpointing.generators import Generators
+from trainer_lib.events import Run
+
+_OF_A_BATCH = ("batch", "outputs", "loss_sum", "weight")
+
+
+@contextmanager
+def undisturbed(run: Run, models: Sequence[nn.Module], device: torch.device) -> Generator[None]:
+    """Return the context in which models evaluate, without gradients, and after which training goes on as before.
+
+    Args:
+        run: The run, whose optimizers may have modes too (schedule-free ones).
+        models: The models.
+        device: The device whose generator is kept.
+    """
+    generators = Generators(device)
+    drawn = generators.state_dict()
+    of_batch = {name: getattr(run, name) for name in _OF_A_BATCH}
+    try:
+        with _optimizers_evaluating(run.optimizers.values()), _evaluating(models), torch.no_grad():
+            yield
+    finally:
+        generators.load_state_dict(drawn)
+        for name, value in of_batch.items():
+            setattr(run, name, value)
+
+
+@contextmanager
+def _evaluating(models: Sequence[nn.Module]) -> Generator[None]:
+    before = [(model, model.training, [(m, m.training) for m in model.modules()]) for model in models]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model, was_training, modules in before:
+            model.train(was_training)  # a model may do more in it than set a flag
+            for module, was in modules:
+                if module.training != was:  # one that was frozen, such as a BatchNorm
+                    module.training = was
+
+
+@contextmanager
+def _optimizers_evaluating(optimizers: Iterable[Any]) -> Generator[None]:
+    # Schedule-free optimizers keep their mode in their groups; others have none, and nothing happens.
+    training = [one for one in optimizers if any(group.get("train_mode", True) for group in one.param_groups)]
+    try:
+        for optimizer in training:
+            optimizer.eval()
+        yield
+    finally:
+        for optimizer in training:
+            optimizer.train()
