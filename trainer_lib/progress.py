@@ -1,6 +1,15 @@
-"""This file is the progress bar of one process, where many would print over one another."""
+"""This file is progress as one sees it: a bar in a terminal or a notebook, and now and then a line elsewhere.
 
-from typing import TYPE_CHECKING, Any
+Of many processes one shows it, where many would print over one another.
+"""
+
+import contextlib
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.state.process import PartialState
@@ -31,3 +40,202 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> "Bar[Any]
     if main_process_only and not PartialState().is_local_main_process:
         kwargs["disable"] = True
     return make_bar(*args, **kwargs)
+
+
+class Progress(Protocol):
+    """Progress that is shown.
+
+    Attributes:
+        interval: How many seconds there should be between two calls of `show`.
+    """
+
+    interval: float
+
+    def show(self, done: float) -> None:
+        """Show how much is done."""
+        ...
+
+    def tell(self, text: str) -> None:
+        """Show a text beside it, from the next time on."""
+        ...
+
+    def write(self, line: str) -> None:
+        """Write a line above it."""
+        ...
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave a pause out of the speed."""
+        ...
+
+    def close(self, done: float) -> None:
+        """Show it a last time, or take it away."""
+        ...
+
+
+def is_live(file: TextIO) -> bool:
+    """Whether a bar can move there: in a terminal, or a notebook."""
+    return file.isatty() or any(base.__module__ == "tqdm.notebook" for base in _bar_class().__mro__)
+
+
+def show_progress(
+    title: str,
+    file: TextIO,
+    *,
+    total: float | None = None,
+    done: float = 0,
+    in_seconds: bool = False,
+    stays: bool = True,
+    seconds_per_line: float = 30.0,
+) -> Progress:
+    """Begin to show progress: a bar where it can move, else lines.
+
+    Args:
+        title: What it is of.
+        file: Where it is shown.
+        total: What it is out of, if that is known.
+        done: How much was done before.
+        in_seconds: Whether it is time that passes, and not iterations.
+        stays: Whether it is left there at the end.
+        seconds_per_line: How far apart lines are.
+    """
+    if is_live(file):
+        return _Bar(title, file, total, done, in_seconds, stays)
+    return _Lines(title, file, total, done, in_seconds, stays, seconds_per_line)
+
+
+@contextlib.contextmanager
+def lines_above_bars() -> Generator[None]:
+    """Have log lines and warnings come above the bars that are shown, not in the middle of them."""
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    show_warning_before = warnings.showwarning
+
+    def show_warning(*args: Any, **kwargs: Any) -> None:
+        with _bar_class().external_write_mode(file=sys.stderr):
+            show_warning_before(*args, **kwargs)
+
+    with logging_redirect_tqdm(tqdm_class=_bar_class()) if _logs_to_console() else contextlib.nullcontext():
+        warnings.showwarning = show_warning
+        try:
+            yield
+        finally:
+            warnings.showwarning = show_warning_before
+
+
+class _Bar:
+    """A bar of tqdm, which moves when it is told to."""
+
+    interval = 0.1
+
+    def __init__(
+        self, title: str, file: TextIO, total: float | None, done: float, in_seconds: bool, stays: bool
+    ) -> None:
+        self._bar = _bar_class()(
+            desc=title,
+            total=total,
+            initial=done,
+            file=file,
+            leave=stays,
+            dynamic_ncols=True,
+            # Who calls `show` looks at the clock.
+            mininterval=0,
+            miniters=0,
+            smoothing=0.1,
+        )
+        self._in_seconds = in_seconds
+
+    def show(self, done: float) -> None:
+        self._set_clock(done)
+        self._bar.update(done - self._bar.n)
+
+    def tell(self, text: str) -> None:
+        self._bar.set_postfix_str(text, refresh=False)
+
+    def write(self, line: str) -> None:
+        self._bar.write(line, file=self._bar.fp)
+
+    def leave_out(self, seconds: float) -> None:
+        self._bar.start_t += seconds
+        self._bar.last_print_t += seconds
+
+    def close(self, done: float) -> None:
+        self._set_clock(done)
+        self._bar.n = done
+        self._bar.close()
+
+    def _set_clock(self, done: float) -> None:
+        # Time goes by at a speed that is known, which tqdm would measure.
+        if self._in_seconds:
+            of = "" if self._bar.total is None else f"/{_clock(self._bar.total)}"
+            self._bar.bar_format = f"{{l_bar}}{{bar}}| {_clock(done)}{of}{{postfix}}"
+
+
+class _Lines:
+    """A line now and then, for a file."""
+
+    def __init__(
+        self,
+        title: str,
+        file: TextIO,
+        total: float | None,
+        done: float,
+        in_seconds: bool,
+        stays: bool,
+        interval: float,
+    ) -> None:
+        self.interval = interval
+        self._title, self._file, self._total, self._in_seconds = title, file, total, in_seconds
+        self._first, self._text = done, ""
+        self._ends_with_line = stays  # else only after another one: short work is not worth a line
+        self._began = time.monotonic()
+
+    def show(self, done: float) -> None:
+        self._ends_with_line = True
+        self.write(self._line(done, time.monotonic() - self._began))
+
+    def tell(self, text: str) -> None:
+        self._text = text
+
+    def write(self, line: str) -> None:
+        self._file.write(f"{line}\n")
+        self._file.flush()
+
+    def leave_out(self, seconds: float) -> None:
+        self._began += seconds
+
+    def close(self, done: float) -> None:
+        if self._ends_with_line:
+            self.show(done)
+
+    def _line(self, done: float, seconds: float) -> str:
+        speed = 1.0 if self._in_seconds else (done - self._first) / seconds if seconds > 0 else 0.0
+        line = f"{self._title}: {self._amount(done)}"
+        if self._total is not None:
+            line += f"/{self._amount(self._total)} ({done / self._total:.0%})"
+        if not self._in_seconds:
+            line += f", {speed:.4g} it/s, {_clock(seconds)} so far"
+        if self._total is not None and speed > 0:
+            line += f", {_clock((self._total - done) / speed)} left"
+        return f"{line}, {self._text}" if self._text else line
+
+    def _amount(self, amount: float) -> str:
+        return _clock(amount) if self._in_seconds else str(round(amount))
+
+
+def _clock(seconds: float) -> str:
+    from tqdm.std import tqdm as plain_bar
+
+    return plain_bar.format_interval(seconds)
+
+
+def _bar_class() -> Any:
+    from tqdm.auto import tqdm as bar
+
+    return bar
+
+
+def _logs_to_console() -> bool:
+    # Without any handler, `logging` writes warnings to standard error by itself.
+    handlers = logging.root.handlers
+    streams = [handler.stream for handler in handlers if isinstance(handler, logging.StreamHandler)]
+    return not handlers or any(stream in (sys.stdout, sys.stderr) for stream in streams)
