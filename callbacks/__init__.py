@@ -4,4 +4,51 @@
 if __name__ != "trainer_lib.callbacks":
     raise ImportError("this folder ships as trainer_lib.callbacks: import that name")
 
-__all__: list[str] = []
+from typing import TYPE_CHECKING
+
+from trainer_lib.foundation.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trainer_lib.callbacks.checkpoint import Checkpoint as Checkpoint
+    from trainer_lib.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from trainer_lib.callbacks.functions import LambdaCallback as LambdaCallback
+    from trainer_lib.callbacks.functions import after as after
+    from trainer_lib.callbacks.functions import before as before
+    from trainer_lib.callbacks.functions import every as every
+    from trainer_lib.callbacks.functions import once as once
+    from trainer_lib.callbacks.jsonl import JsonlLog as JsonlLog
+    from trainer_lib.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
+    from trainer_lib.callbacks.printer import Printer as Printer
+    from trainer_lib.callbacks.progress import ProgressBar as ProgressBar
+    from trainer_lib.callbacks.throughput import Throughput as Throughput
+
+_HOMES = {
+    "Checkpoint": "trainer_lib.callbacks.checkpoint",
+    "EarlyStopping": "trainer_lib.callbacks.early_stopping",
+    "JsonlLog": "trainer_lib.callbacks.jsonl",
+    "LambdaCallback": "trainer_lib.callbacks.functions",
+    "LearningRateMonitor": "trainer_lib.callbacks.learning_rate",
+    "Printer": "trainer_lib.callbacks.printer",
+    "ProgressBar": "trainer_lib.callbacks.progress",
+    "Throughput": "trainer_lib.callbacks.throughput",
+    "after": "trainer_lib.callbacks.functions",
+    "before": "trainer_lib.callbacks.functions",
+    "every": "trainer_lib.callbacks.functions",
+    "once": "trainer_lib.callbacks.functions",
+}
+__all__ = [
+    "Checkpoint",
+    "EarlyStopping",
+    "JsonlLog",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "Printer",
+    "ProgressBar",
+    "Throughput",
+    "after",
+    "before",
+    "every",
+    "once",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,0 +1,140 @@
+"""This file is which checkpoints are written besides those at the trainer's interval, and which are kept."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.checkpointing.retention import delete_state
+from trainer_lib.events import Callback, Run
+from trainer_lib.events.gates import EveryAmount
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.metric_names import greater_is_better_for, read_metric
+from trainer_lib.logging import get_logger
+
+_logger = get_logger(__name__)
+
+
+class Checkpoint(Callback):
+    """Saves the best, and deletes what is not to be kept once a newer checkpoint is there.
+
+    What is kept: the newest ones, the best ones, and always the newest and the best of all. Only checkpoints of this
+    run, in the folder of the one just written, are deleted.
+
+    Args:
+        every: An interval to save at, besides the trainer's `save_every`, such as "30 minutes".
+        keep_last: How many of the newest to keep; `None` keeps all.
+        keep_best: How many of the best to keep; with 0 a new best one is no reason to save.
+        metric: The metric to go by; `None`: that of the trainer, its `metric_for_best`.
+        greater_is_better: Whether more of `metric` is better; `None` goes by its name.
+
+    Example:
+        >>> checkpoint = Checkpoint(every="30 minutes", keep_last=2, keep_best=3, metric="eval_accuracy")
+    """
+
+    def __init__(
+        self,
+        every: Any = None,
+        keep_last: int | None = 3,
+        keep_best: int = 1,
+        metric: str | None = None,
+        greater_is_better: bool | None = None,
+    ) -> None:
+        _check_number("keep_last", keep_last, least=1, may_be_none=True)
+        _check_number("keep_best", keep_best, least=0)
+        self.keep_last, self.keep_best = keep_last, keep_best
+        self.metric, self._greater_is_better = metric, greater_is_better
+        self._best: float | None = None  # by a metric of one's own
+        if metric is not None:
+            greater_is_better_for(metric, greater_is_better)  # refused before training, if it cannot be told
+        if every is not None:
+            self._interval = EveryAmount(every, "every")
+            self.on_fit_begin = self._begin
+            self.on_step_end = self.on_epoch_end = self._ask_when_due
+        if metric is not None and keep_best:
+            self.on_evaluate_end = self._ask_when_best
+
+    def on_best(self, run: Run, metric: str, value: float) -> None:
+        # With a metric of one's own, `_ask_when_best` sees to it.
+        run.control.save = self.metric is None and self.keep_best > 0
+
+    def on_save_end(self, run: Run, folder: Path) -> None:
+        checkpoints = run.state.checkpoints
+        kept = self._steps_kept(run)
+        run.state.checkpoints = [one for one in checkpoints if one["step"] in kept]
+        if run.is_main_process:
+            for one in checkpoints:
+                if one["step"] not in kept:
+                    _delete(Path(one["path"]), folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._best is None else {"best": self._best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best = state["best"]
+
+    def _begin(self, run: Run) -> None:
+        self._interval.begin(run.state)
+
+    def _ask_when_due(self, run: Run) -> None:
+        if not self._interval.opens_at_end(run.state):
+            return
+        if not self._interval.is_timed:
+            run.control.agree("save")  # all processes count alike
+        elif run.is_main_process:
+            run.control.save = True  # their clocks differ, and that of the first one counts
+
+    def _ask_when_best(self, run: Run, metrics: dict[str, float]) -> None:
+        if run.state.status != "running" or self.metric is None:
+            return
+        value = read_metric(self.metric, metrics, "Checkpoint")
+        if math.isfinite(value) and (self._best is None or self._sign(run) * (value - self._best) > 0):
+            self._best = value
+            run.control.save = True
+
+    def _steps_kept(self, run: Run) -> set[int]:
+        steps = sorted(one["step"] for one in run.state.checkpoints)
+        if self.keep_last is None:
+            return set(steps)
+        kept = set(steps[-self.keep_last :])
+        if run.state.best is not None:
+            kept.add(run.state.best.step)
+        return kept | set(self._best_steps(run)[: max(self.keep_best, 1)])
+
+    def _best_steps(self, run: Run) -> list[int]:
+        """Return the steps of the checkpoints that were evaluated, the best first; of equal ones the older."""
+        metric = self._metric(run)
+        if metric is None:
+            return []
+        values = {one["step"]: float(one["metrics"].get(metric, math.nan)) for one in run.state.checkpoints}
+        sign = self._sign(run)
+        return sorted((s for s, value in values.items() if math.isfinite(value)), key=lambda s: (-sign * values[s], s))
+
+    def _metric(self, run: Run) -> str | None:
+        if self.metric is not None:
+            return self.metric
+        return None if run.state.best is None else run.state.best.metric
+
+    def _sign(self, run: Run) -> int:
+        given = self._greater_is_better
+        if given is None and self.metric is None:
+            given = getattr(run.args, "greater_is_better", None)
+        return 1 if greater_is_better_for(self._metric(run) or "", given) else -1
+
+
+def _check_number(name: str, value: Any, least: int, may_be_none: bool = False) -> None:
+    if value is None and may_be_none:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        or_none = ", or None to keep all" if may_be_none else ""
+        raise ConfigurationError(f"{name}={value!r} must be a number of checkpoints, {least} or more{or_none}.")
+
+
+def _delete(path: Path, newest: Path) -> None:
+    if path.resolve().parent != newest.resolve().parent:  # of a run that was moved or copied: not ours to delete
+        _logger.info("%s lies elsewhere than the checkpoints of now, and stays.", path)
+        return
+    try:
+        delete_state(path)
+    except OSError as error:
+        _logger.warning("The checkpoint %s could not be deleted: %s.", path, error)

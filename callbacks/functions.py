@@ -1,0 +1,169 @@
+"""This file is callbacks made of functions, and callbacks that hear of some updates only.
+
+A filter lets the events of an update through (`UPDATE_EVENTS`) or keeps them back; all other events it lets through.
+An amount is what `Every.parse` reads. Amounts of time go by the clock of each process, which differ: let them ask for
+things through `run.control`, which all processes come to know, and do nothing that all processes have to do at once.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events.callback import EVENTS, overrides
+from trainer_lib.events.gates import AfterAmount, BeforeAmount, EveryAmount, Gate, OnceAmount
+from trainer_lib.foundation.errors import ConfigurationError, unknown
+
+UPDATE_EVENTS = (
+    "on_step_begin",
+    "on_micro_batch_begin",
+    "on_micro_batch_end",
+    "on_backward_end",
+    "on_optimizer_step_begin",
+    "on_optimizer_step_end",
+    "on_step_skipped",
+    "on_step_end",
+)
+
+
+class LambdaCallback(Callback):
+    """Calls functions at events.
+
+    Args:
+        order: Callbacks of a lower order are called first.
+        **functions: For each event, a function that takes what the event's method takes, without `self`.
+
+    Example:
+        >>> callback = LambdaCallback(on_step_end=lambda run: print("step", run.state.step))
+        >>> callback.on_step_end(Run())
+        step 0
+    """
+
+    def __init__(self, *, order: int = 0, **functions: Callable[..., Any]) -> None:
+        self.order = order
+        for event, function in functions.items():
+            if event not in EVENTS:
+                raise ConfigurationError(unknown("event", event, EVENTS))
+            if not callable(function):
+                raise ConfigurationError(f"LambdaCallback: {event}={function!r} is no function.")
+            setattr(self, event, function)
+
+
+def every(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
+    """Return a callback of the updates with which another `amount` of training is reached.
+
+    Args:
+        amount: How often: "100 steps", "1 epoch", "10 minutes" …
+        listener: A function of the run, called at the end of such an update; or a callback, which gets the events of
+            such updates. Whether samples or time reach the amount is not known when an update begins: such a callback
+            gets the events of the next update.
+
+    Example:
+        >>> from trainer_lib.events import RunState
+        >>> tell = every("100 steps", lambda run: print("step", run.state.step))
+        >>> for step in range(1, 301):
+        ...     tell.on_step_end(Run(state=RunState(step=step)))
+        step 100
+        step 200
+        step 300
+    """
+    return _filtered(EveryAmount(amount, "every"), listener)
+
+
+def once(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
+    """Return a callback of the one update with which `amount` of training is reached; see `every`.
+
+    Example:
+        >>> save_early = once("10 minutes", lambda run: setattr(run.control, "save", True))
+    """
+    return _filtered(OnceAmount(amount, "once"), listener)
+
+
+def after(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
+    """Return a callback of the updates after `amount` of training; see `every`.
+
+    Example:
+        >>> late = after("1 epoch", every(10, lambda run: print(run.state.step)))
+    """
+    return _filtered(AfterAmount(amount, "after"), listener)
+
+
+def before(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
+    """Return a callback of the updates before the one with which `amount` of training is reached; see `every`.
+
+    Example:
+        >>> early = before("1000 steps", lambda run: print(run.state.step))
+    """
+    return _filtered(BeforeAmount(amount, "before"), listener)
+
+
+class _Function(Callback):
+    """A function behind gates."""
+
+    def __init__(self, function: Callable[[Run], Any], gates: tuple[Gate, ...]) -> None:
+        self.listener, self.gates = function, gates
+        self.key = f"{getattr(function, '__name__', type(function).__name__)}()"
+
+    def on_fit_begin(self, run: Run) -> None:
+        for gate in self.gates:
+            gate.begin(run.state)
+
+    def on_step_end(self, run: Run) -> None:
+        answers = [gate.opens_at_end(run.state) for gate in self.gates]  # each has to be asked
+        if all(answers):
+            self.listener(run)
+
+    def on_epoch_end(self, run: Run) -> None:
+        if any(gate.has_passed(run.state) for gate in self.gates if isinstance(gate, (EveryAmount, OnceAmount))):
+            self.on_step_end(run)
+
+
+class _Filtered(Callback):
+    """A callback behind gates."""
+
+    def __init__(self, callback: Callback, gates: tuple[Gate, ...]) -> None:
+        self.listener, self.gates = callback, gates
+        self.order, self.key = callback.order, callback.key or type(callback).__name__
+        self._is_open = False
+        for event in set(EVENTS) - {"on_fit_begin", "on_step_begin"}:
+            if overrides(callback, event):
+                handler = getattr(callback, event)
+                setattr(self, event, self._if_open(handler) if event in UPDATE_EVENTS else handler)
+
+    def on_fit_begin(self, run: Run) -> None:
+        for gate in self.gates:
+            gate.begin(run.state)
+        self.listener.on_fit_begin(run)
+
+    def on_step_begin(self, run: Run) -> None:
+        answers = [gate.opens_at_begin(run.state) for gate in self.gates]  # each has to be asked
+        self._is_open = all(answers)
+        if self._is_open:
+            self.listener.on_step_begin(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.listener.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.listener.load_state_dict(state)
+
+    def _if_open(self, handler: Callable[[Run], None]) -> Callable[[Run], None]:
+        def handle(run: Run) -> None:
+            if self._is_open:
+                handler(run)
+
+        return handle
+
+
+class _FilteredTransformer(_Filtered, Transformer):
+    """The same for one that may change training."""
+
+
+def _filtered(gate: Gate, listener: Callable[[Run], Any] | Callback) -> Callback:
+    if isinstance(listener, (_Function, _Filtered)):
+        kind, listener, gates = type(listener), listener.listener, (gate, *listener.gates)
+        return kind(listener, gates)  # type: ignore[arg-type]  # a kind fits what it was made with
+    if isinstance(listener, Callback):
+        return (_FilteredTransformer if listener.may_change_training else _Filtered)(listener, (gate,))
+    if isinstance(listener, type) or not callable(listener):
+        raise ConfigurationError(f"A filter needs a function of the run, or a callback; got {listener!r}.")
+    return _Function(listener, (gate,))
