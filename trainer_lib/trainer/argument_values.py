@@ -1,0 +1,305 @@
+"""This file is the kinds of values that arguments have: what is allowed, and the form in which it is kept.
+
+Each check takes the name and the value, and returns the value as it is kept: numbers of numpy become Python's, paths
+and intervals texts, so that arguments can be written down and read back as they were.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.foundation.every import Every
+from trainer_lib.options.base import check_flag
+from trainer_lib.options.compilation import TorchDynamoPlugin
+
+Check = Callable[[str, Any], Any]
+
+NEVER = "never"
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_ALSO_NEVER = ("no", "none", "off", "false", NEVER)
+
+
+def optional(check: Check) -> Check:
+    """Allow `None` too."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def whole(at_least: int = 1, below: float = math.inf, hint: str = "") -> Check:
+    """Whole numbers of at least `at_least`."""
+
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, Integral) and not isinstance(value, bool) and at_least <= int(value) < below:
+            return int(value)
+        allowed = f"a whole number of at least {at_least}" + ("" if below == math.inf else f" and below {below}")
+        meant = _meant(value)
+        fits = meant is not None and meant == int(meant) and at_least <= meant < below
+        raise _refusal(name, value, allowed, f" Give {name}={int(meant)}." if meant is not None and fits else hint)
+
+    return check
+
+
+def number(at_least: float | None = None, above: float | None = None, hint: str = "") -> Check:
+    """Finite numbers of at least `at_least`, or above `above`."""
+    allowed = f"a finite number of at least {at_least}" if above is None else f"a finite number above {above}"
+
+    def fits(value: float) -> bool:
+        return value < math.inf and (value > above if above is not None else value >= (at_least or 0))
+
+    def check(name: str, value: Any) -> float:
+        if (exact := _number(value)) is not None and fits(exact):
+            return value if isinstance(value, int) else float(value)
+        meant = _meant(value) if isinstance(value, str) else None
+        raise _refusal(name, value, allowed, f" Give {name}={meant:g}." if meant is not None and fits(meant) else hint)
+
+    return check
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or false."""
+    meant = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if not isinstance(value, bool) and str(value).lower() in meant:
+        raise _refusal(name, value, "True or False", f" Give {name}={meant[str(value).lower()]}.")
+    check_flag(name, value)
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Texts that say something."""
+    if not isinstance(value, str) or not value.strip():
+        raise _refusal(name, value, "a text")
+    return str(value)
+
+
+def name_of(argument: str) -> Check:
+    """Names of something that can also be given to the Trainer as an object."""
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise _refusal(name, value, "a name", f" An object goes to the Trainer: Trainer(…, {argument}=…).")
+        return str(value)
+
+    return check
+
+
+def texts(name: str, value: Any) -> list[str]:
+    """Several texts."""
+    if isinstance(value, str):
+        raise _refusal(name, value, "a list of texts", f" Give {name}=[{value!r}].")
+    if not isinstance(value, Sequence) or not all(isinstance(one, str) and one for one in value):
+        raise _refusal(name, value, "a list of texts")
+    return [str(one) for one in value]
+
+
+def keywords(name: str, value: Any) -> dict[str, Any]:
+    """Values by names."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _refusal(name, value, "a dict of arguments by name")
+    return {key: _lists(one) for key, one in value.items()}
+
+
+def choice(*known: str) -> Check:
+    """One of some texts."""
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or str(value) not in known:
+            raise ConfigurationError(unknown(name, str(value) if isinstance(value, str) else value, known))
+        return str(value)
+
+    return check
+
+
+def kind(expected: type, or_flag: bool = False) -> Check:
+    """Objects of a class; or a flag, for such an object as it is by default or none."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, expected) or (or_flag and isinstance(value, bool)):
+            return value
+        allowed = f"a {expected.__name__}" + (", True or False" if or_flag else "")
+        hint = f" Give {name}={expected.__name__}(**{value!r})." if isinstance(value, Mapping) else ""
+        raise _refusal(name, value, allowed, hint)
+
+    return check
+
+
+def objects(expected: type) -> Check:
+    """Several objects of a class."""
+
+    def check(name: str, value: Any) -> list[Any]:
+        if isinstance(value, expected):
+            raise _refusal(name, value, f"a list of {expected.__name__}", f" Give {name}=[…].")
+        if not isinstance(value, Sequence) or not all(isinstance(one, expected) for one in value):
+            raise _refusal(name, value, f"a list of {expected.__name__}")
+        return list(value)
+
+    return check
+
+
+def path(name: str, value: Any) -> str:
+    """Paths."""
+    if not isinstance(value, (str, os.PathLike)) or not str(value).strip():
+        raise _refusal(name, value, "a path")
+    return os.fspath(value)
+
+
+def folder(name: str, value: Any) -> str:
+    """Paths of folders, which need not be there yet."""
+    kept = path(name, value)
+    if Path(kept).expanduser().is_file():
+        raise ConfigurationError(f"{name}={kept!r} is a file. Give a folder; it is made if it is not there.")
+    return kept
+
+
+def resume(name: str, value: Any) -> str:
+    """Whether to go on with an earlier run, and with which."""
+    if isinstance(value, bool):
+        raise _refusal(name, value, '"never", "auto" or a path', f' Give {name}="{"auto" if value else NEVER}".')
+    kept = path(name, value)
+    if kept.lower() in ("latest", "last", "newest", "true") and not Path(kept).exists():
+        raise _refusal(name, value, '"never", "auto" or a path', f' For the newest: {name}="auto".')
+    return kept
+
+
+def interval(name: str, value: Any) -> str | int | float:
+    """How often: amounts of training, or "never"."""
+    if isinstance(value, str) and value == NEVER:
+        return NEVER
+    if value is None or value is False or (isinstance(value, str) and value.lower() in _ALSO_NEVER):
+        raise ConfigurationError(f'{name}={value!r}: for never, give {name}="{NEVER}".')
+    return amount(name, value)
+
+
+def amount(name: str, value: Any) -> str | int | float:
+    """How often: amounts of training."""
+    if isinstance(value, str) and value.lower().removesuffix("s") in ("epoch", "step"):
+        raise ConfigurationError(f'{name}={value!r} has no number. Give {name}="1 {value.lower().removesuffix("s")}".')
+    every = Every.parse(value, name)
+    return value if isinstance(value, (str, int)) else str(every)
+
+
+def duration(name: str, value: Any) -> str | float:
+    """How long: seconds, a text, or a `timedelta`."""
+    read_duration(name, value)
+    if isinstance(value, timedelta):
+        return str(Every.parse(value, name))
+    return value if isinstance(value, (str, int)) else float(value)
+
+
+def read_duration(name: str, value: Any) -> float:
+    """Return the seconds of a duration."""
+    seconds = _number(value)
+    every = Every(seconds, "seconds") if seconds is not None and 0 < seconds < math.inf else Every.parse(value, name)
+    if every.unit != "seconds":
+        raise ConfigurationError(f'{name}={value!r} is no time. Give one, such as "90 minutes", "1-12:00:00" or 3600.')
+    return float(every.amount)
+
+
+def warmup(name: str, value: Any) -> str | int | float:
+    """How long to warm up: steps, or a part of all."""
+    read_warmup(name, value)
+    if isinstance(value, (str, int)):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def read_warmup(name: str, value: Any) -> int | float:
+    """Return a number of steps as an `int`, or a part of all steps as a `float` below 1."""
+    exact = _number(value)
+    if exact is not None and isinstance(value, Integral) and exact >= 0:
+        return int(value)
+    if exact is not None and not isinstance(value, Integral) and 0 <= exact < 1:
+        return exact
+    if isinstance(value, str):
+        if value.strip().endswith("%"):
+            part = _meant(value.strip()[:-1])
+            if part is not None and 0 <= part < 100:
+                return part / 100
+        else:
+            every = Every.parse(value, name)
+            if every.unit == "steps":
+                return int(every.amount)
+    raise ConfigurationError(
+        f'{name}={value!r} is no warm-up. Give steps ("100 steps" or 100), or a part of all steps below 1 (0.05 or '
+        '"5%").'
+    )
+
+
+def compilation(name: str, value: Any) -> Any:
+    """Whether and how to compile."""
+    if isinstance(value, (bool, TorchDynamoPlugin)):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        raise _refusal(name, value, "True, False, the name of a backend or a TorchDynamoPlugin")
+    if value in _MODES:
+        raise ConfigurationError(
+            f'{name}={value!r} is a mode. Give {name}=TorchDynamoPlugin(backend="inductor", mode="{value}").'
+        )
+    TorchDynamoPlugin(backend=value)  # says which backends are gone
+    return value
+
+
+def batch_size(name: str, value: Any) -> int:
+    """Batch sizes."""
+    if isinstance(value, str) and value == "auto":
+        raise UnsupportedError(
+            f'{name}="auto" is not supported in this version. Give a number; with global_batch_size the size of an '
+            "update stays what it is, whatever fits into memory at once."
+        )
+    return whole()(name, value)
+
+
+def reports(name: str, value: Any) -> tuple[str, ...]:
+    """Where to report to: nowhere, in this version."""
+    if value in ("none", [], (), ["none"], ("none",)):
+        return ()
+    raise UnsupportedError(
+        f"{name}={value!r}: this version reports to no trackers by name. Pass callbacks: Trainer(…, callbacks=[…]), "
+        "such as JsonlLog or one of your own."
+    )
+
+
+def weights(name: str, value: Any) -> list[float]:
+    """One weight for each sample."""
+    if not isinstance(value, (str, bytes, Mapping)) and hasattr(value, "tolist"):
+        value = value.tolist()  # of tensors and arrays
+    good = not isinstance(value, (str, bytes, Mapping)) and isinstance(value, Iterable)
+    kept = list(value) if good else []
+    numbers = [exact for one in kept if (exact := _number(one)) is not None and 0 <= exact < math.inf]
+    if len(numbers) != len(kept) or not any(numbers):
+        raise _refusal(name, _short(value), "finite numbers of at least 0, one for each sample and not all 0")
+    return numbers
+
+
+def _refusal(name: str, value: Any, allowed: str, hint: str = "") -> ConfigurationError:
+    return ConfigurationError(f"{name} must be {allowed}, got {value!r}.{hint}")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+
+
+def _meant(value: Any) -> float | None:
+    """Return the number that a text, or a number of another kind, stands for."""
+    if isinstance(value, bool) or not isinstance(value, (str, Real)):
+        return None
+    try:
+        meant = float(value)
+    except ValueError:
+        return None
+    return meant if math.isfinite(meant) else None
+
+
+def _lists(value: Any) -> Any:
+    """Return tuples as lists, the form in which they come back from a file."""
+    if isinstance(value, (list, tuple)):
+        return [_lists(one) for one in value]
+    return {key: _lists(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _short(value: Any) -> Any:
+    return [*value[:3], ...] if isinstance(value, (list, tuple)) and len(value) > 4 else value

@@ -1,0 +1,364 @@
+"""This file is `TrainingArguments`: everything that can be said about a run without an object."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.every import Every
+from trainer_lib.logging import get_logger
+from trainer_lib.options.compilation import TorchDynamoPlugin
+from trainer_lib.options.distributed import DistributedDataParallelKwargs
+from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
+from trainer_lib.parallelism_config import ParallelismConfig
+from trainer_lib.trainer import argument_files, foreign_arguments
+from trainer_lib.trainer.argument_checks import check_agreement, check_names, check_values
+from trainer_lib.trainer.argument_values import NEVER, read_duration, read_warmup
+from trainer_lib.trainer.parameter_groups import ParameterGroup
+
+_logger = get_logger(__name__)
+
+_DRY_BATCHES = 2
+
+
+@dataclass(kw_only=True)
+class TrainingArguments:
+    """Everything that can be said about a run without an object, checked when it is said.
+
+    Amounts of training are texts with a unit: "500 steps", "1 epoch", "100_000 samples", "10 minutes"; a bare number is
+    steps. Arguments of Hugging Face's Trainer that mean the same have the same names; the others are refused with what
+    to give in their place. Values are kept in the form in which they can be written down: paths and intervals as texts,
+    numbers as Python's.
+
+    Args:
+        output_dir: The folder for runs, each in a folder of its own; by default nothing is written.
+        run_name: A name for people to know the run by.
+        resume: "never"; "auto": go on with the newest unfinished run in `output_dir`; or the path of a checkpoint.
+        seed: Seeds weights, dropout and the order of the data; `None` seeds nothing.
+        data_seed: Seeds the order of the data alone.
+
+        num_train_epochs: Passes over the data. Of this and the next two the first reached ends the run; with none of
+            them it is 3 passes.
+        max_steps: Updates.
+        max_time: Time, over all restarts: "90 minutes", "1-12:00:00", seconds or a `timedelta`.
+
+        per_device_train_batch_size: Samples that a process computes at once.
+        per_device_eval_batch_size: The same in evaluation; by default as in training.
+        gradient_accumulation_steps: Batches of a process that make one update.
+        global_batch_size: Samples of all processes that make one update, in the place of the accumulation.
+
+        learning_rate: The learning rate after the warm-up.
+        optimizer: A name: "adamw", "sgd" and torch's others in lower case, or a dotted path.
+        optimizer_kwargs: More arguments of the optimizer, such as {"betas": [0.9, 0.95]}.
+        weight_decay: Weight decay of all but norms, biases and vectors.
+        parameter_groups: What is trained otherwise than the rest, by patterns of names.
+        lr_scheduler: The schedule by name: "linear", "cosine", "wsd", "constant", "plateau" and others.
+        lr_scheduler_kwargs: More arguments of the schedule.
+        warmup: Steps ("100 steps" or 100), or a part of all steps (0.05 or "5%"), in which the rate rises from 0.
+        schedule_steps: The updates that the schedule is made for; by default those of the run.
+        max_grad_norm: The norm to which gradients are clipped; `None` leaves them as they are.
+
+        mixed_precision: "no", "fp16" or "bf16"; by default what the launcher says.
+        compile: Whether to compile the model; or with which backend; or a `TorchDynamoPlugin`.
+        gradient_checkpointing: Compute activations again in the backward instead of keeping them.
+        fsdp: Shard the model over the processes; or how, as a plugin.
+        parallelism: How many processes replicate a model, and how many share one copy.
+        ddp: Options of DDP.
+        sync_batchnorm: Have BatchNorm take its statistics from the batches of all processes.
+        tf32: Whether accelerators may multiply in TF32; by default as torch is set.
+        deterministic: Take only algorithms that give the same result each time.
+        detect_anomaly: Name the operation whose gradient is not a number; slow.
+        gc_every: Collect garbage at this interval only, on all processes at once; by default as Python does.
+        use_cpu: Stay on the CPU even if there is an accelerator.
+
+        log_every: How often to log, or "never".
+        eval_every: How often to evaluate, or "never"; by default each epoch, if there is something to evaluate on.
+        eval_on_start: Evaluate before the first step too.
+        save_every: How often to save, or "never"; by default each epoch, if there is an `output_dir`.
+        keep_last: How many of the newest checkpoints to keep; `None` keeps all.
+        keep_best: How many of the best checkpoints to keep besides.
+        metric_for_best: The metric that says which is the best; by default the loss of the evaluation.
+        greater_is_better: Whether more of it is better; known for well-known names.
+        load_best_at_end: Go back to the best checkpoint when training ends.
+
+        shuffle: Whether each pass takes the samples in a new order.
+        num_workers: Processes that load data for each process; 0 loads in the process itself.
+        pin_memory: Load into memory that accelerators can copy from; by default if there is one.
+        prefetch_factor: Batches that each worker has ready.
+        persistent_workers: Keep workers between passes.
+        drop_last: Drop a last batch that is not full.
+        group_by_length: Make batches of samples of about the same length.
+        length_column: The column of the dataset with the lengths, if it has one.
+        sample_weights: How often each sample is drawn, relative to the others.
+
+        limit_train_batches: Batches of a pass, at most.
+        limit_eval_batches: Batches of an evaluation, at most.
+        overfit_batches: Train and evaluate on so many first batches only, in their order.
+        dry_run: Run everything once on two batches, and keep nothing.
+        label_names: The keys of a batch that are labels.
+
+        predict_with_generate: Have evaluations and predictions generate.
+        generation_kwargs: Arguments of `generate`.
+
+        progress_bar: Whether to show a progress bar; by default where somebody can see it.
+        report_to: (), in this version.
+
+    Example:
+        >>> args = TrainingArguments(max_steps=1000, warmup="5%", eval_every="200 steps")
+        >>> args.eval_interval, args.warmup_steps_for(1000)
+        (Every(amount=200, unit='steps'), 50)
+        >>> TrainingArguments(save_steps=500)
+        Traceback (most recent call last):
+        ...
+        trainer_lib.foundation.errors.ConfigurationError: save_steps=500 ... is given here as save_every="500 steps".
+    """
+
+    output_dir: str | os.PathLike[str] | None = None
+    run_name: str | None = None
+    resume: str | os.PathLike[str] = NEVER
+    seed: int | None = 42
+    data_seed: int | None = None
+
+    num_train_epochs: float | None = None
+    max_steps: int | None = None
+    max_time: float | timedelta | str | None = None
+
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    global_batch_size: int | None = None
+
+    learning_rate: float = 5e-5
+    optimizer: str = "adamw"
+    optimizer_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    weight_decay: float = 0.0
+    parameter_groups: Sequence[ParameterGroup] = field(default_factory=list[ParameterGroup])
+    lr_scheduler: str = "linear"
+    lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    warmup: int | float | str | None = None
+    schedule_steps: int | None = None
+    max_grad_norm: float | None = 1.0
+
+    mixed_precision: str | None = None
+    compile: bool | str | TorchDynamoPlugin = False
+    gradient_checkpointing: bool = False
+    fsdp: bool | FullyShardedDataParallelPlugin | None = None
+    parallelism: ParallelismConfig | None = None
+    ddp: DistributedDataParallelKwargs | None = None
+    sync_batchnorm: bool = False
+    tf32: bool | None = None
+    deterministic: bool = False
+    detect_anomaly: bool = False
+    gc_every: int | str | timedelta | Every | None = None
+    use_cpu: bool = False
+
+    log_every: int | str | timedelta | Every = "50 steps"
+    eval_every: int | str | timedelta | Every | None = None
+    eval_on_start: bool = False
+    save_every: int | str | timedelta | Every | None = None
+    keep_last: int | None = 3
+    keep_best: int = 1
+    metric_for_best: str | None = None
+    greater_is_better: bool | None = None
+    load_best_at_end: bool = False
+
+    shuffle: bool = True
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    drop_last: bool = False
+    group_by_length: bool = False
+    length_column: str = "length"
+    sample_weights: Sequence[float] | None = None
+
+    limit_train_batches: int | None = None
+    limit_eval_batches: int | None = None
+    overfit_batches: int | None = None
+    dry_run: bool = False
+    label_names: Sequence[str] | None = None
+
+    predict_with_generate: bool = False
+    generation_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    progress_bar: bool | None = None
+    report_to: Sequence[str] = ()
+
+    # Before __init__, which would call an unknown name a TypeError, and know no better one.
+    def __new__(cls, *positional: Any, **given: Any) -> Self:
+        """Check the names."""
+        check_names(cls, positional, given)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_values(self)
+        check_agreement(self)
+
+    # -- in parsed form ------------------------------------------------------------------------------------------
+
+    @property
+    def output_folder(self) -> Path | None:
+        """Where runs are written."""
+        return None if self.output_dir is None else Path(self.output_dir).expanduser()
+
+    @property
+    def epoch_limit(self) -> float | None:
+        """The passes that end the run: 3, if nothing else would."""
+        if self.num_train_epochs is None and self.max_steps is None and self.max_time is None:
+            return 3.0
+        return self.num_train_epochs
+
+    @property
+    def time_limit(self) -> float | None:
+        """The seconds that end the run."""
+        return None if self.max_time is None else read_duration("max_time", self.max_time)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """The samples that a process evaluates at once."""
+        return self.per_device_eval_batch_size or self.per_device_train_batch_size
+
+    @property
+    def log_interval(self) -> Every | None:
+        """How often to log; `None`: never."""
+        return _interval("log_every", self.log_every)
+
+    @property
+    def eval_interval(self) -> Every | None:
+        """How often to evaluate, if there is something to evaluate on; `None`: never."""
+        return _interval("eval_every", "1 epoch" if self.eval_every is None else self.eval_every)
+
+    @property
+    def save_interval(self) -> Every | None:
+        """How often to save; `None`: never."""
+        if self.output_dir is None:
+            return None
+        return _interval("save_every", "1 epoch" if self.save_every is None else self.save_every)
+
+    @property
+    def gc_interval(self) -> Every | None:
+        """How often to collect garbage; `None`: as Python does."""
+        return None if self.gc_every is None else Every.parse(self.gc_every, "gc_every")
+
+    def warmup_steps_for(self, total_steps: int | None) -> int:
+        """Return the steps of the warm-up of a run, or a schedule, of so many steps.
+
+        Args:
+            total_steps: The steps; `None` where they are not known.
+
+        Raises:
+            ConfigurationError: If the warm-up is a part of steps that are not known.
+
+        Example:
+            >>> TrainingArguments(warmup=0.1).warmup_steps_for(30)
+            3
+        """
+        warmup = 0 if self.warmup is None else read_warmup("warmup", self.warmup)
+        if isinstance(warmup, int):
+            return warmup
+        if total_steps is None:
+            raise ConfigurationError(
+                f"warmup={self.warmup!r} is a part of all steps, and how many there are is not known. Give max_steps "
+                'or schedule_steps, or a warm-up in steps, such as "100 steps".'
+            )
+        # Rounded first: 0.1 * 30 is a little more than 3.
+        return math.ceil(round(warmup * total_steps, 6))
+
+    def effective(self) -> "TrainingArguments":
+        """Return the arguments as a run goes by them: what `dry_run` means, said by the others.
+
+        A dry run makes one pass over two batches, evaluates on two, logs each step and writes nothing: `output_dir`
+        is left out, and what depends on it. The schedule stays that of the whole run, where its length is known from
+        `schedule_steps` or `max_steps`; where not, a warm-up in steps is left out.
+
+        Example:
+            >>> args = TrainingArguments(dry_run=True, max_steps=1000, output_dir="runs").effective()
+            >>> args.limit_train_batches, args.num_train_epochs, args.max_steps, args.output_dir
+            (2, 1, None, None)
+        """
+        if not self.dry_run:
+            return self
+        changes: dict[str, Any] = {"num_train_epochs": 1, "max_steps": None, "max_time": None, "log_every": "1 step"}
+        changes |= {"output_dir": None, "resume": NEVER, "save_every": None, "load_best_at_end": False}
+        if self.overfit_batches is not None:
+            changes["overfit_batches"] = min(self.overfit_batches, _DRY_BATCHES)
+        else:
+            for name in ("limit_train_batches", "limit_eval_batches"):
+                changes[name] = min(getattr(self, name) or _DRY_BATCHES, _DRY_BATCHES)
+        steps = self.schedule_steps or self.max_steps
+        changes["schedule_steps"] = steps
+        if steps is None and self.warmup is not None and isinstance(read_warmup("warmup", self.warmup), int):
+            changes["warmup"] = None
+        return dataclasses.replace(self, **changes)
+
+    # -- from elsewhere, and back --------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all arguments as plain values, which `from_dict` reads back.
+
+        Raises:
+            ConfigurationError: If a value has no plain form, such as a function in a plugin.
+
+        Example:
+            >>> TrainingArguments.from_dict(TrainingArguments(max_steps=10).to_dict()).max_steps
+            10
+        """
+        return argument_files.to_plain(self)
+
+    @classmethod
+    def from_dict(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the arguments that `to_dict` wrote, or some of them by name."""
+        return cls(**argument_files.from_plain(arguments))
+
+    def to_file(self, path: str | os.PathLike[str]) -> None:
+        """Write all arguments into a file, as its ending says: .json, .yaml or .yml."""
+        argument_files.write(path, self.to_dict())
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the arguments that a file gives: .json, .yaml or .yml."""
+        return argument_files.read(path, cls.from_dict)
+
+    @classmethod
+    def from_cli(cls, argv: Sequence[str] | None = None, **defaults: Any) -> Self:
+        """Return the arguments given on the command line: `--max_steps 1000 --config run.yaml …`.
+
+        Options count before the files of `--config`, of which later ones count before earlier ones, and these before
+        `defaults`. Bad ones end the program as they do in other programs, with a line that says what to give.
+
+        Args:
+            argv: The options; by default those of the program.
+            **defaults: Arguments in the place of the usual defaults.
+
+        Raises:
+            MissingPackageError: Without the extra `cli`.
+        """
+        from trainer_lib.trainer.command_line import parse
+
+        return parse(cls, argv, defaults)
+
+    @classmethod
+    def from_transformers(cls, arguments: Any) -> Self:
+        """Return what a `transformers.TrainingArguments` says, and warn of all that has no place here.
+
+        What is at Hugging Face's default is left at the default of this class.
+
+        Args:
+            arguments: The arguments of Hugging Face's Trainer.
+        """
+        given = foreign_arguments.differing(arguments)
+        ours, lost = foreign_arguments.convert(given, {one.name for one in dataclasses.fields(cls)})
+        if lost:
+            lines = "".join(f"\n  {names}: {reason}" for names, reason in lost.items())
+            _logger.warning("Of the arguments of Hugging Face's Trainer these have no place here:%s", lines)
+        return cls(**ours)
+
+
+def _interval(name: str, value: Any) -> Every | None:
+    return None if value == NEVER else Every.parse(value, name)
