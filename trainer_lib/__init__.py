@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator as Accelerator
     from trainer_lib.checkpointing.weights import load_checkpoint_in_model as load_checkpoint_in_model
     from trainer_lib.data_loader import skip_first_batches as skip_first_batches
+    from trainer_lib.events import Callback as Callback
+    from trainer_lib.events import Run as Run
+    from trainer_lib.events import RunState as RunState
+    from trainer_lib.events import Transformer as Transformer
     from trainer_lib.foundation.errors import CheckpointError as CheckpointError
     from trainer_lib.foundation.errors import ConfigurationError as ConfigurationError
     from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
@@ -43,32 +47,48 @@ if TYPE_CHECKING:
     from trainer_lib.state import AcceleratorState as AcceleratorState
     from trainer_lib.state import GradientState as GradientState
     from trainer_lib.state import PartialState as PartialState
+    from trainer_lib.trainer.arguments import TrainingArguments as TrainingArguments
+    from trainer_lib.trainer.losses import LossResult as LossResult
+    from trainer_lib.trainer.outputs import EvaluationOutput as EvaluationOutput
+    from trainer_lib.trainer.parameter_groups import ParameterGroup as ParameterGroup
+    from trainer_lib.trainer.result import FitResult as FitResult
+    from trainer_lib.trainer.trainer import Trainer as Trainer
 
 _HOMES = {
     "Accelerator": "trainer_lib.accelerator",
     "AcceleratorState": "trainer_lib.state",
     "AutocastKwargs": "trainer_lib.options.precision",
+    "Callback": "trainer_lib.events",
     "CheckpointError": "trainer_lib.foundation.errors",
     "ConfigurationError": "trainer_lib.foundation.errors",
     "DataLoaderConfiguration": "trainer_lib.options.data",
     "DistributedDataParallelKwargs": "trainer_lib.options.distributed",
     "DistributedOperationException": "trainer_lib.foundation.errors",
     "DistributedType": "trainer_lib.options.kinds",
+    "EvaluationOutput": "trainer_lib.trainer.outputs",
+    "FitResult": "trainer_lib.trainer.result",
     "FullyShardedDataParallelPlugin": "trainer_lib.options.sharding",
     "GradScalerKwargs": "trainer_lib.options.precision",
     "GradientAccumulationPlugin": "trainer_lib.options.accumulation",
     "GradientState": "trainer_lib.state",
     "InitProcessGroupKwargs": "trainer_lib.options.distributed",
     "LocalSGD": "trainer_lib.local_sgd",
+    "LossResult": "trainer_lib.trainer.losses",
     "MissingPackageError": "trainer_lib.foundation.errors",
     "ParallelismConfig": "trainer_lib.parallelism_config",
+    "ParameterGroup": "trainer_lib.trainer.parameter_groups",
     "PartialState": "trainer_lib.state",
     "PreparationError": "trainer_lib.foundation.errors",
     "ProfileKwargs": "trainer_lib.options.profiling",
     "ProjectConfiguration": "trainer_lib.options.project",
+    "Run": "trainer_lib.events",
+    "RunState": "trainer_lib.events",
     "StateError": "trainer_lib.foundation.errors",
     "TorchDynamoPlugin": "trainer_lib.options.compilation",
+    "Trainer": "trainer_lib.trainer.trainer",
     "TrainerLibError": "trainer_lib.foundation.errors",
+    "TrainingArguments": "trainer_lib.trainer.arguments",
+    "Transformer": "trainer_lib.events",
     "UnsupportedError": "trainer_lib.foundation.errors",
     "WorldError": "trainer_lib.foundation.errors",
     "debug_launcher": "trainer_lib.launchers",
@@ -83,27 +103,37 @@ __all__ = [
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
+    "Callback",
     "CheckpointError",
     "ConfigurationError",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "EvaluationOutput",
+    "FitResult",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
     "LocalSGD",
+    "LossResult",
     "MissingPackageError",
     "ParallelismConfig",
+    "ParameterGroup",
     "PartialState",
     "PreparationError",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "Run",
+    "RunState",
     "StateError",
     "TorchDynamoPlugin",
+    "Trainer",
     "TrainerLibError",
+    "TrainingArguments",
+    "Transformer",
     "UnsupportedError",
     "WorldError",
     "debug_launcher",

@@ -87,6 +87,11 @@ class AcceleratedOptimizer(Optimizer):
         """Whether a loss was differentiated since the last update."""
         return self._backwards_at_step != self.window.backwards
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether `step` was called in this micro-batch."""
+        return self._stepped_in == self.window.micro_batch
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the weights if the window is complete."""
         self._stepped_in = self.window.micro_batch

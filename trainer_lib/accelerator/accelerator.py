@@ -605,7 +605,7 @@ class Accelerator(Persistence):
         before = share.local
         share.local = before + _checked_weight(weight)
         if asks_others:
-            self.strategy.carry([share.local])
+            self.strategy.carry([share.local, *window.notes])
         window.begin_backward()
         try:
             self.precision.backward(loss / share.nominal, window.is_fresh, **kwargs)
@@ -615,7 +615,7 @@ class Accelerator(Persistence):
             self.strategy.carry([])
             raise
         if asks_others:
-            (share.total,) = self.strategy.carried()
+            share.total, *window.heard = self.strategy.carried()
 
     def _share(self, optimizer: Any) -> Share:
         optimizers = tuple(self._optimizers if optimizer is None else _listed(optimizer))
@@ -633,9 +633,13 @@ class Accelerator(Persistence):
                 raise ConfigurationError(
                     "A weighted loss joins ones without weight= in one update. Weigh all, or none."
                 )
-        return self._window.share_of(optimizers, self._nominal_weight)
+        return self._window.share_of(optimizers, self.nominal_weight)
 
-    def _nominal_weight(self) -> float:
+    def nominal_weight(self) -> float:
+        """Return what weighted losses of this process are divided by before it is known what a window weighs.
+
+        A model that takes the number of items its loss is divided by is given this one.
+        """
         loader = self.gradient_state.active_dataloader
         batch = (getattr(loader, "total_batch_size", None) or self.num_processes) / self.num_processes
         return batch * self.gradient_state.num_steps

@@ -4,16 +4,14 @@ from collections.abc import Sequence
 
 
 class Control:
-    """Requests. Setting one asks for it; nobody takes back what another asked for.
+    """Requests. Setting one asks for it, and nobody takes back what another asked for.
 
-    A request takes effect at the end of a step: of the same one with one process; with several, where all of them have
-    to agree, of the update that carries it to the others, which may be the next.
+    A request takes effect at the end of a step. With one process that is the step in which it is made; with several,
+    which all have to know, the one whose gradients take it along: that of a request made before or in `backward`, else
+    the next. What is asked for at the end of an evaluation or of a pass takes effect at once.
 
     Attributes:
-        log: Log what was gathered since the last time.
-        evaluate: Evaluate.
-        save: Save a checkpoint.
-        stop: End training.
+        reason: Why training is to stop, for the result.
 
     Example:
         >>> control = Control()
@@ -25,76 +23,93 @@ class Control:
 
     NAMES = ("log", "evaluate", "save", "stop")
 
-    __slots__ = ("_asked", "reason")
+    __slots__ = ("_agreed", "_asked", "reason")
 
     def __init__(self) -> None:
-        self._asked: set[str] = set()
-        self.reason: str | None = None  # why training is to stop, for the result
+        self._asked: set[str] = set()  # by someone on this process
+        self._agreed: set[str] = set()  # and known to all
+        self.reason: str | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nobody asked for anything."""
-        return not self._asked
-
-    def ask(self, name: str, wanted: bool = True) -> None:
-        """Ask for what `name` says."""
-        if wanted:
-            self._asked.add(name)
-
-    def has(self, name: str) -> bool:
-        """Whether somebody asked for what `name` says."""
-        return name in self._asked
-
-    def take(self, name: str) -> bool:
-        """Whether somebody asked for it; after this nobody does."""
-        if name in self._asked:
-            self._asked.remove(name)
-            return True
-        return False
-
-    def as_numbers(self) -> list[float]:
-        """Return the requests as the processes reduce them."""
-        asked = self._asked
-        return [1.0 if name in asked else 0.0 for name in self.NAMES] if asked else [0.0] * len(self.NAMES)
-
-    def hear(self, numbers: Sequence[float]) -> None:
-        """Take up what any process asked for."""
-        for name, number in zip(self.NAMES, numbers, strict=True):
-            if number:
-                self._asked.add(name)
+    # -- for callbacks -------------------------------------------------------------------------------------------
 
     @property
     def log(self) -> bool:
-        """Whether to log."""
-        return "log" in self._asked
+        """Whether someone asked for a log of what was gathered since the last one."""
+        return self._has("log")
 
     @log.setter
     def log(self, wanted: bool) -> None:
-        self.ask("log", wanted)
+        self._ask("log", wanted)
 
     @property
     def evaluate(self) -> bool:
-        """Whether to evaluate."""
-        return "evaluate" in self._asked
+        """Whether someone asked for an evaluation."""
+        return self._has("evaluate")
 
     @evaluate.setter
     def evaluate(self, wanted: bool) -> None:
-        self.ask("evaluate", wanted)
+        self._ask("evaluate", wanted)
 
     @property
     def save(self) -> bool:
-        """Whether to save."""
-        return "save" in self._asked
+        """Whether someone asked for a checkpoint."""
+        return self._has("save")
 
     @save.setter
     def save(self, wanted: bool) -> None:
-        self.ask("save", wanted)
+        self._ask("save", wanted)
 
     @property
     def stop(self) -> bool:
-        """Whether to stop."""
-        return "stop" in self._asked
+        """Whether someone asked for the end of training."""
+        return self._has("stop")
 
     @stop.setter
     def stop(self, wanted: bool) -> None:
-        self.ask("stop", wanted)
+        self._ask("stop", wanted)
+
+    # -- for the loop --------------------------------------------------------------------------------------------
+
+    def agree(self, name: str) -> None:
+        """Note a request that each process comes to by itself, such as one for each 100 steps."""
+        self._agreed.add(name)
+
+    def agree_alone(self) -> None:
+        """Agree to what was asked for, where there is one process."""
+        if self._asked:
+            self._agreed |= self._asked
+            self._asked.clear()
+
+    def as_numbers(self) -> list[float]:
+        """Return what was asked for as the processes reduce it."""
+        return [1.0 if name in self._asked else 0.0 for name in self.NAMES]
+
+    def hear(self, numbers: Sequence[float]) -> None:
+        """Agree to what any process asked for."""
+        for name, number in zip(self.NAMES, numbers, strict=True):
+            if number:
+                self._agreed.add(name)
+                self._asked.discard(name)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._agreed
+
+    def take(self, name: str) -> bool:
+        """Whether `name` is to be done; after this it is not."""
+        if name in self._agreed:
+            self._agreed.remove(name)
+            return True
+        return False
+
+    def is_due(self, name: str) -> bool:
+        """Whether `name` is to be done."""
+        return name in self._agreed
+
+    def _has(self, name: str) -> bool:
+        return name in self._asked or name in self._agreed
+
+    def _ask(self, name: str, wanted: bool) -> None:
+        if wanted:
+            self._asked.add(name)

@@ -1,0 +1,75 @@
+"""This file is what is averaged until the next log: over micro-batches, steps and processes, by weight."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.process_group import ProcessGroup
+
+Weight = float | Tensor
+
+
+class Averages:
+    """Weighted means by name. Nothing is read from the device before `collect`.
+
+    Args:
+        group: The processes whose values are put together.
+        device: Where sums are kept.
+
+    Example:
+        >>> from trainer_lib.process_group import LoneProcess
+        >>> averages = Averages(LoneProcess(), torch.device("cpu"))
+        >>> averages.add("accuracy", 0.5, weight=3)
+        >>> averages.add("accuracy", torch.tensor(1.0))
+        >>> averages.collect()
+        {'accuracy': 0.625}
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        # Sums of thousands of float32 values lose digits; some devices have nothing better.
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, Weight] = {}
+
+    def add(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
+        """Add a value, which counts `weight` times.
+
+        Raises:
+            ConfigurationError: If it is not one number.
+        """
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ConfigurationError(f"log({name!r}, …) takes one number, got a tensor of {tuple(value.shape)}.")
+            value = value.detach().reshape(())
+        elif not isinstance(value, (int, float)):
+            raise ConfigurationError(f"log({name!r}, …) takes a number or a tensor of one, got {value!r}.")
+        self.add_sum(name, value * weight, weight)
+
+    def add_sum(self, name: str, total: float | Tensor, weight: Weight) -> None:
+        """Add a sum over `weight` items, detached."""
+        so_far = self._sums.get(name)
+        if so_far is None:
+            so_far = self._sums[name] = torch.zeros((), dtype=self._dtype, device=self._device)
+            self._weights[name] = 0.0
+        so_far.add_(total)
+        self._weights[name] = self._weights[name] + weight
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        self._sums.clear()
+        self._weights.clear()
+
+    def collect(self) -> dict[str, float]:
+        """Return the means over all processes, and start anew. All processes have to ask."""
+        here = {name: (float(total), float(self._weights[name])) for name, total in self._sums.items()}
+        self.clear()
+        sums: dict[str, list[Any]] = {}
+        for there in self._group.all_gather_objects(here):
+            for name, (total, weight) in there.items():
+                entry = sums.setdefault(name, [0.0, 0.0])
+                entry[0] += total
+                entry[1] += weight
+        return {name: total / weight for name, (total, weight) in sums.items() if weight}

@@ -1,0 +1,128 @@
+"""This file is the start banner: what is going to happen, once, before it does."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainer_lib.foundation.every import Every
+from trainer_lib.trainer.schedules import peak_first_last
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.fitting import Fitting
+
+
+def banner(fitting: "Fitting") -> str:
+    """Return what is going to happen, a line a subject."""
+    lines = {
+        "model": _model(fitting),
+        "devices": _devices(fitting),
+        "batch": _batch(fitting),
+        "length": _length(fitting),
+        "optimizer": _optimizers(fitting),
+        "loss": fitting.trainer.describe_loss(),
+        "evaluation": _evaluation(fitting),
+        "output": _output(fitting),
+    }
+    width = max(map(len, lines))
+    text = "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
+    return f"run {fitting.run.state.run_id}\n{text}\n"
+
+
+def show(fitting: "Fitting") -> None:
+    """Write the banner, on the main process."""
+    if fitting.run.is_main_process:
+        sys.stderr.write(banner(fitting))
+        sys.stderr.flush()
+
+
+def _model(fitting: "Fitting") -> str:
+    trainer = fitting.trainer
+    named: Any = trainer.model if not isinstance(trainer.model, nn.Module) else {"": trainer.model}
+    parts: list[str] = []
+    for name, model in named.items():
+        count = sum(_count(parameter) for parameter in model.parameters())
+        trained = sum(_count(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        of = "all trained" if trained == count else f"{_short(trained)} trained"
+        parts.append(f"{name + ': ' if name else ''}{type(model).__name__}, {_short(count)} parameters, {of}")
+    return "; ".join(parts)
+
+
+def _devices(fitting: "Fitting") -> str:
+    accelerator = fitting.run.accelerator
+    count = accelerator.num_processes
+    how = "" if count == 1 else f" ({accelerator.distributed_type.value})"
+    precision = {"no": "full precision"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    plural = "process" if count == 1 else "processes"
+    return f"{count} {plural}{how} on {accelerator.device.type}, {precision}"
+
+
+def _batch(fitting: "Fitting") -> str:
+    accelerator, of_round = fitting.run.accelerator, fitting.loader.total_batch_size
+    steps, count = accelerator.gradient_accumulation_steps, accelerator.num_processes
+    if of_round is None:
+        return f"of the loader's own size × {steps} accumulated"
+    return f"{of_round * steps} samples an update = {of_round // count} × {steps} accumulated × {count} " + (
+        "process" if count == 1 else "processes"
+    )
+
+
+def _length(fitting: "Fitting") -> str:
+    state, args = fitting.run.state, fitting.trainer.args
+    parts = [f"{state.max_steps} steps" if state.max_steps is not None else "steps not known beforehand"]
+    if state.steps_per_epoch:
+        parts.append(f"{state.steps_per_epoch} an epoch")
+    if state.max_epochs is not None:
+        parts.append(f"{state.max_epochs:g} epochs")
+    if args.time_limit is not None:
+        parts.append(f"at most {args.time_limit:g} s")
+    if state.step:
+        parts.append(f"going on at step {state.step}")
+    return ", ".join(parts)
+
+
+def _optimizers(fitting: "Fitting") -> str:
+    parts: list[str] = []
+    for name, optimizer in fitting.run.optimizers.items():
+        rates = sorted({group["lr"] for group in optimizer.param_groups}, key=float)
+        scheduler = fitting.run.schedulers.get(name)
+        rate = "learning rate " + ", ".join(f"{float(one):g}" for one in rates)
+        if scheduler is not None and scheduler in fitting.step_schedulers:
+            first, peak, last = peak_first_last(scheduler, fitting.schedule_length)
+            known = ((first, "first"), (peak, "at most"), (last, "last"))
+            rate = "learning rate " + ", ".join(f"{value:g} {word}" for value, word in known if value is not None)
+        label = "" if name == "default" else f"{name}: "
+        parts.append(f"{label}{type(optimizer.optimizer).__name__}, {rate}")
+    norm = fitting.trainer.args.max_grad_norm
+    return "; ".join(parts) + ("" if norm is None else f", gradients clipped to a norm of {norm:g}")
+
+
+def _evaluation(fitting: "Fitting") -> str:
+    trainer = fitting.trainer
+    if trainer.evaluation_interval is None:
+        return "none"
+    return f"every {_interval(trainer.evaluation_interval)}, best by {trainer.default_metric}"
+
+
+def _output(fitting: "Fitting") -> str:
+    if fitting.folder is None:
+        return "none: give output_dir to keep checkpoints"
+    interval = fitting.trainer.args.save_interval
+    return f"{fitting.folder.path}, " + (
+        "no checkpoints" if interval is None else f"a checkpoint every {_interval(interval)}"
+    )
+
+
+def _interval(interval: Every) -> str:
+    return str(interval).removeprefix("1 ")
+
+
+def _count(parameter: Any) -> int:
+    return parameter.numel()
+
+
+def _short(count: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)

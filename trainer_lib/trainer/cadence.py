@@ -1,0 +1,78 @@
+"""This file is what is due when: logs, evaluations and checkpoints at their intervals, and the limit of time."""
+
+import math
+import time
+
+from trainer_lib.events import Run, RunState
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.every import Every
+
+
+class Cadence:
+    """Asks for one thing at an interval.
+
+    Args:
+        name: What is asked for, as `Control` knows it.
+        interval: How often.
+        state: Where the run stands.
+    """
+
+    def __init__(self, name: str, interval: Every, state: RunState) -> None:
+        self.name, self._interval = name, interval
+        self._amount, self.unit = interval.amount, interval.unit
+        if self.unit == "epochs" and self._amount != int(self._amount) and not state.steps_per_epoch:
+            raise ConfigurationError(
+                f'{name}_every="{interval}": how long an epoch is cannot be known of this data. Give whole epochs, or '
+                "steps."
+            )
+        self._next = self._after(state)
+
+    def is_due(self, state: RunState) -> bool:
+        """Whether it is due after this step; asked once a step."""
+        if self.unit == "steps":  # first: by far the most frequent
+            return state.step % self._amount == 0
+        if self._now(state) < self._next:
+            return False
+        self._next = self._after(state)
+        return True
+
+    def _now(self, state: RunState) -> float:
+        if self.unit == "epochs":
+            return state.epochs
+        return time.monotonic() if self.unit == "seconds" else state.samples
+
+    def _after(self, state: RunState) -> float:
+        if self.unit == "seconds":
+            return time.monotonic() + self._amount
+        # A little more, so that 3 × 0.1 epochs are not less than 0.3.
+        return (math.floor(self._now(state) / self._amount + 1e-9) + 1) * self._amount - 1e-9
+
+
+class Cadences:
+    """All that is due at intervals.
+
+    Args:
+        intervals: How often, by what is asked for.
+        time_limit: How many seconds the run may take, those before a restart included.
+        run: The run.
+    """
+
+    def __init__(self, intervals: dict[str, Every | None], time_limit: float | None, run: Run) -> None:
+        every = [Cadence(name, interval, run.state) for name, interval in intervals.items() if interval is not None]
+        # The same on all processes, which therefore need not agree; their clocks are not.
+        self._counted = [cadence for cadence in every if cadence.unit != "seconds"]
+        self._timed = [cadence for cadence in every if cadence.unit == "seconds"] if run.is_main_process else []
+        self._limit = time_limit if run.is_main_process else None
+        self._ends_at = None if self._limit is None else time.monotonic() + max(0.0, self._limit - run.state.seconds)
+
+    def ask(self, run: Run) -> None:
+        """Ask for what is due after this step."""
+        for cadence in self._counted:
+            if cadence.is_due(run.state):
+                run.control.agree(cadence.name)
+        for cadence in self._timed:
+            if cadence.is_due(run.state):
+                setattr(run.control, cadence.name, True)
+        if self._ends_at is not None and time.monotonic() >= self._ends_at:
+            run.control.reason = "max_time is over"
+            run.control.stop = True

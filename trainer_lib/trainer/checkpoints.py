@@ -1,0 +1,192 @@
+"""This file is a run's folder: who it is, its checkpoints, and the run that a new one goes on with.
+
+output_dir/RUN_ID/run.json
+output_dir/RUN_ID/history.jsonl
+output_dir/RUN_ID/checkpoints/checkpoint-00000500/
+"""
+
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.checkpointing.layout import is_committed
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.foundation.files import replace_file
+from trainer_lib.logging import get_logger
+from trainer_lib.process_group import ProcessGroup
+
+_logger = get_logger(__name__)
+
+RUN_FILE, HISTORY_FILE, CHECKPOINTS = "run.json", "history.jsonl", "checkpoints"
+
+
+@dataclass
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: Where it is.
+        facts: What its file says: its id, what it trains, how it ended.
+    """
+
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.facts.get("status") in ("finished", "stopped")
+
+    @property
+    def history_file(self) -> Path:
+        """Where what is logged goes."""
+        return self.path / HISTORY_FILE
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint after `step` updates."""
+        return self.path / CHECKPOINTS / f"checkpoint-{step:08d}"
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the checkpoint of the most updates."""
+        whole = [path for path in (self.path / CHECKPOINTS).glob("checkpoint-*") if is_committed(path)]
+        return max(whole, key=lambda path: path.name, default=None)
+
+    def write(self, **facts: Any) -> None:
+        """Write down what is known of the run; one process does."""
+        self.facts.update(facts)
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.facts, indent=1) + "\n"
+        replace_file(self.path / RUN_FILE, lambda path: _write(path, text))
+
+
+def new_run(output_dir: Path, name: str | None, group: ProcessGroup, what: dict[str, Any]) -> RunFolder:
+    """Return the folder of a new run, the same on all processes.
+
+    Args:
+        output_dir: Where runs are kept.
+        name: What the user calls it.
+        group: The processes.
+        what: What it trains, by which `resume="auto"` knows it.
+    """
+    (run_id,) = group.broadcast_objects([f"{name or time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"])
+    return RunFolder(output_dir / run_id, {"run_id": run_id, "created": time.time(), "what": what})
+
+
+def runs_in(output_dir: Path, what: dict[str, Any]) -> list[RunFolder]:
+    """Return the runs that train the same, the oldest first."""
+    found: list[RunFolder] = []
+    for file in output_dir.glob(f"*/{RUN_FILE}"):
+        try:
+            facts = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error}). Move its folder away, or resume by path."
+            ) from error
+        if facts.get("what") == what:
+            found.append(RunFolder(file.parent, facts))
+    return sorted(found, key=lambda run: run.facts.get("created", 0.0))
+
+
+def checkpoint_at(path: str | Path) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest of the run whose folder it is.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    folder = Path(path).expanduser().resolve()
+    if is_committed(folder):
+        return folder
+    newest = RunFolder(folder).newest_checkpoint()
+    if newest is None:
+        raise ConfigurationError(
+            f"resume={str(path)!r}: no checkpoint is there, nor in its folder {CHECKPOINTS}. Give a folder such as "
+            f'output_dir/RUN_ID/{CHECKPOINTS}/checkpoint-00000100, the folder of a run, or "auto".'
+        )
+    return newest
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run stands before it begins.
+
+    Attributes:
+        folder: Its folder; `None`: nothing is written.
+        checkpoint: What it goes on from; `None`: it begins.
+        is_through: It ended before, and there is nothing to do.
+    """
+
+    folder: RunFolder | None
+    checkpoint: Path | None = None
+    is_through: bool = False
+
+
+def find_place(root: Path | None, name: str | None, resume: str, group: ProcessGroup, what: Any) -> Place:
+    """Return where a run stands; the main process looks, and all others are told.
+
+    Args:
+        root: Where runs are kept.
+        name: What the user calls the run.
+        resume: "never", "auto", or the path of a checkpoint or of a run.
+        group: The processes.
+        what: What it trains.
+
+    Raises:
+        ConfigurationError: If what it is to go on from is not there.
+    """
+    found: list[Any] = [None]
+    if group.rank == 0:
+        try:
+            found = [_look(root, resume, what)]
+        except (ConfigurationError, CheckpointError) as error:
+            found = [error]
+    (answer,) = group.broadcast_objects(found)
+    if isinstance(answer, Exception):
+        raise answer
+    folder, checkpoint, is_through = answer
+    if root is None:
+        return Place(None, checkpoint)
+    return Place(folder or new_run(root.resolve(), name, group, what), checkpoint, is_through)
+
+
+def _look(root: Path | None, resume: str, what: Any) -> tuple[RunFolder | None, Path | None, bool]:
+    if resume not in ("never", "auto"):
+        checkpoint = checkpoint_at(resume)
+        folder = checkpoint.parent.parent
+        is_own = root is not None and folder.parent == root.resolve()
+        return (_read(folder / RUN_FILE, what) if is_own else None), checkpoint, False
+    if root is None:
+        if resume == "auto":
+            raise ConfigurationError('resume="auto" looks for a run in output_dir. Give output_dir.')
+        return None, None, False
+    runs = runs_in(root, what)
+    unfinished = [run for run in runs if not run.is_finished and run.newest_checkpoint() is not None]
+    if resume == "never":
+        if unfinished:
+            _logger.warning(
+                'The run %s is not finished. This is a new one; resume="auto" would go on with that.',
+                unfinished[-1].path,
+            )
+        return None, None, False
+    if runs and runs[-1].is_finished:
+        _logger.warning("The run %s is finished: there is nothing to train.", runs[-1].path)
+        return runs[-1], None, True
+    if unfinished:
+        return unfinished[-1], unfinished[-1].newest_checkpoint(), False
+    return None, None, False
+
+
+def _read(file: Path, what: Any) -> RunFolder:
+    facts = json.loads(file.read_text()) if file.is_file() else {"run_id": file.parent.name, "what": what}
+    return RunFolder(file.parent, facts)

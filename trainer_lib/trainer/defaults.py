@@ -1,0 +1,232 @@
+"""This file is what a `Trainer`'s verbs do as long as nobody overrides them."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainer_lib.callbacks.checkpoint import Checkpoint
+from trainer_lib.callbacks.learning_rate import LearningRateMonitor
+from trainer_lib.callbacks.printer import Printer
+from trainer_lib.callbacks.progress import ProgressBar
+from trainer_lib.callbacks.throughput import Throughput
+from trainer_lib.data_loader import prepare_data_loader
+from trainer_lib.events import Callback
+from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.metric_names import greater_is_better_for
+from trainer_lib.progress import is_live
+from trainer_lib.trainer import loaders
+from trainer_lib.trainer.arguments import TrainingArguments
+from trainer_lib.trainer.batches import call_model, predictions_of, targets_of
+from trainer_lib.trainer.metrics import as_metrics
+from trainer_lib.trainer.optimizers import build_optimizer
+from trainer_lib.trainer.outputs import EvaluationOutput, Metric
+from trainer_lib.trainer.parameter_groups import group_parameters
+from trainer_lib.trainer.schedules import build_schedule
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
+
+
+class Measures(NamedTuple):
+    """What is measured on a set."""
+
+    metrics: Mapping[str, Metric]
+    compute: Callable[..., Any] | None
+
+
+def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks that are there by default, but for those of whose class one is given, and those given."""
+    there: list[Callback] = [LearningRateMonitor(), Throughput()]
+    if args.output_dir is not None:
+        there.append(Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best))
+    shows_bar = is_live(sys.stderr) if args.progress_bar is None else args.progress_bar
+    there.append(ProgressBar() if shows_bar else Printer())
+    return [one for one in there if not any(type(one) is type(other) for other in given)] + list(given)
+
+
+def optimizers(trainer: "Trainer") -> Optimizer | dict[str, Optimizer]:
+    """Return what was given, made from the parameters if it is to be made, or what the arguments name."""
+    bare = {name: trainer.accelerator.unwrap_model(model) for name, model in trainer.prepared_by_name().items()}
+    given = trainer.optimizer
+    if isinstance(given, Mapping):
+        unknown_names = [name for name in given if name not in bare]
+        if unknown_names and not all(isinstance(one, Optimizer) for one in given.values()):
+            raise ConfigurationError(
+                f"optimizer names {unknown_names[0]!r}, and the models are {', '.join(bare)}."
+                f"{did_you_mean(unknown_names[0], bare)}"
+            )
+        return {name: _optimizer(trainer, one, bare.get(name)) for name, one in given.items()}
+    if given is not None or list(bare) == [""]:
+        return _optimizer(trainer, given, next(iter(bare.values())))
+    return {name: _optimizer(trainer, None, model) for name, model in bare.items()}
+
+
+def _optimizer(trainer: "Trainer", given: Any, model: nn.Module | None) -> Optimizer:
+    if isinstance(given, Optimizer):
+        return given
+    assert model is not None  # what is to be made has a model
+    args = trainer.args
+    groups = group_parameters(model, args.weight_decay, args.parameter_groups)
+    if given is not None:
+        if not callable(given):
+            raise ConfigurationError(
+                f"optimizer must be an Optimizer, or a function that makes one of parameters, got a "
+                f"{type(given).__name__}. By name: TrainingArguments(optimizer=…)."
+            )
+        made = given([parameter for group in groups for parameter in group["params"]])
+        if not isinstance(made, Optimizer):
+            raise ConfigurationError(f"optimizer made a {type(made).__name__}, which is no torch.optim.Optimizer.")
+        return made
+    return build_optimizer(
+        args.optimizer,
+        groups,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        device=trainer.accelerator.device,
+        **args.optimizer_kwargs,
+    )
+
+
+def scheduler(trainer: "Trainer", name: str, optimizer: Optimizer, total_steps: int | None) -> Any:
+    """Return what was given, made for the optimizer if it is to be made, or what the arguments name."""
+    args, given = trainer.args, trainer.scheduler
+    if isinstance(given, Mapping):
+        given = given.get(name)
+    if given is not None:
+        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+    options = dict(args.lr_scheduler_kwargs)
+    if args.lr_scheduler == "plateau" and "mode" not in options and trainer.default_metric is not None:
+        is_more = greater_is_better_for(trainer.default_metric, args.greater_is_better)
+        options["mode"] = "max" if is_more else "min"
+    return build_schedule(
+        args.lr_scheduler,
+        optimizer,
+        warmup_steps=args.warmup_steps_for(total_steps),
+        total_steps=total_steps,
+        **options,
+    )
+
+
+def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
+    """Return the loader of the training data."""
+    args = trainer.args
+    return loaders.train_loader(
+        dataset,
+        batch_size=args.per_device_train_batch_size,
+        collate_fn=trainer.collate_fn,
+        processing_class=trainer.processing_class,
+        shuffle=args.shuffle,
+        drop_last=args.drop_last,
+        group_by_length=args.group_by_length,
+        length_column=args.length_column,
+        sample_weights=args.sample_weights,
+        limit_batches=args.limit_train_batches,
+        **_reading(args),
+    )
+
+
+def eval_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
+    """Return the loader of data that is evaluated."""
+    args = trainer.args
+    return loaders.eval_loader(
+        dataset,
+        batch_size=args.eval_batch_size,
+        collate_fn=trainer.collate_fn,
+        processing_class=trainer.processing_class,
+        limit_batches=args.limit_eval_batches,
+        **_reading(args),
+    )
+
+
+def _reading(args: TrainingArguments) -> dict[str, Any]:
+    return {
+        "num_workers": args.num_workers,
+        "pin_memory": args.pin_memory,
+        "prefetch_factor": args.prefetch_factor,
+        "persistent_workers": args.persistent_workers,
+    }
+
+
+def prepared_for_evaluation(trainer: "Trainer", loader: DataLoader[Any]) -> Any:
+    """Return a loader shared out to the processes, which is no part of what checkpoints hold."""
+    accelerator = trainer.accelerator
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=accelerator.num_processes,
+        process_index=accelerator.process_index,
+        put_on_device=True,
+        even_batches=True,
+        non_blocking=accelerator.non_blocking,
+    )
+
+
+def evaluation_output(trainer: "Trainer", model: Any, batch: Any) -> EvaluationOutput:
+    """Return loss, predictions and labels of a batch."""
+    labels = targets_of(batch, trainer.args.label_names)
+    if labels is None and trainer.loses_by_default:  # nothing to compare with: predictions alone
+        return EvaluationOutput(predictions=predictions_of(call_model(model, batch)))
+    result = trainer.as_result(trainer.compute_loss(model, batch), batch)
+    predictions = None if result.outputs is None else predictions_of(result.outputs)
+    weight = 0.0 if result.weight is None else result.weight
+    return EvaluationOutput(loss_sum=result.loss, weight=weight, predictions=predictions, labels=labels)
+
+
+def named_sets(given: Any) -> dict[str, Any]:
+    """Return datasets by name; a single one has none."""
+    if not isinstance(given, Mapping) or all(isinstance(one, (Tensor, np.ndarray)) for one in given.values()):
+        return {"": given}
+    if not given:
+        raise ConfigurationError("eval_dataset is an empty dict. Give a dataset, or datasets by name.")
+    return dict(given)
+
+
+def measures(eval_dataset: Any, metrics: Any, compute_metrics: Any) -> dict[str, Measures]:
+    """Return what is measured on each set; under "" on any other.
+
+    Raises:
+        ConfigurationError: If something is given for a set that there is not, or is no metric.
+    """
+    names = [] if eval_dataset is None else list(named_sets(eval_dataset))
+    if isinstance(compute_metrics, Mapping):
+        foreign = [name for name in compute_metrics if name not in names]
+        if foreign:
+            raise ConfigurationError(
+                f"compute_metrics is given for a set {foreign[0]!r}, and the sets are {', '.join(names) or 'none'}."
+                f"{did_you_mean(foreign[0], names)}"
+            )
+    elif compute_metrics is not None and not callable(compute_metrics):
+        raise ConfigurationError(f"compute_metrics must be a function, got a {type(compute_metrics).__name__}.")
+    differs = _is_by_set(metrics, names)
+    of_all = as_metrics(None if differs else metrics)
+    by_name = compute_metrics if isinstance(compute_metrics, Mapping) else dict.fromkeys(("", *names), compute_metrics)
+    return {
+        name: Measures(as_metrics(metrics.get(name)) if differs else of_all, by_name.get(name)) for name in ("", *names)
+    }
+
+
+def _is_by_set(metrics: Any, names: Sequence[str]) -> bool:
+    return isinstance(metrics, Mapping) and bool(metrics) and names != [""] and set(metrics) <= set(names)
+
+
+def what_is_trained(trainer: "Trainer") -> dict[str, Any]:
+    """Return by what a run is known when another is to go on with it."""
+    named: dict[str, nn.Module] = (
+        {"model": trainer.model} if isinstance(trainer.model, nn.Module) else dict(trainer.model)
+    )
+    try:
+        samples = len(trainer.train_dataset)
+    except TypeError:  # an iterable one, or none
+        samples = None
+    return {
+        "models": {
+            name: [type(model).__name__, sum(parameter.numel() for parameter in model.parameters())]
+            for name, model in named.items()
+        },
+        "data": [type(trainer.train_dataset).__name__, samples],
+    }

@@ -1,0 +1,256 @@
+"""This file is one `fit`: what it puts together before the first step, and what it does when it is asked to."""
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainer_lib.callbacks.jsonl import JsonlLog
+from trainer_lib.events import Best, Run, RunState
+from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.metric_names import greater_is_better_for
+from trainer_lib.logging import get_logger
+from trainer_lib.seeding import set_seed
+from trainer_lib.trainer import banner
+from trainer_lib.trainer.cadence import Cadences
+from trainer_lib.trainer.checkpoints import RunFolder
+from trainer_lib.trainer.engine import accumulation_steps
+from trainer_lib.trainer.result import FitResult
+from trainer_lib.trainer.schedules import is_metric_driven, moves_each_update
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
+
+_logger = get_logger(__name__)
+
+
+class Fitting:
+    """What one `fit` is made of.
+
+    Args:
+        trainer: Whose verbs make its parts.
+        folder: The run's folder; `None`: nothing is written.
+    """
+
+    def __init__(self, trainer: "Trainer", folder: RunFolder | None) -> None:
+        args, accelerator = trainer.args, trainer.accelerator
+        self.trainer, self.folder, self.events = trainer, folder, trainer.events
+        if folder is not None and not any(isinstance(one, JsonlLog) for one in self.events):
+            self.events.add(JsonlLog(folder.history_file))
+        accelerator.gradient_accumulation_steps = accumulation_steps(args, accelerator.num_processes)
+        if args.seed is not None:
+            set_seed(args.seed)
+        self.models: list[nn.Module] = trainer.prepare_models()
+        loader = trainer.train_dataloader()
+        self.loader: Any = accelerator.prepare_data_loader(loader)
+        optimizers = _named("configure_optimizer", trainer.configure_optimizer())
+        prepared = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}
+        state = RunState(run_id="" if folder is None else folder.run_id, status="running")
+        self._set_limits(state)
+        self.schedule_length = args.schedule_steps or state.max_steps
+        schedulers = trainer.make_schedulers(optimizers, self.schedule_length)
+        self.run = Run(
+            trainer=trainer,
+            args=args,
+            state=state,
+            accelerator=accelerator,
+            model=trainer.prepared,
+            optimizers=prepared,
+            schedulers={name: accelerator.prepare_scheduler(one) for name, one in schedulers.items()},
+        )
+        self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
+        self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
+        accelerator.register_for_checkpointing(_Saved(self))
+        self._evaluated_at = self._saved_at = -1
+        self._began = time.monotonic()
+        self.cadences: Cadences
+
+    # -- before the first step -----------------------------------------------------------------------------------
+
+    def _set_limits(self, state: RunState) -> None:
+        args = self.trainer.args
+        batches = _length(self.loader)
+        if batches is not None:
+            if not batches:
+                raise ConfigurationError(
+                    f"The training data has no batch: {_size(self.loader)} samples, per_device_train_batch_size="
+                    f"{args.per_device_train_batch_size}, drop_last={args.drop_last}."
+                )
+            state.steps_per_epoch = math.ceil(batches / self.trainer.accelerator.gradient_accumulation_steps)
+        epochs = args.epoch_limit
+        state.max_epochs, state.max_steps = epochs, args.max_steps
+        if epochs is not None and state.steps_per_epoch is not None:
+            steps = math.ceil(epochs * state.steps_per_epoch - 1e-9)
+            state.max_steps = steps if args.max_steps is None else min(steps, args.max_steps)
+        elif epochs is not None and epochs != int(epochs):
+            raise ConfigurationError(
+                f"num_train_epochs={epochs}: how long an epoch is cannot be known of this data. Give whole epochs, or "
+                "max_steps."
+            )
+
+    def begin(self, checkpoint: Path | None) -> None:
+        """Take up a checkpoint, if there is one, and be ready for the first step."""
+        run, args = self.run, self.trainer.args
+        if checkpoint is not None:
+            self.load(checkpoint)
+        if self.trainer.default_metric is not None:  # known before it is too late
+            self._is_better(0.0, 0.0)
+        intervals = {"log": args.log_interval, "evaluate": self.trainer.evaluation_interval, "save": args.save_interval}
+        run.state.status = "running"
+        self._began = time.monotonic()
+        self.cadences = Cadences(intervals, args.time_limit, run)
+        if self.folder is not None and run.is_main_process:
+            self.folder.write(status="running")
+        banner.show(self)
+        self.events.fire("on_fit_begin", run)
+        if args.eval_on_start and not run.state.step:
+            self.evaluate()
+
+    # -- when it is asked for ------------------------------------------------------------------------------------
+
+    def log(self) -> None:
+        """Log what was gathered since the last time."""
+        run, state = self.run, self.run.state
+        self.tell_time()
+        values = self.trainer.averages.collect()
+        if run.grad_norm is not None:
+            values["grad_norm"] = float(run.grad_norm)
+        self.events.fire("on_log", run, values)
+        state.history.append({"step": state.step, "epoch": state.epochs, **values})
+
+    def evaluate(self) -> None:
+        """Evaluate all sets, and see if it is the best so far."""
+        run, state = self.run, self.run.state
+        self.tell_time()
+        run.metrics = metrics = self.trainer.evaluate()
+        self._began = time.monotonic()  # the time of an evaluation is none of training
+        self._evaluated_at = state.step
+        state.history.append({"step": state.step, "epoch": state.epochs, **metrics})
+        name = self.trainer.default_metric
+        if name is None:
+            return
+        if name not in metrics:
+            raise ConfigurationError(
+                f"metric_for_best={name!r} is no metric of this evaluation. There are: {', '.join(metrics)}."
+                f"{did_you_mean(name, metrics)}"
+            )
+        for scheduler in self.metric_schedulers:
+            scheduler.scheduler.step(metrics[name])
+        if math.isfinite(metrics[name]) and (state.best is None or self._is_better(metrics[name], state.best.value)):
+            state.best = Best(name, metrics[name], state.step)
+            self.events.fire("on_best", run, name, metrics[name])
+
+    def save(self) -> None:
+        """Save a checkpoint."""
+        if self.folder is None:
+            raise ConfigurationError("A checkpoint was asked for, and there is no folder for it. Give output_dir.")
+        run, state = self.run, self.run.state
+        if self._saved_at == state.step:
+            return
+        self.tell_time()
+        target = self.folder.checkpoint(state.step)
+        self._saved_at = state.step
+        metrics = dict(run.metrics) if self._evaluated_at == state.step else {}
+        state.checkpoints = [one for one in state.checkpoints if one["path"] != str(target)]
+        state.checkpoints.append({"path": str(target), "step": state.step, "metrics": metrics})
+        self.events.fire("on_save_begin", run, target)
+        run.accelerator.save_state(target)
+        self.events.fire("on_save_end", run, target)
+        self._began = time.monotonic()
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint."""
+        self.events.fire("on_load_begin", self.run, checkpoint)
+        self.run.accelerator.load_state(checkpoint)
+        self._saved_at = self.run.state.step
+        self.events.fire("on_load_end", self.run, checkpoint)
+
+    def finish(self) -> None:
+        """Do what the last step leaves to do: log, evaluate, save."""
+        run, state, trainer = self.run, self.run.state, self.trainer
+        self.log()
+        if trainer.evaluation_interval is not None and self._evaluated_at != state.step:
+            self.evaluate()
+        reason = run.control.reason
+        state.status, state.reason = ("stopped" if reason else "finished"), reason
+        if self.folder is not None and trainer.args.save_interval is not None:
+            self.save()
+        if trainer.args.load_best_at_end and state.best is not None:
+            self._load_best()
+
+    def close(self, status: Any) -> None:
+        """Write down how it ended, however that was, and let the callbacks know."""
+        run = self.run
+        self.tell_time()
+        run.state.status = status
+        run.batch = run.outputs = run.loss_sum = None
+        try:
+            self.events.fire("on_fit_end", run)
+        finally:
+            if self.folder is not None and run.is_main_process:
+                self.folder.write(status=status, state=run.state.state_dict(), metrics=run.metrics)
+
+    def result(self) -> FitResult:
+        """Return what became of the run."""
+        return FitResult.of({"state": self.run.state.state_dict(), "metrics": self.run.metrics})
+
+    def tell_time(self) -> None:
+        """Count the time of training so far."""
+        now = time.monotonic()
+        self.run.state.seconds += now - self._began
+        self._began = now
+
+    # -- private -------------------------------------------------------------------------------------------------
+
+    def _is_better(self, value: float, than: float) -> bool:
+        args, name = self.trainer.args, self.trainer.default_metric
+        return value > than if greater_is_better_for(name or "", args.greater_is_better) else value < than
+
+    def _load_best(self) -> None:
+        best = self.result().best_checkpoint
+        if best is None:
+            raise ConfigurationError("load_best_at_end=True: the best evaluation was not saved. Leave keep_best at 1.")
+        state = self.run.state.state_dict()
+        self.run.accelerator.load_state(best)
+        self.run.state.load_state_dict(state)
+
+
+class _Saved:
+    """What of a run survives a restart besides what the engine saves: the run's state and that of its callbacks."""
+
+    def __init__(self, fitting: Fitting) -> None:
+        self._fitting = fitting
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states."""
+        fitting = self._fitting
+        return {"run": fitting.run.state.state_dict(), "callbacks": fitting.events.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them up."""
+        self._fitting.run.state.load_state_dict(state["run"])
+        self._fitting.events.load_state_dict(state["callbacks"])
+
+
+def _named(verb: str, value: Any) -> dict[str, Any]:
+    named = dict(value) if isinstance(value, Mapping) else {"default": value}
+    if not named:
+        raise ConfigurationError(f"{verb} returned no optimizer. Return one, or a dict of them by name.")
+    return named
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # an iterable dataset does not say
+        return None
+
+
+def _size(loader: Any) -> Any:
+    try:
+        return len(loader.dataset)
+    except TypeError:
+        return "an unknown number of"

@@ -1,0 +1,200 @@
+"""This file is the training loop: read it first.
+
+A pass over the data is made of batches; some batches make a window, which is one update (a step). After each update,
+what was asked for is done, always in this order: log, evaluate, save, stop.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
+from trainer_lib.trainer.batches import batch_size
+from trainer_lib.trainer.fillers import buffers_kept
+from trainer_lib.trainer.losses import LossResult
+from trainer_lib.trainer.rows import take_rows
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.fitting import Fitting
+
+_logger = get_logger(__name__)
+
+
+class Loop:
+    """Trains until a limit is reached or somebody asks for the end.
+
+    Args:
+        fitting: What is trained, with what, and where that stands.
+    """
+
+    def __init__(self, fitting: "Fitting") -> None:
+        self.fitting, self.trainer, self.run, self.events = fitting, fitting.trainer, fitting.run, fitting.events
+        self.loader, self.models = fitting.loader, fitting.models
+        self.accelerator = self.run.accelerator
+        self.window, self.gradients = self.accelerator._window, self.accelerator.gradient_state
+        self.optimizers, self.schedulers = list(self.run.optimizers.values()), fitting.step_schedulers
+        self.parameters = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
+        self.max_norm = self.run.args.max_grad_norm
+        self.is_alone = self.accelerator.num_processes == 1
+        self.samples_a_round: int | None = self.loader.total_batch_size
+        self.is_stopped = False
+
+    def train(self) -> None:
+        """Go over the data until training is over."""
+        state = self.run.state
+        while not self.is_over:
+            before = state.step
+            self.one_pass()
+            if state.step == before:
+                self.no_data()
+
+    def one_pass(self) -> None:
+        """Go over the data once, from where it was left."""
+        self.events.fire("on_epoch_begin", self.run)
+        for batch in self.loader:
+            self.micro_batch(batch)
+            if self.gradients.sync_gradients:
+                self.finish_step()
+                if self.is_over:
+                    return
+
+    def micro_batch(self, batch: Any) -> None:
+        """Add the gradients of a batch to those of its window, and update with the last one."""
+        run, events, rows = self.run, self.events, self.loader.rows
+        is_filler = False
+        if rows is not None and rows.real < rows.total:  # the rest repeats samples, to make the processes even
+            is_filler = rows.real == 0
+            batch = take_rows(batch, 0, rows.real or 1)
+        run.batch = batch
+        with self.accelerator.accumulate(*self.models):
+            if self.window.size == 1:
+                events.fire("on_step_begin", run)
+            events.fire("on_micro_batch_begin", run)
+            if not self.is_alone:
+                self.window.notes = run.control.as_numbers()
+            if is_filler:
+                self.run_along()
+            else:
+                self.note(self.trainer.training_step(run.model, run.batch))
+            if self.gradients.sync_gradients:
+                self.update()
+        self.count(batch)
+
+    def run_along(self) -> None:
+        """Take part in an update without data of one's own: it weighs nothing and leaves no trace."""
+        self.trainer.weighs_nothing = True
+        try:
+            with buffers_kept(self.models):
+                self.trainer.training_step(self.run.model, self.run.batch)
+        finally:
+            self.trainer.weighs_nothing = False
+
+    def note(self, result: LossResult | None) -> None:
+        """Keep what a step tells, until somebody asks."""
+        if result is not None:
+            run, averages, weight = self.run, self.trainer.averages, result.weight
+            run.loss_sum, run.weight = result.loss.detach(), weight  # type: ignore[assignment]  # it has one by now
+            averages.add_sum("loss", run.loss_sum, run.weight)
+            if result.logs is not None:
+                for name, value in result.logs.items():
+                    averages.add(name, value, run.weight)
+            run.outputs = result.outputs
+        self.events.fire("on_micro_batch_end", self.run)
+        self.run.outputs = None  # not kept until the next step, whose activations want the memory
+
+    def update(self) -> None:
+        """Clip, step, schedule, zero."""
+        run, events, optimizers = self.run, self.events, self.optimizers
+        if not self.is_alone and self.window.heard:
+            run.control.hear([float(number) for number in self.window.heard])
+        events.fire("on_backward_end", run)
+        if not any(optimizer.has_stepped for optimizer in optimizers):  # else training_step sees to it
+            if self.max_norm is not None:
+                run.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.max_norm)
+            events.fire("on_optimizer_step_begin", run)
+            for optimizer in optimizers:
+                optimizer.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        events.fire("on_optimizer_step_end", run)
+        if events.listens("on_step_skipped") and self.accelerator.optimizer_step_was_skipped:
+            events.fire("on_step_skipped", run)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    def count(self, batch: Any) -> None:
+        """Count a batch."""
+        state, loader = self.run.state, self.loader
+        state.micro_batches += 1
+        of_round = self.samples_a_round
+        if loader.end_of_dataloader and loader.remainder > 0:
+            of_round = loader.remainder
+        state.samples += of_round or batch_size(batch) * self.accelerator.num_processes
+
+    def finish_step(self) -> None:
+        """Count an update, and do what was asked for."""
+        run, events, loader = self.run, self.events, self.loader
+        run.state.step += 1
+        run.state.steps_in_epoch += 1
+        events.fire("on_step_end", run)
+        if loader.end_of_dataloader and not loader.others_read_on:
+            self.finish_pass()
+        self.fitting.cadences.ask(run)
+        if self.is_alone:
+            run.control.agree_alone()
+        if not run.control.is_empty:
+            self.act()
+
+    def finish_pass(self) -> None:
+        """Count a pass."""
+        state = self.run.state
+        state.epoch += 1
+        state.steps_in_epoch = 0
+        self.events.fire("on_epoch_end", self.run)
+        self.agree()
+
+    def act(self) -> None:
+        """Do what was asked for."""
+        fitting, control = self.fitting, self.run.control
+        if control.take("log"):
+            fitting.log()
+        if control.take("evaluate"):
+            fitting.evaluate()
+            self.agree()
+        if control.take("save"):
+            fitting.save()
+        if control.take("stop"):
+            self.is_stopped = True
+
+    def agree(self) -> None:
+        """Have all processes know what any of them asked for, by a message of its own: where there is time for it."""
+        control, group = self.run.control, self.accelerator.group
+        if self.is_alone:
+            control.agree_alone()
+        else:
+            asked = group.all_gather_objects(control.as_numbers())
+            control.hear([sum(numbers) for numbers in zip(*asked, strict=True)])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a limit is reached or somebody asked for the end."""
+        state = self.run.state
+        return (
+            self.is_stopped
+            or (state.max_steps is not None and state.step >= state.max_steps)
+            or (state.max_epochs is not None and state.epoch >= state.max_epochs)
+        )
+
+    def no_data(self) -> None:
+        """End training where the data came to nothing; before the first step that is an error."""
+        if not self.run.state.step:
+            raise ConfigurationError(
+                "The training data gave no batch. Is the dataset empty, or an iterator that was read before? With "
+                "drop_last=True it has to hold a whole batch for each process."
+            )
+        self.run.control.reason = "the data came to an end"
+        _logger.warning(
+            "Pass %d over the data gave no batch: an iterator can be read once only. Training ends at step %d.",
+            self.run.state.epoch + 1,
+            self.run.state.step,
+        )
+        self.is_stopped = True

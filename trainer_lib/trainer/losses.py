@@ -1,0 +1,153 @@
+"""This file is losses as sums over items: what the mean over any number of batches and processes can be made from."""
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer_lib.foundation.errors import ConfigurationError
+
+Weight = float | Tensor
+IGNORED = -100  # the label of what does not count, as torch and transformers know it
+
+
+class LossResult(NamedTuple):
+    """What `compute_loss` found out about a batch.
+
+    Args:
+        loss: With `weight` the sum of the losses of so many items; without, their mean over what `Trainer.num_items`
+            counts.
+        weight: How many items: valid tokens, samples, pixels.
+        outputs: What the model returned, for callbacks and metrics.
+        logs: Other values to log, averaged with the same weight: numbers or tensors by name.
+
+    Example:
+        >>> LossResult(torch.tensor(6.0), weight=3)[:2]
+        (tensor(6.), 3)
+    """
+
+    loss: Tensor
+    weight: Weight | None = None
+    outputs: Any = None
+    logs: Mapping[str, float | Tensor] | None = None
+
+
+SummedLoss = Callable[[Any, Any], tuple[Tensor, Weight]]
+
+
+def summed(loss_fn: Any) -> SummedLoss | None:
+    """Return a function of outputs and targets that gives a loss as (sum, weight).
+
+    `None` for a loss function that only its author knows; then it returns a mean over what `num_items` counts.
+
+    Raises:
+        ConfigurationError: If it does not average.
+    """
+    function, options = loss_fn, {}
+    if isinstance(loss_fn, functools.partial):
+        function, options = loss_fn.func, loss_fn.keywords
+    kind: Any = type(function) if isinstance(function, nn.Module) else function
+    count = _COUNTS.get(kind)
+    reduction = getattr(function, "reduction", options.get("reduction", "mean"))
+    if reduction not in ("mean", "batchmean"):
+        raise ConfigurationError(
+            f"loss_fn has reduction={reduction!r}, and updates are made from means, which any number of batches and "
+            "processes add up to. Leave reduction out, or return LossResult(loss_sum, weight=n) from compute_loss."
+        )
+    if count is None or (isinstance(loss_fn, functools.partial) and loss_fn.args):
+        return None
+    if isinstance(function, nn.Module):
+        total: Any = copy.copy(function)
+        total.reduction = "sum"
+        return lambda outputs, targets: (total(outputs, targets), count(function, outputs, targets))
+    total = functools.partial(function, **{**options, "reduction": "sum"})
+    settings = _Settings(options)
+    return lambda outputs, targets: (total(outputs, targets), count(settings, outputs, targets))
+
+
+def count_valid(labels: Tensor, ignored: int = IGNORED) -> Weight:
+    """Return how many labels count: a number on the host, a tensor where reading it would have to wait."""
+    valid = torch.count_nonzero(labels != ignored)
+    return float(valid) if labels.device.type == "cpu" else valid
+
+
+def sum_from_mean(mean: Tensor, weight: Weight) -> Tensor:
+    """Return the sum that `mean` is made from; 0 where it is a mean over nothing, which would be 0 / 0."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, mean * weight, 0.0)
+    return mean * weight if weight else mean.nan_to_num() * 0.0
+
+
+class _Settings:
+    """The options of a loss in its form as a function, as the module has them."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.ignore_index: int = options.get("ignore_index", IGNORED)
+        self.weight: Tensor | None = options.get("weight")
+        self.reduction: str = options.get("reduction", "mean")
+
+
+def _targets(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
+    """Count as cross entropy does."""
+    if targets.is_floating_point():  # probabilities of the classes, along dimension 1
+        classes = outputs.shape[1] if outputs.ndim > 1 else outputs.shape[0]
+        return targets.numel() / classes
+    weight = settings.weight
+    if weight is None:
+        return count_valid(targets, settings.ignore_index)
+    valid = targets != settings.ignore_index
+    return weight[targets[valid]].sum()
+
+
+def _elements(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
+    del settings
+    return float(max(outputs.numel(), targets.numel()))
+
+
+def _samples(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
+    del settings, targets
+    return float(outputs.shape[0]) if outputs.ndim > 1 else 1.0
+
+
+def _divergence(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
+    of_batch = settings.reduction == "batchmean"
+    return float(outputs.shape[0]) if of_batch else _elements(settings, outputs, targets)
+
+
+# By the class or function itself: a subclass may compute something else.
+_COUNTS: dict[Any, Callable[[Any, Tensor, Tensor], Weight]] = {
+    nn.CrossEntropyLoss: _targets,
+    nn.NLLLoss: _targets,
+    F.cross_entropy: _targets,
+    F.nll_loss: _targets,
+    nn.MSELoss: _elements,
+    nn.L1Loss: _elements,
+    nn.SmoothL1Loss: _elements,
+    nn.HuberLoss: _elements,
+    nn.BCELoss: _elements,
+    nn.BCEWithLogitsLoss: _elements,
+    nn.PoissonNLLLoss: _elements,
+    nn.SoftMarginLoss: _elements,
+    nn.HingeEmbeddingLoss: _elements,
+    F.mse_loss: _elements,
+    F.l1_loss: _elements,
+    F.smooth_l1_loss: _elements,
+    F.huber_loss: _elements,
+    F.binary_cross_entropy: _elements,
+    F.binary_cross_entropy_with_logits: _elements,
+    F.poisson_nll_loss: _elements,
+    F.soft_margin_loss: _elements,
+    F.hinge_embedding_loss: _elements,
+    nn.MultiMarginLoss: _samples,
+    nn.MultiLabelMarginLoss: _samples,
+    nn.MultiLabelSoftMarginLoss: _samples,
+    F.multi_margin_loss: _samples,
+    F.multilabel_margin_loss: _samples,
+    F.multilabel_soft_margin_loss: _samples,
+    nn.KLDivLoss: _divergence,
+    F.kl_div: _divergence,
+}

@@ -1,0 +1,28 @@
+"""This file is how a model is saved for others to read: as `from_pretrained` knows it, with its processor."""
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
+
+
+def save_model(trainer: "Trainer", folder: Path) -> None:
+    """Save the model of a trainer, or each of its models in a folder of its name."""
+    accelerator, prepared = trainer.accelerator, trainer.prepared
+    named: dict[str, Any] = prepared if isinstance(prepared, dict) else {"": prepared}
+    for name, model in named.items():
+        target = folder / name
+        bare: Any = accelerator.unwrap_model(model)
+        if not hasattr(bare, "save_pretrained"):
+            accelerator.save_model(model, target)
+            continue
+        # It knows its configuration, which weights are tied, and (PEFT) that only the adapter is to be saved.
+        state = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            takes_state = "state_dict" in inspect.signature(bare.save_pretrained).parameters
+            bare.save_pretrained(target, **({"state_dict": state} if takes_state else {}))
+    if accelerator.is_main_process and hasattr(trainer.processing_class, "save_pretrained"):
+        trainer.processing_class.save_pretrained(folder)
+    accelerator.wait_for_everyone()

@@ -1,0 +1,408 @@
+"""This file is the `Trainer`: the verbs that a training is made of, each to be overridden in a few lines."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainer_lib.accelerator import Accelerator
+from trainer_lib.events import Callback, Dispatcher, Run, RunState
+from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.every import Every
+from trainer_lib.logging import get_logger
+from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.trainer import defaults
+from trainer_lib.trainer.arguments import TrainingArguments
+from trainer_lib.trainer.averages import Averages
+from trainer_lib.trainer.batches import count_items
+from trainer_lib.trainer.checkpoints import find_place
+from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
+from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
+from trainer_lib.trainer.fitting import Fitting
+from trainer_lib.trainer.loop import Loop
+from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
+from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss, is_shifted
+from trainer_lib.trainer.outputs import EvaluationOutput
+from trainer_lib.trainer.result import FitResult
+
+_logger = get_logger(__name__)
+
+LossLike = Tensor | tuple[Tensor, Any] | LossResult
+
+
+class Trainer:
+    """Trains a model, evaluates it, and tells what happens.
+
+    Args:
+        model: The model; or several by name, for a `training_step` of your own.
+        args: The arguments.
+        train_dataset: What is trained on: a dataset of torch or of Hugging Face, a tuple of tensors or arrays, a list
+            of samples, or a ready `DataLoader`.
+        eval_dataset: What is evaluated on; or several by name.
+        loss_fn: A function of outputs and targets, if the model does not return its loss.
+        collate_fn: Makes a batch of samples.
+        processing_class: A tokenizer or processor, which pads batches and is saved with the model.
+        metrics: What evaluations compute batch by batch, by name; for several sets possibly by the set's name first.
+        compute_metrics: A function of all predictions and labels, as in Hugging Face's trainer.
+        optimizer: An optimizer, a function that makes one of parameters, or several of these by name.
+        scheduler: A schedule, a function that makes one of an optimizer, or several of these by name.
+        callbacks: Who listens, besides those that are there by default. One of a class that is there takes its place.
+        accelerator: The engine, if it is not to be made from the arguments.
+
+    Example:
+        >>> import torch
+        >>> inputs, targets = torch.randn(64, 4), torch.randint(2, (64,))
+        >>> args = TrainingArguments(num_train_epochs=2, learning_rate=0.1, use_cpu=True, progress_bar=False)
+        >>> loss_fn = torch.nn.functional.cross_entropy
+        >>> trainer = Trainer(torch.nn.Linear(4, 2), args, train_dataset=(inputs, targets), loss_fn=loss_fn)
+        >>> trainer.fit().state.step
+        16
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, nn.Module],
+        args: TrainingArguments | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        processing_class: Any = None,
+        metrics: Any = None,
+        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        callbacks: Sequence[Callback] | None = None,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.args = _checked_arguments(args).effective()
+        self.model = _checked_model(model)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.loss_fn, self.collate_fn, self.processing_class = loss_fn, collate_fn, processing_class
+        self.metrics, self.compute_metrics = metrics, compute_metrics
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.events = Dispatcher(defaults.callbacks(self.args, list(callbacks or ())))
+        self.measures = defaults.measures(eval_dataset, metrics, compute_metrics)
+        self.accelerator = accelerator or build_accelerator(self.args)
+        self.averages = Averages(self.accelerator.group, self.accelerator.device)
+        self.prepared: Any = None
+        self.weighs_nothing = False  # while this process takes part in an update without data of its own
+        self._objective: Objective | None = None
+        self._run: Run | None = None
+
+    # -- what one calls ------------------------------------------------------------------------------------------
+
+    def fit(self, resume: str | Path | None = None) -> FitResult:
+        """Train.
+
+        Args:
+            resume: "never", "auto" or a checkpoint's folder; by default as the arguments say.
+
+        Returns:
+            What became of it.
+        """
+        if self.train_dataset is None and type(self).train_dataloader is Trainer.train_dataloader:
+            raise ConfigurationError("fit() needs data: Trainer(train_dataset=…), or override train_dataloader().")
+        place = find_place(
+            self.args.output_folder,
+            self.args.run_name,
+            str(self.args.resume if resume is None else resume),
+            self.accelerator.group,
+            defaults.what_is_trained(self),
+        )
+        if place.is_through and place.folder is not None:
+            return FitResult.of(place.folder.facts)
+        if self._run is not None:  # from an earlier fit: weights stay, all else begins anew
+            self.accelerator.free_memory()
+            self.prepared = None
+        self.averages.clear()
+        with numerics(self.args):
+            fitting = Fitting(self, place.folder)
+            self._run = fitting.run
+            status = "failed"
+            try:
+                fitting.begin(place.checkpoint)
+                Loop(fitting).train()
+                fitting.finish()
+                status = fitting.run.state.status
+            except KeyboardInterrupt:
+                status = "interrupted"
+                self.events.fire("on_interrupt", fitting.run)
+                raise
+            except BaseException as error:
+                self.events.fire("on_exception", fitting.run, error)
+                raise
+            finally:
+                fitting.close(status)
+        return fitting.result()
+
+    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+        """Evaluate; the metrics are the same on all processes.
+
+        Args:
+            dataset: What on; by default `eval_dataset`. One, or several by name.
+            prefix: What the names of the metrics begin with.
+        """
+        given = self.eval_dataset if dataset is None else dataset
+        if given is None:
+            raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
+        self.prepare_models()
+        sets = defaults.named_sets(given)
+        return self._evaluator.evaluate(
+            self._current_run, self.prepared, {name: self._set(name, data) for name, data in sets.items()}, prefix
+        )
+
+    def predict(self, dataset: Any, to: str | Path | None = None) -> Any:
+        """Return the model's predictions, in the dataset's order.
+
+        Args:
+            dataset: What on; without labels too.
+            to: A folder to write them to, batch by batch, instead of keeping them in memory.
+        """
+        self.prepare_models()
+        loader = self._prepared_for_evaluation(self.eval_dataloader(dataset))
+        return self._evaluator.predict(self._current_run, self.prepared, loader, to=None if to is None else Path(to))
+
+    def save_model(self, output_dir: str | Path) -> None:
+        """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
+        from trainer_lib.trainer.saving import save_model
+
+        self.prepare_models()
+        save_model(self, Path(output_dir).expanduser())
+
+    def log(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
+        """Log a value: until the next log it is averaged by weight, over batches, steps and processes.
+
+        Call it from anywhere: `compute_loss`, a callback, a metric. Nothing is read from the device before the log.
+        """
+        self.averages.add(name, value, weight)
+
+    def backward(
+        self, loss: Tensor, weight: Weight | None = None, optimizer: str | Sequence[str] | None = None
+    ) -> None:
+        """Compute gradients, in a `training_step` of your own.
+
+        Args:
+            loss: With `weight` a sum over so many items; without, a mean that counts as one.
+            weight: How many items.
+            optimizer: The name of the optimizer whose gradients these are, or of several; by default all.
+        """
+        weight = 1.0 if weight is None else weight
+        if self.weighs_nothing:
+            loss, weight = loss * 0.0, 0.0
+        optimizers = self._optimizers(optimizer)
+        self.accelerator.backward(loss, weight=weight, optimizer=None if len(optimizers) == 1 else optimizers)
+
+    # -- what one overrides --------------------------------------------------------------------------------------
+
+    def compute_loss(self, model: Any, batch: Any) -> LossLike:
+        """Return the loss of a batch: a mean, `(mean, outputs)`, or a `LossResult`.
+
+        Example:
+            >>> import torch
+            >>> class Regression(Trainer):
+            ...     def compute_loss(self, model, batch):
+            ...         inputs, targets = batch
+            ...         return torch.nn.functional.mse_loss(model(inputs), targets)
+        """
+        if self._objective is None:
+            self._objective = self._make_objective()
+        return self._objective(model, batch)
+
+    def training_step(self, model: Any, batch: Any) -> LossResult | None:
+        """Compute the gradients of a batch. What steps optimizers itself returns `None`, and logs for itself."""
+        result = self.as_result(self.compute_loss(model, batch), batch)
+        self.backward(result.loss, result.weight)
+        return result
+
+    def evaluation_step(self, model: Any, batch: Any) -> EvaluationOutput:
+        """Return loss, predictions and labels of a batch, without gradients."""
+        return defaults.evaluation_output(self, model, batch)
+
+    def num_items(self, batch: Any) -> Weight:
+        """Return how many items the mean loss of a batch is over: labels that count, else samples."""
+        return count_items(batch, self.args.label_names, self._is_shifted)
+
+    def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:
+        """Return the optimizer of what is trained, or several by name."""
+        return defaults.optimizers(self)
+
+    def configure_scheduler(self, optimizer: Optimizer, total_steps: int | None, name: str = "default") -> Any:
+        """Return the schedule of an optimizer, or `None`.
+
+        Args:
+            optimizer: The optimizer.
+            total_steps: The updates that there will be; `None` where that is not known.
+            name: The name of the optimizer, where there are several.
+        """
+        return defaults.scheduler(self, name, optimizer, total_steps)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the training data, not shared out yet."""
+        return defaults.train_loader(self, self.train_dataset)
+
+    def eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
+        """Return the loader of data that is evaluated, not shared out yet."""
+        return defaults.eval_loader(self, dataset)
+
+    # -- what the loop and its neighbours ask ---------------------------------------------------------------------
+
+    def prepare_models(self) -> list[nn.Module]:
+        """Prepare the model, once, and return all that there are."""
+        if self.prepared is None:
+            accelerator, is_single = self.accelerator, isinstance(self.model, nn.Module)
+            named = {"": self.model} if isinstance(self.model, nn.Module) else dict(self.model)
+            prepared = {
+                name: accelerator.prepare_model(
+                    adapt_model(model, self.args, accelerator),
+                    evaluation_mode=not any(parameter.requires_grad for parameter in model.parameters()),
+                )
+                for name, model in named.items()
+            }
+            self.prepared = prepared[""] if is_single else prepared
+            self._evaluator = Evaluator(accelerator, self.events, self.evaluation_step)
+        return list(self.prepared.values()) if isinstance(self.prepared, dict) else [self.prepared]
+
+    def prepared_by_name(self) -> dict[str, nn.Module]:
+        """Return the prepared models by name; a single one has none."""
+        self.prepare_models()
+        return dict(self.prepared) if isinstance(self.prepared, dict) else {"": self.prepared}
+
+    @property
+    def loses_by_default(self) -> bool:
+        """Whether the loss is found as the arguments say, and not in a way of a subclass."""
+        return type(self).compute_loss is Trainer.compute_loss
+
+    def as_result(self, value: Any, batch: Any) -> LossResult:
+        """Return what `compute_loss` returned as a sum with its weight."""
+        if type(value) is LossResult:
+            if value.weight is not None:
+                return value
+            weight = self.num_items(batch)
+            return value._replace(loss=sum_from_mean(value.loss, weight), weight=weight)
+        outputs = None
+        if isinstance(value, tuple) and len(value) == 2:
+            value, outputs = value
+        if not isinstance(value, Tensor):
+            raise ConfigurationError(
+                f"compute_loss returned a {type(value).__name__}. Return a tensor, (tensor, outputs), or a LossResult."
+            )
+        if value.ndim:
+            raise ConfigurationError(
+                f"compute_loss returned a loss of shape {tuple(value.shape)}. Return one number: its mean, or "
+                "LossResult(loss.sum(), weight=how many)."
+            )
+        weight = self.num_items(batch)
+        return LossResult(sum_from_mean(value, weight), weight, outputs)
+
+    def describe_loss(self) -> str:
+        """Return, in a few words, what losses are means over."""
+        own = [
+            verb
+            for verb in ("training_step", "compute_loss")
+            if getattr(type(self), verb) is not getattr(Trainer, verb)
+        ]
+        if own or not isinstance(self.model, nn.Module):
+            return f"as {type(self).__name__}.{own[0] if own else 'training_step'} returns it"
+        self._objective = self._objective or self._make_objective()
+        return self._objective.describe()
+
+    def make_schedulers(self, optimizers: Mapping[str, Optimizer], total_steps: int | None) -> dict[str, Any]:
+        """Return the schedules, by the names of their optimizers."""
+        made = {name: self.configure_scheduler(one, total_steps, name) for name, one in optimizers.items()}
+        return {name: schedule for name, schedule in made.items() if schedule is not None}
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The user's model; the first where there are several."""
+        first = self.prepare_models()[0]
+        return self.accelerator.unwrap_model(first)
+
+    @property
+    def evaluation_interval(self) -> Every | None:
+        """How often to evaluate while training; `None`: not at all."""
+        return None if self.eval_dataset is None else self.args.eval_interval
+
+    @property
+    def default_metric(self) -> str | None:
+        """The metric that says which evaluation is the best; `None` without evaluations."""
+        if self.eval_dataset is None:
+            return None
+        named = self.args.metric_for_best
+        if named is None:
+            names = list(defaults.named_sets(self.eval_dataset))
+            return "eval_loss" if names == [""] else f"eval_{names[0]}_loss"
+        return named if named.startswith("eval_") else f"eval_{named}"
+
+    # -- private -------------------------------------------------------------------------------------------------
+
+    @property
+    def _current_run(self) -> Run:
+        if self._run is None:
+            self._run = Run(trainer=self, args=self.args, state=RunState(), accelerator=self.accelerator)
+        self._run.model = self.prepared
+        return self._run
+
+    @property
+    def _is_shifted(self) -> bool:
+        return is_shifted(self.accelerator.unwrap_model(self.prepare_models()[0]))
+
+    def _make_objective(self) -> Objective:
+        if not isinstance(self.model, nn.Module):
+            raise ConfigurationError(
+                f"There are {len(self.model)} models, and which of them makes the loss is yours to say: override "
+                "training_step(models, batch) or compute_loss(models, batch)."
+            )
+        bare = self.unwrapped_model
+        if self.loss_fn is not None:
+            if isinstance(self.loss_fn, nn.Module):
+                self.loss_fn.to(self.accelerator.device)
+            return LossFunction(self.loss_fn, bare, self.args.label_names)
+        return OwnLoss(bare, self.num_items, self.accelerator.nominal_weight)
+
+    def _optimizers(self, names: str | Sequence[str] | None) -> list[AcceleratedOptimizer]:
+        there = self._current_run.optimizers
+        wanted = [names] if isinstance(names, str) else list(there if names is None else names)
+        for name in wanted:
+            if name not in there:
+                raise ConfigurationError(unknown("optimizer", name, there))
+        return [there[name] for name in wanted]
+
+    def _prepared_for_evaluation(self, loader: DataLoader[Any]) -> Any:
+        return defaults.prepared_for_evaluation(self, loader)
+
+    def _set(self, name: str, data: Any) -> EvaluationSet:
+        metrics, compute_metrics = self.measures.get(name, self.measures[""])
+        return EvaluationSet(
+            loader=self._prepared_for_evaluation(self.eval_dataloader(data)),
+            metrics=metrics,
+            compute_metrics=compute_metrics,
+        )
+
+
+def _checked_arguments(args: Any) -> TrainingArguments:
+    if args is None:
+        return TrainingArguments()
+    if isinstance(args, TrainingArguments):
+        return args
+    hint = (
+        " Convert them: TrainingArguments.from_transformers(args)."
+        if type(args).__name__.endswith("TrainingArguments")
+        else ""
+    )
+    raise ConfigurationError(f"args must be trainer_lib.TrainingArguments, got a {type(args).__name__}.{hint}")
+
+
+def _checked_model(model: Any) -> nn.Module | Mapping[str, nn.Module]:
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, Mapping) and model and all(isinstance(one, nn.Module) for one in model.values()):
+        return model
+    hint = f" Give an object: {model.__name__}(…)." if isinstance(model, type) else ""
+    raise ConfigurationError(
+        f"model must be a torch.nn.Module, or several by name, got a {type(model).__name__}.{hint}"
+    )
