@@ -139,6 +139,7 @@ ATTEMPTS: list[tuple[Callable[[Accelerator], Any], dict[str, Any], str]] = [
     ),
     (_deeper_models, {}, "PreparationError: The main process and process 1 prepare different models:"),
     (_sharded_already, {}, "PreparationError: weight is sharded already (a DTensor)."),
+    (lambda a: a.prepare(nn.LazyLinear(3)), {}, "PreparationError: weight has no shape before a first batch tells it"),
     (_stranger, {}, "PreparationError: 2 of the 2 parameters of this SGD are in no prepared model"),
     (_two_types, {}, "PreparationError: blocks.1.norm.weight is trained in torch.float32 and blocks.1.inner"),
     (_one_type_is_trained, {"ignored_modules": "last"}, "prepared"),
@@ -155,6 +156,35 @@ def test_what_cannot_be_sharded_is_told_on_all_processes() -> None:
     for told in run_forked(attempt_all, (), 2, timeout=60):
         for text, (_, _, words) in zip(told, ATTEMPTS, strict=True):
             assert text.startswith(words)
+
+
+class _Sometimes(nn.Module):
+    """Uses its head where it is told to, and has a weight without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack()
+        self.head = nn.Linear(3, 3)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, inputs: torch.Tensor, uses_head: bool) -> dict[str, torch.Tensor]:
+        hidden = self.body(inputs) + self.nothing.sum()
+        return {"outputs": self.head(hidden) if uses_head else hidden}
+
+
+def test_whole_weights_that_one_process_did_not_use_are_averaged() -> None:
+    def body() -> Any:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="head"))
+        network = accelerator.prepare(stack(_Sometimes))
+        inputs = toy.data()[0][:4]
+        accelerator.backward(network(inputs, accelerator.is_last_process)["outputs"].sum())
+        accelerator.backward(network(inputs, False)["outputs"].sum())  # what is equal stays as it is
+        return network.head.weight.grad, network.head.bias.grad, accelerator.get_state_dict(network)
+
+    (weight, bias, state), (other, _, _) = run_forked(body, (), 2, timeout=60)
+    assert torch.equal(weight, other)
+    assert bias.tolist() == [2.0, 2.0, 2.0], "4 samples on one of 2 processes"
+    assert state["nothing"].shape == (0, 3)
 
 
 def test_layers_on_meta_start_as_they_would_have() -> None:

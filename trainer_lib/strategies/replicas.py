@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from trainer_lib.foundation.trees import tensors
 from trainer_lib.process_group import ProcessGroup
 
 
@@ -30,8 +31,14 @@ class Replicas:
         for hook in self._hooks:
             hook.remove()
 
-    def _at_the_end(self, parameter: Tensor) -> None:
-        del parameter
+    def watch(self, outputs: Any) -> None:
+        """Average after the backward of `outputs` too: others may have used weights that this process did not."""
+        for output in tensors(outputs) if self._parameters else ():
+            if output.requires_grad:
+                output.register_hook(self._at_the_end)
+
+    def _at_the_end(self, tensor: Tensor) -> None:
+        del tensor
         if self.synchronizes and not self._is_due:
             self._is_due = True
             engine: Any = Variable._execution_engine

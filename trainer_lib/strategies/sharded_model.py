@@ -14,6 +14,7 @@ from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies import filling
 from trainer_lib.strategies.replicas import Replicas
+from trainer_lib.strategies.wholeness import refuse_what_is_not_whole
 from trainer_lib.strategies.wrapping import ignored_modules, modules_to_wrap
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class ShardedModel:
         group: ProcessGroup,
         device: torch.device,
     ) -> None:
-        _refuse_sharded(model)
+        refuse_what_is_not_whole(model)
         self.model = model
         self._plugin, self._group, self._device = plugin, group, device
         ignored = ignored_modules(model, plugin.ignored_modules)
@@ -49,7 +50,7 @@ class ShardedModel:
         self._before = dict(model.named_parameters())
         self._agree()
         kept = {p for module in ignored for p in module.parameters(recurse=False)}
-        kept |= {p for p in model.parameters() if p.dim() == 0}  # nothing to share
+        kept |= {p for p in model.parameters() if p.dim() == 0 or not p.numel()}  # nothing to share
         kept |= _beside_statistics(model, arguments.get("mp_policy"))
         _check_types(model, list(wrapped.values()), kept)
         values = filling.empty(model, kept)
@@ -94,9 +95,11 @@ class ShardedModel:
         after = dict(self.model.named_parameters())
         return {parameter: after[name] for name, parameter in before if after[name] is not parameter}
 
-    def _after_forward(self, *arguments: Any) -> None:
-        del arguments
-        if not torch.is_grad_enabled():  # no backward will come that would do it
+    def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        del module, inputs
+        if torch.is_grad_enabled():
+            self.replicas.watch(outputs)
+        else:  # no backward will come that would do it
             self.reshard()
 
     def _agree(self) -> None:
@@ -171,14 +174,6 @@ def _check_types(model: nn.Module, inner: Sequence[nn.Module], kept: set[nn.Para
             raise PreparationError(
                 f"{one} is trained in {first} and {other} in {second}, and FSDP reduces them together "
                 f"({type(module).__name__}). Bring what is trained to one type, as by model.float()."
-            )
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "_local_tensor"):
-            raise PreparationError(
-                f"{name} is sharded already (a DTensor). Give prepare() the model as it was before fully_shard."
             )
 
 
