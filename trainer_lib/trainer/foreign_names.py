@@ -33,7 +33,7 @@ class Made:
         return self.kind(**self.options)
 
 
-# All that is given, by Hugging Face's names -> what that makes by ours; or a text that says why there is nothing of that kind.
+# All that is given, by Hugging Face's names -> what that makes by ours; or a text: why there is nothing of that kind.
 Conversion = Callable[[Mapping[str, Any]], dict[str, Any] | str]
 
 OTHER_FORM: dict[tuple[str, ...], Conversion] = {}
