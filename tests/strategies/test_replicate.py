@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.accelerator import toy
-from trainer_lib import Accelerator, DistributedDataParallelKwargs
+from trainer_lib import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, PreparationError
 from trainer_lib.launchers import run_forked
 
 # Sums that 16-bit floats cannot tell from their neighbours.
@@ -101,6 +101,25 @@ def _outlives_free_memory() -> bool:
 
 def test_models_are_let_go() -> None:
     assert run_forked(_outlives_free_memory, (), 2, timeout=60) == [False, False]
+
+
+def _unfit() -> list[str]:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    sharded = accelerator.prepare(nn.Linear(4, 3))
+    accelerator.free_memory()
+    accelerator = Accelerator(cpu=True)
+    told: list[str] = []
+    for model in (sharded, nn.LazyLinear(3)):
+        with pytest.raises(PreparationError) as caught:
+            accelerator.prepare(model)
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_is_not_whole_is_refused() -> None:
+    for sharded, lazy in run_forked(_unfit, (), 2, timeout=60):
+        assert sharded.startswith("weight is sharded already (a DTensor). Give prepare() the model as it was before")
+        assert lazy.startswith("weight has no shape before a first batch tells it (a lazy module). Call the model once")
 
 
 def _accumulated(options: dict[str, Any], weighted: bool) -> list[list[Tensor]]:

@@ -21,6 +21,7 @@ from trainer_lib.strategies.averaging import average
 from trainer_lib.strategies.base import Joined, SingleProcess
 from trainer_lib.strategies.compression import Travel, averaged, summed, travel_of
 from trainer_lib.strategies.join import Joining, Leftovers
+from trainer_lib.strategies.wholeness import refuse_what_is_not_whole
 
 # Sums in these types are good enough for counts; others would round them.
 _EXACT = (torch.float32, torch.float64)
@@ -41,6 +42,7 @@ class Replicate(SingleProcess):
 
     def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
         """Wrap the model in DDP; one without anything to train needs none."""
+        refuse_what_is_not_whole(model)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         device_ids = None if self.device.type == "cpu" else [self.device.index]
