@@ -75,11 +75,20 @@ def test_clipping_one_model_leaves_the_scale_of_another_alone() -> None:
     assert not accelerator.optimizer_step_was_skipped
 
 
-@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
-def test_impossible_norms_are_refused(max_norm: float) -> None:
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_impossible_limits_are_refused(limit: float) -> None:
     accelerator, network, _ = _prepared()
-    with pytest.raises(ConfigurationError, match="at least 0"):
-        accelerator.clip_grad_norm_(network.parameters(), max_norm)
+    with pytest.raises(ConfigurationError, match="max_norm must be a number of at least 0"):
+        accelerator.clip_grad_norm_(network.parameters(), limit)
+    with pytest.raises(ConfigurationError, match="clip_value must be a number of at least 0"):
+        accelerator.clip_grad_value_(network.parameters(), limit)
+
+
+def test_a_model_is_not_its_parameters() -> None:
+    accelerator, network, _ = _prepared()
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        with pytest.raises(ConfigurationError, match=r"got a Sequential. Give model.parameters\(\)"):
+            clip(network, 1.0)
 
 
 @pytest.mark.parametrize(("loss", "words"), [(1.0, "got a float"), (torch.ones(()), "depends on nothing")])

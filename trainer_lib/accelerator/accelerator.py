@@ -485,9 +485,8 @@ class Accelerator(Persistence):
 
         On a micro-batch that does not update nothing is clipped; the norm is that of the gradients as they stand.
         """
-        if isinstance(max_norm, (int, float)) and not max_norm >= 0:
-            raise ConfigurationError(f"max_norm must be a number of at least 0, got {max_norm!r}.")
-        parameters = self.strategy.trained(_listed(parameters))
+        _check_limit("max_norm", max_norm)
+        parameters = self.strategy.trained(_parameters_of(parameters))
         if not self.gradient_state.sync_gradients:
             return self.strategy.grad_norm(parameters, norm_type)
         self._finalize_gradients_of(parameters)
@@ -495,8 +494,9 @@ class Accelerator(Persistence):
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Cut each gradient of `parameters` to at most `clip_value`; nothing on a micro-batch that does not update."""
+        _check_limit("clip_value", clip_value)
         if self.gradient_state.sync_gradients:
-            parameters = self.strategy.trained(_listed(parameters))
+            parameters = self.strategy.trained(_parameters_of(parameters))
             self._finalize_gradients_of(parameters)
             self.strategy.clip_grad_value(parameters, clip_value)
 
@@ -682,6 +682,19 @@ class _MicroBatch:
 
 def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, (Tensor, Optimizer)) else list(value)
+
+
+def _parameters_of(value: Any) -> list[Any]:
+    if isinstance(value, nn.Module):
+        raise ConfigurationError(
+            f"Gradients to clip are those of parameters, got a {type(value).__name__}. Give model.parameters()."
+        )
+    return _listed(value)
+
+
+def _check_limit(name: str, limit: Any) -> None:
+    if isinstance(limit, (int, float)) and not limit >= 0:
+        raise ConfigurationError(f"{name} must be a number of at least 0, got {limit!r}.")
 
 
 def _inside(value: Any) -> Any:
