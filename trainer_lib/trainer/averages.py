@@ -1,6 +1,6 @@
 """This file is what is averaged until the next log: over micro-batches, steps and processes, by weight."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -64,12 +64,24 @@ class Averages:
 
     def collect(self) -> dict[str, float]:
         """Return the means over all processes, and start anew. All processes have to ask."""
-        here = {name: (float(total), float(self._weights[name])) for name, total in self._sums.items()}
+        sums = self.state_dict()
         self.clear()
-        sums: dict[str, list[Any]] = {}
+        return {name: total / weight for name, (total, weight) in sums.items() if weight}
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return the sums and weights over all processes. All of them have to ask."""
+        here = {name: (float(total), float(self._weights[name])) for name, total in self._sums.items()}
+        sums: dict[str, list[float]] = {}
         for there in self._group.all_gather_objects(here):
             for name, (total, weight) in there.items():
-                entry = sums.setdefault(name, [0.0, 0.0])
-                entry[0] += total
-                entry[1] += weight
-        return {name: total / weight for name, (total, weight) in sums.items() if weight}
+                so_far = sums.setdefault(name, [0.0, 0.0])
+                so_far[0] += total
+                so_far[1] += weight
+        return sums
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from what `state_dict` returned, which the main process keeps for all."""
+        self.clear()
+        if self._group.rank == 0:
+            for name, (total, weight) in state.items():
+                self.add_sum(name, total, weight)

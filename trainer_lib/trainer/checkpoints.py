@@ -67,17 +67,16 @@ class RunFolder:
         replace_file(self.path / RUN_FILE, lambda path: _write(path, text))
 
 
-def new_run(output_dir: Path, name: str | None, group: ProcessGroup, what: dict[str, Any]) -> RunFolder:
-    """Return the folder of a new run, the same on all processes.
+def new_run(root: Path, name: str | None, what: dict[str, Any]) -> RunFolder:
+    """Return the folder of a new run; nothing is made yet.
 
     Args:
-        output_dir: Where runs are kept.
+        root: Where runs are kept.
         name: What the user calls it.
-        group: The processes.
         what: What it trains, by which `resume="auto"` knows it.
     """
-    (run_id,) = group.broadcast_objects([f"{name or time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"])
-    return RunFolder(output_dir / run_id, {"run_id": run_id, "created": time.time(), "what": what})
+    run_id = f"{name or time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return RunFolder(root.resolve() / run_id, {"run_id": run_id, "created": time.time(), "what": what})
 
 
 def runs_in(output_dir: Path, what: dict[str, Any]) -> list[RunFolder]:
@@ -113,10 +112,6 @@ def checkpoint_at(path: str | Path) -> Path:
     return newest
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
 @dataclass(frozen=True)
 class Place:
     """Where a run stands before it begins.
@@ -148,28 +143,25 @@ def find_place(root: Path | None, name: str | None, resume: str, group: ProcessG
     found: list[Any] = [None]
     if group.rank == 0:
         try:
-            found = [_look(root, resume, what)]
+            found = [_look(root, name, resume, what)]
         except (ConfigurationError, CheckpointError) as error:
             found = [error]
     (answer,) = group.broadcast_objects(found)
     if isinstance(answer, Exception):
         raise answer
-    folder, checkpoint, is_through = answer
-    if root is None:
-        return Place(None, checkpoint)
-    return Place(folder or new_run(root.resolve(), name, group, what), checkpoint, is_through)
+    return answer
 
 
-def _look(root: Path | None, resume: str, what: Any) -> tuple[RunFolder | None, Path | None, bool]:
-    if resume not in ("never", "auto"):
-        checkpoint = checkpoint_at(resume)
-        folder = checkpoint.parent.parent
-        is_own = root is not None and folder.parent == root.resolve()
-        return (_read(folder / RUN_FILE, what) if is_own else None), checkpoint, False
+def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
+    checkpoint = None if resume in ("never", "auto") else checkpoint_at(resume)
     if root is None:
         if resume == "auto":
             raise ConfigurationError('resume="auto" looks for a run in output_dir. Give output_dir.')
-        return None, None, False
+        return Place(None, checkpoint)
+    if checkpoint is not None:
+        folder = checkpoint.parent.parent
+        is_own = folder.parent == root.resolve()
+        return Place(_read(folder, what) if is_own else new_run(root, name, what), checkpoint)
     runs = runs_in(root, what)
     unfinished = [run for run in runs if not run.is_finished and run.newest_checkpoint() is not None]
     if resume == "never":
@@ -178,15 +170,18 @@ def _look(root: Path | None, resume: str, what: Any) -> tuple[RunFolder | None, 
                 'The run %s is not finished. This is a new one; resume="auto" would go on with that.',
                 unfinished[-1].path,
             )
-        return None, None, False
-    if runs and runs[-1].is_finished:
+    elif runs and runs[-1].is_finished:
         _logger.warning("The run %s is finished: there is nothing to train.", runs[-1].path)
-        return runs[-1], None, True
-    if unfinished:
-        return unfinished[-1], unfinished[-1].newest_checkpoint(), False
-    return None, None, False
+        return Place(runs[-1], is_through=True)
+    elif unfinished:
+        return Place(unfinished[-1], unfinished[-1].newest_checkpoint())
+    return Place(new_run(root, name, what))
 
 
-def _read(file: Path, what: Any) -> RunFolder:
-    facts = json.loads(file.read_text()) if file.is_file() else {"run_id": file.parent.name, "what": what}
-    return RunFolder(file.parent, facts)
+def _read(folder: Path, what: Any) -> RunFolder:
+    file = folder / RUN_FILE
+    return RunFolder(folder, json.loads(file.read_text()) if file.is_file() else {"run_id": folder.name, "what": what})
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)

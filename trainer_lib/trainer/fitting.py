@@ -116,6 +116,8 @@ class Fitting:
         run, state = self.run, self.run.state
         self.tell_time()
         values = self.trainer.averages.collect()
+        if not values:  # nothing since the last time
+            return
         if run.grad_norm is not None:
             values["grad_norm"] = float(run.grad_norm)
         self.events.fire("on_log", run, values)
@@ -227,12 +229,14 @@ class _Saved:
     def state_dict(self) -> dict[str, Any]:
         """Return the states."""
         fitting = self._fitting
-        return {"run": fitting.run.state.state_dict(), "callbacks": fitting.events.state_dict()}
+        averages = fitting.trainer.averages.state_dict()
+        return {"run": fitting.run.state.state_dict(), "callbacks": fitting.events.state_dict(), "averages": averages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them up."""
         self._fitting.run.state.load_state_dict(state["run"])
         self._fitting.events.load_state_dict(state["callbacks"])
+        self._fitting.trainer.averages.load_state_dict(state["averages"])
 
 
 def _named(verb: str, value: Any) -> dict[str, Any]:

@@ -164,6 +164,7 @@ class Loop:
             fitting.save()
         if control.take("stop"):
             self.is_stopped = True
+            control.reason = control.reason or "a callback asked for it"
 
     def agree(self) -> None:
         """Have all processes know what any of them asked for, by a message of its own: where there is time for it."""

@@ -14,6 +14,7 @@ from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.averages import Averages
@@ -91,8 +92,9 @@ class Trainer:
         self.averages = Averages(self.accelerator.group, self.accelerator.device)
         self.prepared: Any = None
         self.weighs_nothing = False  # while this process takes part in an update without data of its own
+        self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
         self._objective: Objective | None = None
-        self._run: Run | None = None
+        self._has_fitted = False
 
     # -- what one calls ------------------------------------------------------------------------------------------
 
@@ -116,13 +118,14 @@ class Trainer:
         )
         if place.is_through and place.folder is not None:
             return FitResult.of(place.folder.facts)
-        if self._run is not None:  # from an earlier fit: weights stay, all else begins anew
+        if self._has_fitted:  # weights stay, all else begins anew
             self.accelerator.free_memory()
             self.prepared = None
+        self._has_fitted = True
         self.averages.clear()
         with numerics(self.args):
             fitting = Fitting(self, place.folder)
-            self._run = fitting.run
+            self.run = fitting.run
             status = "failed"
             try:
                 fitting.begin(place.checkpoint)
@@ -153,7 +156,7 @@ class Trainer:
         self.prepare_models()
         sets = defaults.named_sets(given)
         return self._evaluator.evaluate(
-            self._current_run, self.prepared, {name: self._set(name, data) for name, data in sets.items()}, prefix
+            self.run, self.prepared, {name: self._set(name, data) for name, data in sets.items()}, prefix
         )
 
     def predict(self, dataset: Any, to: str | Path | None = None) -> Any:
@@ -165,7 +168,7 @@ class Trainer:
         """
         self.prepare_models()
         loader = self._prepared_for_evaluation(self.eval_dataloader(dataset))
-        return self._evaluator.predict(self._current_run, self.prepared, loader, to=None if to is None else Path(to))
+        return self._evaluator.predict(self.run, self.prepared, loader, to=None if to is None else Path(to))
 
     def save_model(self, output_dir: str | Path) -> None:
         """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
@@ -194,8 +197,23 @@ class Trainer:
         weight = 1.0 if weight is None else weight
         if self.weighs_nothing:
             loss, weight = loss * 0.0, 0.0
-        optimizers = self._optimizers(optimizer)
-        self.accelerator.backward(loss, weight=weight, optimizer=None if len(optimizers) == 1 else optimizers)
+        is_only = len(self.run.optimizers) == 1 and optimizer is None
+        self.accelerator.backward(loss, weight=weight, optimizer=None if is_only else self._optimizers(optimizer))
+
+    @property
+    def state(self) -> RunState:
+        """What the run has done so far."""
+        return self.run.state
+
+    @property
+    def optimizers(self) -> dict[str, AcceleratedOptimizer]:
+        """The prepared optimizers by name; a single one is called "default"."""
+        return self.run.optimizers
+
+    @property
+    def schedulers(self) -> dict[str, AcceleratedScheduler]:
+        """The prepared schedules, by the names of their optimizers."""
+        return self.run.schedulers
 
     # -- what one overrides --------------------------------------------------------------------------------------
 
@@ -263,7 +281,7 @@ class Trainer:
                 )
                 for name, model in named.items()
             }
-            self.prepared = prepared[""] if is_single else prepared
+            self.prepared = self.run.model = prepared[""] if is_single else prepared
             self._evaluator = Evaluator(accelerator, self.events, self.evaluation_step)
         return list(self.prepared.values()) if isinstance(self.prepared, dict) else [self.prepared]
 
@@ -341,13 +359,6 @@ class Trainer:
     # -- private -------------------------------------------------------------------------------------------------
 
     @property
-    def _current_run(self) -> Run:
-        if self._run is None:
-            self._run = Run(trainer=self, args=self.args, state=RunState(), accelerator=self.accelerator)
-        self._run.model = self.prepared
-        return self._run
-
-    @property
     def _is_shifted(self) -> bool:
         return is_shifted(self.accelerator.unwrap_model(self.prepare_models()[0]))
 
@@ -365,7 +376,7 @@ class Trainer:
         return OwnLoss(bare, self.num_items, self.accelerator.nominal_weight)
 
     def _optimizers(self, names: str | Sequence[str] | None) -> list[AcceleratedOptimizer]:
-        there = self._current_run.optimizers
+        there = self.run.optimizers
         wanted = [names] if isinstance(names, str) else list(there if names is None else names)
         for name in wanted:
             if name not in there:
