@@ -1,0 +1,278 @@
+"""This file is the tests of which checkpoints are asked for, and which are kept."""
+
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.loops import go_through, running
+from trainer_lib import Accelerator
+from trainer_lib.callbacks import Checkpoint
+from trainer_lib.events import Best, Callback, Dispatcher, Run
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers import run_forked
+
+
+@dataclass
+class Arguments:
+    greater_is_better: bool | None = None
+
+
+class AskedAt(Callback):
+    """Notes the steps after which a checkpoint is asked for, and takes the request."""
+
+    order = 1000
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step_end(self, run: Run) -> None:
+        run.control.agree_alone()
+        if run.control.take("save"):
+            self.steps.append(run.state.step)
+
+    def on_epoch_end(self, run: Run) -> None:
+        self.on_step_end(run)
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        self.on_step_end(run)
+
+
+class Folder:
+    """Saves checkpoints as a trainer does: entered first, then written, then told."""
+
+    def __init__(self, path: Path, checkpoint: Checkpoint, run: Run | None = None) -> None:
+        self.path, self.run = path, run or running()
+        self.events = Dispatcher([checkpoint])
+        self.is_written = self.run.is_main_process
+
+    def save(self, step: int, **metrics: float) -> None:
+        self.run.state.step, target = step, self.path / f"checkpoint-{step}"
+        self.run.state.checkpoints.append({"path": str(target), "step": step, "metrics": metrics})
+        if self.is_written:
+            target.mkdir(parents=True)
+            (target / "manifest.json").write_text("{}")
+        self.events.fire("on_save_end", self.run, target)
+
+    def entered(self) -> list[int]:
+        return [one["step"] for one in self.run.state.checkpoints]
+
+    def there(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("checkpoint-")) for path in self.path.iterdir())
+
+
+# -- asking --------------------------------------------------------------------------------------------------------
+
+
+def test_without_an_interval_a_step_costs_nothing() -> None:
+    events = Dispatcher([Checkpoint()])
+    assert not events.listens("on_step_end")
+    assert not events.listens("on_epoch_end")
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [("3 steps", [3, 6, 9]), ("1 epoch", [5, 10]), ("16 samples", [4, 8]), (4, [4, 8])]
+)
+def test_an_interval_of_its_own_asks_for_saves(every: Any, expected: list[int]) -> None:
+    asked = AskedAt()
+    go_through([Checkpoint(every), asked], 11, running(steps_per_epoch=5))
+    assert asked.steps == expected
+
+
+def test_an_interval_goes_on_after_a_restart() -> None:
+    asked = AskedAt()
+    go_through([Checkpoint("4 steps"), asked], 9, running(step=6))
+    assert asked.steps == [8]
+
+
+def test_what_all_count_alike_all_know_and_of_clocks_that_of_the_first_counts() -> None:
+    def body() -> tuple[bool, list[float], bool, list[float]]:
+        accelerator = Accelerator(cpu=True)
+        counted, timed = running(), running()
+        counted.accelerator = timed.accelerator = accelerator
+        go_through([Checkpoint("2 steps")], 2, counted)
+        go_through([Checkpoint("0.000001 seconds")], 2, timed)
+        return (
+            counted.control.is_due("save"),
+            counted.control.as_numbers(),
+            timed.control.save,
+            timed.control.as_numbers(),
+        )
+
+    nothing, save = [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]
+    assert run_forked(body, timeout=60) == [(True, nothing, True, save), (True, nothing, False, nothing)]
+
+
+def test_a_new_best_is_saved_at_once() -> None:
+    for keep_best, expected in ((1, True), (0, False)):
+        run = running()
+        Dispatcher([Checkpoint(keep_best=keep_best)]).fire("on_best", run, "eval_loss", 0.5)
+        assert run.control.save is expected
+
+
+def test_a_metric_of_its_own_asks_by_itself() -> None:
+    asked, checkpoint = AskedAt(), Checkpoint(metric="eval_f1")
+    values = {1: 0.5, 2: 0.4, 3: float("nan"), 4: 0.6, 5: 0.6}
+    evaluations = {step: {"eval_f1": value, "eval_loss": 1.0} for step, value in values.items()}
+    go_through([checkpoint, asked], 5, evaluations=evaluations)
+    assert asked.steps == [1, 4]
+    run = running()
+    Dispatcher([checkpoint]).fire("on_best", run, "eval_loss", 0.5)  # the trainer's own is another matter
+    assert not run.control.save
+    again = Checkpoint(metric="eval_f1")
+    Dispatcher([again]).load_state_dict(Dispatcher([checkpoint]).state_dict())
+    again.on_evaluate_end(run, {"eval_f1": 0.6})
+    assert not run.control.save
+    again.on_evaluate_end(Run(), {"test_f1": 0.9})  # outside training
+    again.on_evaluate_end(run, {"eval_f1": 0.7})
+    assert run.control.save
+
+
+def test_a_metric_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"Checkpoint goes by the metric 'eval_f2'.*It has: eval_f1"):
+        Checkpoint(metric="eval_f2", greater_is_better=True).on_evaluate_end(running(), {"eval_f1": 1.0})
+
+
+# -- keeping -------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, Checkpoint(keep_last=2))
+    for step in (1, 2, 3, 4):
+        folder.save(step)
+        assert folder.entered() == folder.there() == list(range(max(1, step - 1), step + 1))
+
+
+def test_all_are_kept_on_request(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, Checkpoint(keep_last=None))
+    for step in range(1, 6):
+        folder.save(step)
+    assert folder.entered() == folder.there() == [1, 2, 3, 4, 5]
+
+
+def test_the_best_are_kept_too(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, Checkpoint(keep_last=1, keep_best=2, metric="eval_f1"))
+    for step, value in enumerate((0.1, 0.8, 0.7, 0.8, float("nan"), 0.2), start=1):
+        folder.save(step, eval_f1=value)
+    folder.save(7)
+    assert folder.entered() == folder.there() == [2, 4, 7]
+
+
+def test_the_best_goes_by_the_metric_of_the_trainer(tmp_path: Path) -> None:
+    run = running(best=Best("eval_harmony", 0.5, 2))
+    run.args = Arguments(greater_is_better=True)
+    folder = Folder(tmp_path, Checkpoint(keep_last=1, keep_best=2), run)
+    for step, value in enumerate((0.1, 0.5, 0.3, 0.2), start=1):
+        folder.save(step, eval_harmony=value)
+    assert folder.there() == [2, 3, 4]
+    run = running(best=Best("eval_loss", 0.1, 1))
+    folder = Folder(tmp_path / "other", Checkpoint(keep_last=1, keep_best=1), run)
+    for step, value in enumerate((0.1, 0.5, 0.3, 0.2), start=1):
+        folder.save(step, eval_loss=value)
+    assert folder.there() == [1, 4]
+
+
+def test_the_best_of_all_is_never_deleted(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, Checkpoint(keep_last=1, keep_best=0))
+    for step, value in enumerate((0.4, 0.1, 0.3, 0.2), start=1):
+        if step == 2:
+            folder.run.state.best = Best("eval_loss", 0.1, 2)
+        folder.save(step, eval_loss=value)
+    assert folder.there() == [2, 4]
+    # Nor that of the trainer, where another metric is gone by.
+    run = running(best=Best("eval_loss", 0.1, 1))
+    folder = Folder(tmp_path / "other", Checkpoint(keep_last=1, metric="eval_f1"), run)
+    for step, value in enumerate((0.1, 0.3, 0.2), start=1):
+        folder.save(step, eval_f1=value)
+    assert folder.there() == [1, 2, 3]
+
+
+def test_without_evaluations_the_last_are_kept(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, Checkpoint(keep_last=1, keep_best=3))
+    folder.save(1, eval_loss=0.5)
+    folder.save(2)
+    assert folder.there() == [2]
+
+
+def test_what_a_killed_deletion_left_goes_with_the_next(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, Checkpoint(keep_last=1))
+    folder.save(1)
+    # The run is killed while it deletes 1, and goes on from 2, which knows of 1.
+    (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-1.deleted")
+    folder.save(2)
+    assert folder.there() == [2]
+
+
+def test_a_deletion_moves_the_checkpoint_out_of_the_way_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, removed = Folder(tmp_path, Checkpoint(keep_last=1)), list[str]()
+    rmtree = shutil.rmtree
+
+    def note(path: Path, **kwargs: Any) -> None:
+        removed.append(path.name)
+        rmtree(path, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", note)
+    folder.save(1)
+    folder.save(2)
+    assert removed == ["checkpoint-1.deleted"]
+
+
+def test_what_cannot_be_deleted_is_told_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Folder(tmp_path, Checkpoint(keep_last=1))
+    folder.save(1)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("trainer_lib.callbacks.checkpoint.delete_state", refuse)
+    with caplog.at_level(logging.WARNING):
+        folder.save(2)
+    assert "checkpoint-1 could not be deleted: [Errno 13] Permission denied" in caplog.text
+    assert folder.entered() == [2]
+    assert folder.there() == [1, 2]
+    assert list(folder.events)
+
+
+def test_what_lies_elsewhere_is_not_ours_to_delete(tmp_path: Path) -> None:
+    original = Folder(tmp_path / "original", Checkpoint(keep_last=2))
+    original.save(1)
+    copy = Folder(tmp_path / "copy", Checkpoint(keep_last=1))
+    copy.run.state.checkpoints += original.run.state.checkpoints
+    copy.save(2)
+    assert copy.entered() == [2]
+    assert original.there() == [1]
+
+
+def test_one_process_deletes_and_all_keep_the_same_list(tmp_path: Path) -> None:
+    def body() -> tuple[list[int], bool]:
+        run = running()
+        run.accelerator = accelerator = Accelerator(cpu=True)
+        folder = Folder(tmp_path / str(accelerator.process_index), Checkpoint(keep_last=1), run)
+        folder.is_written = True
+        for step in (1, 2):
+            folder.save(step)
+        return folder.entered(), folder.there() == [2]
+
+    assert run_forked(body, timeout=60) == [([2], True), ([2], False)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_last": 0}, "keep_last=0 must be a number of checkpoints, 1 or more, or None to keep all"),
+        ({"keep_last": 1.5}, "keep_last=1.5 must be a number"),
+        ({"keep_last": True}, "keep_last=True must be a number"),
+        ({"keep_best": -1}, "keep_best=-1 must be a number of checkpoints, 0 or more"),
+        ({"keep_best": None}, "keep_best=None must be a number of checkpoints"),
+        ({"every": "3 stps"}, "every='3 stps': unknown unit"),
+        ({"metric": "eval_harmony"}, "Whether more of the metric 'eval_harmony' is better"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Checkpoint(**options)

@@ -1,0 +1,228 @@
+"""This file is the tests of functions as callbacks, and of filters."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from tests.callbacks.loops import go_through, running
+from trainer_lib.callbacks import EarlyStopping, LambdaCallback, after, before, every, once
+from trainer_lib.callbacks.functions import UPDATE_EVENTS
+from trainer_lib.events import Callback, Dispatcher, Run, RunState, Transformer
+from trainer_lib.events.callback import EVENTS
+from trainer_lib.foundation.errors import ConfigurationError
+
+Filter = Callable[[Any, Any], Callback]
+
+
+class Noting(Callback):
+    """Notes the number of each update of which it hears, by event."""
+
+    def __init__(self) -> None:
+        self.heard: dict[str, list[int]] = {}
+
+    def _note(self, event: str, number: int) -> None:
+        self.heard.setdefault(event, []).append(number)
+
+    def on_fit_begin(self, run: Run) -> None:
+        self._note("fit_begin", run.state.step)
+
+    def on_step_begin(self, run: Run) -> None:
+        self._note("step_begin", run.state.step + 1)
+
+    def on_micro_batch_end(self, run: Run) -> None:
+        self._note("micro_batch_end", run.state.step + 1)
+
+    def on_step_end(self, run: Run) -> None:
+        self._note("step_end", run.state.step)
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        self._note("log", run.state.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"heard": self.heard}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.heard = dict(state["heard"])
+
+
+class Changing(Noting, Transformer):
+    pass
+
+
+def updates(filtered: Filter, amount: Any, steps: int = 12, **state: Any) -> tuple[list[int], list[int]]:
+    """Return the updates that a function hears of, and those whose events a callback gets."""
+    heard: list[int] = []
+    noting = Noting()
+    callbacks = [filtered(amount, lambda run: heard.append(run.state.step)), filtered(amount, noting)]
+    go_through(callbacks, steps, running(**state))
+    events = noting.heard
+    assert events.get("step_begin") == events.get("micro_batch_end") == events.get("step_end")
+    assert events["fit_begin"] == [state.get("step", 0)]
+    return heard, events.get("step_end", [])
+
+
+@pytest.mark.parametrize(
+    ("filtered", "amount", "expected"),
+    [
+        (every, "4 steps", [4, 8, 12]),
+        (every, 5, [5, 10]),
+        (once, "4 steps", [4]),
+        (after, "9 steps", [10, 11, 12]),
+        (before, "4 steps", [1, 2, 3]),
+        (every, "1 epoch", [5, 10]),
+        (every, "0.4 epochs", [2, 4, 6, 8, 10, 12]),
+        (once, "2 epochs", [10]),
+        (after, "2 epochs", [11, 12]),
+        (before, "1 epoch", [1, 2, 3, 4]),
+    ],
+)
+def test_steps_and_epochs_are_known_when_an_update_begins(filtered: Filter, amount: Any, expected: list[int]) -> None:
+    assert updates(filtered, amount, steps_per_epoch=5) == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("filtered", "expected"),
+    [(every, ([3, 5, 8, 10], [4, 6, 9, 11])), (once, ([3], [4])), (after, ([3, 4, 5], [4, 5]))],
+)
+def test_samples_are_known_at_the_end_so_a_callback_gets_the_next_update(
+    filtered: Filter, expected: tuple[list[int], list[int]]
+) -> None:
+    heard, gotten = updates(filtered, "10 samples", steps=12)  # 4 samples an update
+    assert (heard[: len(expected[0])], gotten[: len(expected[1])]) == expected
+
+
+def test_after_a_restart_amounts_count_from_the_beginning() -> None:
+    assert updates(every, "4 steps", step=6) == ([8, 12], [8, 12])
+    assert updates(every, "10 samples", step=6, samples=24)[0] == [8, 10]
+    assert updates(once, "4 steps", step=6) == ([], [])
+    assert updates(after, "4 steps", step=10) == ([11, 12], [11, 12])
+    assert updates(every, "1 epoch", step=6, epoch=1, steps_in_epoch=1, steps_per_epoch=5) == ([10], [10])
+
+
+def test_passes_of_unknown_length_count_when_they_end() -> None:
+    heard: list[tuple[str, int]] = []
+    kinds: dict[str, Filter] = {"every": every, "once": once, "after": after}
+    callbacks = [
+        filtered("1 epoch", lambda run, kind=kind: heard.append((kind, run.state.step)))
+        for kind, filtered in kinds.items()
+    ]
+    events, run = Dispatcher(callbacks), running()
+    events.fire("on_fit_begin", run)
+    for epoch in (1, 2):
+        for _ in range(2):
+            run.state.step += 1
+            run.state.steps_in_epoch += 1
+            events.fire("on_step_end", run)
+        run.state.epoch, run.state.steps_in_epoch = epoch, 0
+        events.fire("on_epoch_end", run)
+    assert heard == [("every", 2), ("once", 2), ("every", 4)]
+
+
+def test_seconds_go_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [500.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    heard: list[int] = []
+    callback = every("10 seconds", lambda run: heard.append(run.state.step))
+    run = running(seconds=95.0)  # before a restart
+    callback.on_fit_begin(run)
+    for run.state.step, clock[0] in enumerate((504.0, 505.0, 514.0, 536.0, 537.0), start=1):
+        callback.on_step_end(run)
+    assert heard == [2, 4]
+
+
+def test_filters_may_be_put_into_each_other() -> None:
+    heard: list[int] = []
+    noting = Noting()
+    go_through(
+        [
+            after("5 steps", before("12 steps", every("3 steps", lambda run: heard.append(run.state.step)))),
+            after("5 steps", every("3 steps", noting)),
+        ],
+        15,
+    )
+    assert heard == [6, 9]
+    assert noting.heard["step_end"] == [6, 9, 12, 15]
+
+
+def test_other_events_are_let_through() -> None:
+    noting = Noting()
+    go_through([every("4 steps", noting)], 4, log_every=1)
+    assert noting.heard["log"] == [1, 2, 3, 4]
+
+
+def test_a_filter_listens_to_what_its_callback_listens_to() -> None:
+    events = Dispatcher([every(2, Noting())])
+    assert {event for event in EVENTS if events.listens(event)} == {
+        "on_fit_begin",
+        "on_step_begin",
+        "on_micro_batch_end",
+        "on_step_end",
+        "on_log",
+    }
+    assert set(UPDATE_EVENTS) == {
+        event for event in EVENTS if "step" in event or "micro" in event or "backward" in event
+    }
+
+
+def test_a_filter_is_what_its_callback_is(caplog: pytest.LogCaptureFixture) -> None:
+    stopping = EarlyStopping()
+    stopping.order = 7
+    assert (every(2, stopping).order, every(2, stopping).key) == (7, "EarlyStopping(eval_loss)")
+    noting = Noting()
+    noting.heard["log"] = [3]
+    state = Dispatcher([after(9, every(2, noting))]).state_dict()
+    assert state == {"Noting": {"heard": {"log": [3]}}}
+    again = Noting()
+    Dispatcher([every(5, again)]).load_state_dict(state)
+    assert again.heard == {"log": [3]}
+    assert every(2, Changing()).may_change_training
+    assert after(1, every(2, Changing())).may_change_training
+    assert not every(2, noting).may_change_training
+
+    def fail(run: Run) -> None:
+        raise RuntimeError("oh")
+
+    with caplog.at_level(logging.WARNING):
+        go_through([every(2, fail), every(3, LambdaCallback(on_step_end=fail))], 6)
+    assert "The callback fail() raised in on_step_end at step 2" in caplog.text
+    assert "The callback LambdaCallback raised in on_step_end at step 3" in caplog.text
+
+
+def test_what_cannot_be_filtered_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="A filter needs a function of the run, or a callback; got 3"):
+        every("2 steps", 3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"got <class .*EarlyStopping'>"):
+        every("2 steps", EarlyStopping)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="once='2 stps': unknown unit 'stps'"):
+        once("2 stps", print)
+
+
+def test_functions_are_called_at_their_events() -> None:
+    heard: list[Any] = []
+    callback = LambdaCallback(
+        on_step_end=lambda run: heard.append(run.state.step),
+        on_log=lambda run, values: heard.append(dict(values)),
+        order=3,
+    )
+    go_through([callback], 2, log_every=2)
+    assert heard == [1, 2, {"loss": 0.5}]
+    assert callback.order == 3
+    assert [event for event in EVENTS if Dispatcher([callback]).listens(event)] == ["on_step_end", "on_log"]
+
+
+def test_functions_at_events_that_there_are_not_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Unknown event 'on_step_ends'.*Did you mean 'on_step_end'\?"):
+        LambdaCallback(on_step_ends=print)
+    with pytest.raises(ConfigurationError, match="on_step_end=3 is no function"):
+        LambdaCallback(on_step_end=3)  # type: ignore[arg-type]
+
+
+def test_without_a_beginning_amounts_count_from_nothing() -> None:
+    heard: list[int] = []
+    callback = every(2, lambda run: heard.append(run.state.step))
+    for step in (1, 2, 3):
+        callback.on_step_end(Run(state=RunState(step=step)))
+    assert heard == [2]
