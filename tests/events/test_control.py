@@ -1,0 +1,70 @@
+"""This file is the tests of what callbacks ask for."""
+
+import pytest
+
+from trainer_lib.events import Control
+
+
+def test_nobody_takes_back_what_another_asked_for() -> None:
+    control = Control()
+    control.save |= False
+    assert not control.save
+    control.save = True
+    control.save = False
+    control.save |= False
+    assert control.save
+    assert [control.log, control.evaluate, control.stop] == [False] * 3
+
+
+@pytest.mark.parametrize("name", Control.NAMES)
+def test_alone_what_is_asked_for_is_to_be_done_once(name: str) -> None:
+    control = Control()
+    setattr(control, name, True)
+    assert getattr(control, name)
+    assert control.is_empty  # nothing to do before it is agreed to
+    assert not control.take(name)
+    control.agree_alone()
+    assert getattr(control, name)
+    assert control.is_due(name)
+    assert not control.is_empty
+    assert control.take(name)
+    assert not control.take(name)
+    assert control.is_empty
+    assert not getattr(control, name)
+
+
+def test_what_any_process_asked_for_all_do() -> None:
+    first, second = Control(), Control()
+    first.save = True
+    second.stop = True
+    numbers = [(a + b) / 2 for a, b in zip(first.as_numbers(), second.as_numbers(), strict=True)]
+    for control in (first, second):
+        control.hear(numbers)
+        assert [control.is_due(name) for name in Control.NAMES] == [False, False, True, True]
+        assert control.as_numbers() == [0.0] * 4  # told once
+        assert control.take("save")
+        assert control.stop
+
+
+def test_a_request_made_while_others_are_heard_stays_for_the_next_time() -> None:
+    control = Control()
+    control.log = True
+    told = control.as_numbers()
+    control.evaluate = True
+    control.hear(told)
+    assert control.is_due("log")
+    assert not control.is_due("evaluate")
+    assert control.as_numbers() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_what_all_come_to_by_themselves_need_not_be_told() -> None:
+    control = Control()
+    control.agree("log")
+    assert control.log
+    assert control.as_numbers() == [0.0] * 4
+    assert control.take("log")
+
+
+def test_a_request_that_there_is_not_is_an_error() -> None:
+    with pytest.raises(AttributeError):
+        Control().saves = True  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
