@@ -126,7 +126,8 @@ def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
         length_column=args.length_column,
         sample_weights=args.sample_weights,
         limit_batches=args.limit_train_batches,
-        **_reading(args),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        **_reading(trainer),
     )
 
 
@@ -139,12 +140,14 @@ def eval_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
         collate_fn=trainer.collate_fn,
         processing_class=trainer.processing_class,
         limit_batches=args.limit_eval_batches,
-        **_reading(args),
+        **_reading(trainer),
     )
 
 
-def _reading(args: TrainingArguments) -> dict[str, Any]:
+def _reading(trainer: "Trainer") -> dict[str, Any]:
+    args = trainer.args
     return {
+        "num_processes": trainer.accelerator.num_processes,
         "num_workers": args.num_workers,
         "pin_memory": args.pin_memory,
         "prefetch_factor": args.prefetch_factor,
