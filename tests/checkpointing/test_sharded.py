@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,43 @@ def test_an_unfinished_window_begins_anew_and_says_so(tmp_path: Path, caplog: py
     first, second = run_forked(body, timeout=60)
     assert first[0] == second[0] == [False, False, True]
     assert "Gradients of an unfinished window" in first[1]
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_optimizers_that_take_turns_have_no_unfinished_window(
+    counts: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body() -> Any:
+        accelerator = engine(SHARDED)
+        one, other = accelerator.prepare(stack(Stack), stack(Stack))
+        optimizers = [accelerator.prepare(torch.optim.SGD(each.parameters(), lr=0.1)) for each in (one, other)]
+        inputs, targets, _ = toy.data()
+
+        def step() -> list[float]:
+            losses: list[float] = []
+            for network, optimizer in zip((one, other), optimizers, strict=True):
+                with accelerator.accumulate(network) if counts else nullcontext():
+                    loss = toy.losses(network, inputs, targets).mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses
+
+        step()
+        accelerator.save_state(tmp_path / "state")
+        expected = step()
+        accelerator.load_state(tmp_path / "state")
+        assert step() == expected
+        before = caplog.text
+        with accelerator.no_sync(other):
+            accelerator.backward(toy.losses(other, inputs, targets).mean())
+        accelerator.save_state(tmp_path / "other")
+        return before, caplog.text
+
+    for before, after in run_forked(body, timeout=60)[:1]:
+        assert "unfinished window" not in before
+        assert "Gradients of an unfinished window" in after
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,8 @@ class _Engine:
     def state_dict(self) -> dict[str, Any]:
         engine = self._engine
         holding = [optimizer.holds_gradients for optimizer in engine._optimizers]
-        if any(holding) and engine.strategy.hands_out:
+        begins_anew = engine.strategy.hands_out and any(map(self._loses_gradients, engine._optimizers))
+        if begins_anew:
             _logger.warning_once(
                 "Gradients of an unfinished window of accumulation are not part of the state of a sharded model: "
                 "the window begins anew when it is loaded. Call save_state after an update."
@@ -151,8 +152,15 @@ class _Engine:
             "window": engine._window.state_dict(engine._models, engine._optimizers),
             "rounds": [optimizer.round_state() for optimizer in engine._optimizers],
             "gradients": gradients,
-            "begins_anew": any(holding) and engine.strategy.hands_out,
+            "begins_anew": begins_anew,
         }
+
+    def _loses_gradients(self, optimizer: Any) -> bool:
+        # A loss of another optimizer may have been differentiated since this one's update, with nothing left of it.
+        return optimizer.holds_gradients and (
+            self._engine.strategy.withholds_gradients()
+            or any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine

@@ -88,6 +88,10 @@ class SingleProcess:
         del model
         return _NOTHING
 
+    def withholds_gradients(self) -> bool:
+        """Whether gradients of a forward in `no_sync` are where no parameter's `grad` shows them."""
+        return False
+
     def carry(self, values: Sequence[float | Tensor]) -> None:
         """Average `values` over the processes, along with the gradients of the next `backward`."""
         self._carried = values

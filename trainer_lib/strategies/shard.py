@@ -98,6 +98,10 @@ class Shard(SingleProcess):
         """Return the context in which `backward` reduces, whatever the forward was told."""
         return _Synchronizing(self._sharded(model), True)
 
+    def withholds_gradients(self) -> bool:
+        """Whether gradients are whole on this process, with the weights that were gathered for them."""
+        return any(model.withholds_gradients for model in self._models)
+
     def carry(self, values: Sequence[float | Tensor]) -> None:
         """Send `values` on their way at once, so that they travel while `backward` computes."""
         if self._message is not None:  # nobody asked for the last ones

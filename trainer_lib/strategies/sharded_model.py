@@ -42,6 +42,7 @@ class ShardedModel:
     ) -> None:
         refuse_what_is_not_whole(model)
         self.model = model
+        self.withholds_gradients = False
         self._plugin, self._group, self._device = plugin, group, device
         ignored = ignored_modules(model, plugin.ignored_modules)
         wrapped = modules_to_wrap(model, plugin, ignored)
@@ -98,6 +99,7 @@ class ShardedModel:
     def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         del module, inputs
         if torch.is_grad_enabled():
+            self.withholds_gradients = not self.synchronizes
             self.replicas.watch(outputs)
         else:  # no backward will come that would do it
             self.reshard()
