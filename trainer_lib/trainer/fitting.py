@@ -19,6 +19,7 @@ from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.checkpoints import RunFolder
 from trainer_lib.trainer.engine import accumulation_steps
 from trainer_lib.trainer.result import FitResult
+from trainer_lib.trainer.saving import write_beside
 from trainer_lib.trainer.schedules import is_metric_driven, moves_each_update
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Fitting:
         self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
         self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
         accelerator.register_for_checkpointing(_Saved(self))
+        self._hook = accelerator.register_save_state_pre_hook(self._write_beside)
         self._evaluated_at = self._saved_at = -1
         self._began = time.monotonic()
         self.cadences: Cadences
@@ -186,6 +188,7 @@ class Fitting:
     def close(self, status: Any) -> None:
         """Write down how it ended, however that was, and let the callbacks know."""
         run = self.run
+        self._hook.remove()
         self.tell_time()
         run.state.status = status
         run.batch = run.outputs = run.loss_sum = None
@@ -210,6 +213,11 @@ class Fitting:
     def _is_better(self, value: float, than: float) -> bool:
         args, name = self.trainer.args, self.trainer.default_metric
         return value > than if greater_is_better_for(name or "", args.greater_is_better) else value < than
+
+    def _write_beside(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        del models, weights
+        if self.run.is_main_process:
+            write_beside(self.trainer, Path(folder))
 
     def _load_best(self) -> None:
         best = self.result().best_checkpoint

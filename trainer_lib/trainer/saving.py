@@ -4,8 +4,13 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.trainer.arguments import TrainingArguments
+
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
+
+ARGUMENTS_FILE = "training_arguments.json"
 
 
 def save_model(trainer: "Trainer", folder: Path) -> None:
@@ -26,3 +31,27 @@ def save_model(trainer: "Trainer", folder: Path) -> None:
     if accelerator.is_main_process and hasattr(trainer.processing_class, "save_pretrained"):
         trainer.processing_class.save_pretrained(folder)
     accelerator.wait_for_everyone()
+
+
+def write_beside(trainer: "Trainer", folder: Path) -> None:
+    """Write what a checkpoint needs to be read alone: the arguments, the model's configuration, the processor."""
+    trainer.args.to_file(folder / ARGUMENTS_FILE)
+    config = getattr(trainer.unwrapped_model, "config", None)
+    for one in (config, trainer.processing_class):
+        if hasattr(one, "save_pretrained"):
+            one.save_pretrained(folder)
+
+
+def read_arguments(checkpoint: Path) -> TrainingArguments:
+    """Return the arguments of the run that a checkpoint is of.
+
+    Raises:
+        CheckpointError: If it does not tell them.
+    """
+    file = checkpoint / ARGUMENTS_FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no {ARGUMENTS_FILE}, so it is no checkpoint of a Trainer. Give the arguments: "
+            f"Trainer(model, args).fit(resume={str(checkpoint)!r})."
+        )
+    return TrainingArguments.from_file(file)

@@ -1,14 +1,16 @@
 """This file is the `Trainer`: the verbs that a training is made of, each to be overridden in a few lines."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
+from trainer_lib.checkpointing.weights import load_checkpoint_in_model
 from trainer_lib.events import Callback, Dispatcher, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
@@ -19,7 +21,7 @@ from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.averages import Averages
 from trainer_lib.trainer.batches import count_items
-from trainer_lib.trainer.checkpoints import find_place
+from trainer_lib.trainer.checkpoints import checkpoint_at, find_place
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
 from trainer_lib.trainer.fitting import Fitting
@@ -28,6 +30,7 @@ from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
 from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss, is_shifted
 from trainer_lib.trainer.outputs import EvaluationOutput
 from trainer_lib.trainer.result import FitResult
+from trainer_lib.trainer.saving import read_arguments, save_model
 
 _logger = get_logger(__name__)
 
@@ -95,6 +98,20 @@ class Trainer:
         self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
         self._objective: Objective | None = None
         self._has_fitted = False
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: str | Path, model: nn.Module, **options: Any) -> Self:
+        """Return a trainer with the arguments and the weights of a checkpoint, whose `fit` goes on from there.
+
+        Args:
+            checkpoint: The folder of a checkpoint, or of a run, whose newest is taken.
+            model: A model of the same kind.
+            **options: What else the trainer takes: datasets, metrics, callbacks.
+        """
+        folder = checkpoint_at(checkpoint)
+        args = dataclasses.replace(read_arguments(folder), resume=str(folder))
+        load_checkpoint_in_model(_checked_model(model), folder, strict=True)
+        return cls(model, args, **options)
 
     # -- what one calls ------------------------------------------------------------------------------------------
 
@@ -172,8 +189,6 @@ class Trainer:
 
     def save_model(self, output_dir: str | Path) -> None:
         """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
-        from trainer_lib.trainer.saving import save_model
-
         self.prepare_models()
         save_model(self, Path(output_dir).expanduser())
 
