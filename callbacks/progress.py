@@ -16,7 +16,7 @@ class ProgressBar(Callback):
 
     In a terminal and in a notebook that is a bar, with one more for each evaluation and prediction, and a line above it
     for what an evaluation found; in a file it is a line now and then. Of all processes the main one shows it. It looks
-    at the clock in each step, and does more ten times a second.
+    at the clock in each step, and does more five times a second.
 
     Args:
         file: Where it is shown; by default standard error.

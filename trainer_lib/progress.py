@@ -5,6 +5,7 @@ Of many processes one shows it, where many would print over one another.
 
 import contextlib
 import logging
+import os
 import sys
 import time
 import warnings
@@ -125,7 +126,7 @@ def lines_above_bars() -> Generator[None]:
 class _Bar:
     """A bar of tqdm, which moves when it is told to."""
 
-    interval = 0.1
+    interval = 0.2
 
     def __init__(
         self, title: str, file: TextIO, total: float | None, done: float, in_seconds: bool, stays: bool
@@ -136,7 +137,7 @@ class _Bar:
             initial=done,
             file=file,
             leave=stays,
-            dynamic_ncols=True,
+            **_width(file),
             # Who calls `show` looks at the clock.
             mininterval=0,
             miniters=0,
@@ -226,6 +227,17 @@ def _clock(seconds: float) -> str:
     from tqdm.std import tqdm as plain_bar
 
     return plain_bar.format_interval(seconds)
+
+
+def _width(file: TextIO) -> dict[str, Any]:
+    if not file.isatty():
+        return {"dynamic_ncols": True}
+    try:
+        columns = os.get_terminal_size(file.fileno()).columns
+    except OSError:
+        columns = 0
+    # Where nobody set its size, as in many a container, a terminal says 0, and tqdm would show nothing.
+    return {"dynamic_ncols": True} if columns else {"ncols": 80}
 
 
 def _bar_class() -> Any:

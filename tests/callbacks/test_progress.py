@@ -33,9 +33,9 @@ class Arguments:
 class Screen:
     """A terminal, and what one sees on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 100) -> None:
         self._read, write = pty.openpty()
-        fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.file: TextIO = os.fdopen(write, "w")
         self.written = ""
 
@@ -120,6 +120,14 @@ def test_the_learning_rate_is_shown_and_the_steps_before_a_restart_count(screen:
     assert speed is not None
     assert float(speed[1]) < 20.5  # one update in 0.05 s, not 151
     events.fire("on_fit_end", run)
+
+
+@pytest.mark.parametrize(("columns", "length"), [(60, 60), (100, 100), (0, 80)])
+def test_a_bar_is_as_wide_as_the_terminal_if_that_says(columns: int, length: int) -> None:
+    screen = Screen(columns)
+    go_through([ProgressBar(screen.file)], 2, running(max_steps=2))
+    assert length - 1 <= len(screen.lines()[0]) <= length
+    screen.close()
 
 
 def test_without_a_total_it_counts(screen: Screen) -> None:
