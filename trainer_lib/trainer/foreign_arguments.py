@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.trainer.foreign_names import NONE_HERE, OTHER_FORM, RENAMED, Conversion, Made
+from trainer_lib.trainer.foreign_names import ALWAYS, NONE_HERE, OTHER_FORM, RENAMED, Conversion, Made
 
 _CONVERSIONS: dict[str, tuple[tuple[str, ...], Conversion]] = {
     name: (names, conversion) for names, conversion in OTHER_FORM.items() for name in names
@@ -38,6 +38,8 @@ def explain(given: Mapping[str, Any], names: Iterable[str] | None = None) -> lis
 
 def _line(told: Mapping[str, Any], given: Mapping[str, Any], conversion: Conversion | None) -> str:
     theirs = ", ".join(f"{name}={_shown(value)}" for name, value in told.items())
+    if _is_always(told):
+        return f"{theirs} of Hugging Face's Trainer is always so here. Leave it out."
     ours = conversion(given) if conversion is not None else NONE_HERE[next(iter(told))]
     if isinstance(ours, str):
         return f"{theirs} of Hugging Face's Trainer has no place here: {ours}. Leave it out."
@@ -60,6 +62,8 @@ def convert(given: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any], 
         name = next(iter(told))
         if conversion is None and name in known:
             ours[name] = told[name]
+            continue
+        if _is_always(told):
             continue
         result = conversion(given) if conversion is not None else NONE_HERE.get(name, "there is no such argument here")
         if isinstance(result, str):
@@ -89,6 +93,10 @@ def differing(foreign: Any) -> dict[str, Any]:
     }
     wanted = changed | {one for name in changed if name in _CONVERSIONS for one in _CONVERSIONS[name][0]}
     return {name: value for name, value in values.items() if name in wanted}
+
+
+def _is_always(told: Mapping[str, Any]) -> bool:
+    return all(name in ALWAYS and ALWAYS[name] == value for name, value in told.items())
 
 
 def _together(given: Mapping[str, Any]) -> list[tuple[dict[str, Any], Conversion | None]]:

@@ -430,6 +430,17 @@ NONE_HERE: dict[str, str] = {
     "use_legacy_prediction_loop": _GONE,
 }
 
+# Of these, what is always so here, so that nothing is lost by it.
+ALWAYS: dict[str, Any] = {
+    "average_tokens_across_devices": True,
+    "log_on_each_node": False,
+    "logging_nan_inf_filter": False,
+    "batch_eval_metrics": True,
+    "save_safetensors": True,
+    "restore_callback_states_from_checkpoint": True,
+    "remove_unused_columns": False,
+}
+
 # What other libraries, and people in a hurry, call ours.
 RENAMED: dict[str, str] = {
     "epochs": "num_train_epochs",
