@@ -66,12 +66,33 @@ class RunState:
         """Return it as plain values."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "RunState":
+        """Return what `state_dict` returned, limits included."""
+        best = state["best"]
+        # Copied: entries may change after a state was taken.
+        copied: dict[str, Any] = {name: [dict(entry) for entry in state[name]] for name in ("history", "checkpoints")}
+        copied["best"] = None if best is None else Best(**best)
+        return cls(**{**state, **copied})
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned; limits stay those of now."""
-        best = state["best"]
-        for name in ("run_id", "step", "micro_batches", "samples", "epoch", "steps_in_epoch", "seconds", "reason"):
-            setattr(self, name, state[name])
-        self.best = None if best is None else Best(**best)
-        self.history = [dict(entry) for entry in state["history"]]
-        self.checkpoints = [dict(entry) for entry in state["checkpoints"]]
-        self.status = state["status"]
+        there = RunState.of(state)
+        for name in _SURVIVING:
+            setattr(self, name, getattr(there, name))
+
+
+_SURVIVING = (
+    "run_id",
+    "step",
+    "micro_batches",
+    "samples",
+    "epoch",
+    "steps_in_epoch",
+    "seconds",
+    "best",
+    "history",
+    "checkpoints",
+    "status",
+    "reason",
+)

@@ -126,6 +126,7 @@ def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
         length_column=args.length_column,
         sample_weights=args.sample_weights,
         limit_batches=args.limit_train_batches,
+        overfit_batches=args.overfit_batches,
         seed=args.seed if args.data_seed is None else args.data_seed,
         **_reading(trainer),
     )
@@ -139,7 +140,7 @@ def eval_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
         batch_size=args.eval_batch_size,
         collate_fn=trainer.collate_fn,
         processing_class=trainer.processing_class,
-        limit_batches=args.limit_eval_batches,
+        limit_batches=args.limit_eval_batches if args.overfit_batches is None else args.overfit_batches,
         **_reading(trainer),
     )
 

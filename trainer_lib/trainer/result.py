@@ -29,8 +29,7 @@ class FitResult:
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "FitResult":
         """Return the result of a run from what its file says of it."""
-        state = RunState()
-        state.load_state_dict(facts["state"])
+        state = RunState.of(facts["state"])
         losses = [entry["loss"] for entry in state.history if "loss" in entry]
         best = state.best
         at_best = [one["path"] for one in state.checkpoints if best is not None and one["step"] == best.step]

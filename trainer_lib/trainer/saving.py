@@ -36,8 +36,8 @@ def save_model(trainer: "Trainer", folder: Path) -> None:
 def write_beside(trainer: "Trainer", folder: Path) -> None:
     """Write what a checkpoint needs to be read alone: the arguments, the model's configuration, the processor."""
     trainer.args.to_file(folder / ARGUMENTS_FILE)
-    config = getattr(trainer.unwrapped_model, "config", None)
-    for one in (config, trainer.processing_class):
+    beside: list[Any] = [getattr(trainer.unwrapped_model, "config", None), trainer.processing_class]
+    for one in beside:
         if hasattr(one, "save_pretrained"):
             one.save_pretrained(folder)
 

@@ -110,7 +110,12 @@ class Trainer:
         """
         folder = checkpoint_at(checkpoint)
         args = dataclasses.replace(read_arguments(folder), resume=str(folder))
-        load_checkpoint_in_model(_checked_model(model), folder, strict=True)
+        if not isinstance(_checked_model(model), nn.Module):
+            raise ConfigurationError(
+                "from_checkpoint takes one model, and this run has several. Give the arguments: "
+                f"Trainer(models, args).fit(resume={str(folder)!r})."
+            )
+        load_checkpoint_in_model(model, folder, strict=True)
         return cls(model, args, **options)
 
     # -- what one calls ------------------------------------------------------------------------------------------
@@ -197,7 +202,8 @@ class Trainer:
 
         Call it from anywhere: `compute_loss`, a callback, a metric. Nothing is read from the device before the log.
         """
-        self.averages.add(name, value, weight)
+        if not self.weighs_nothing:
+            self.averages.add(name, value, weight)
 
     def backward(
         self, loss: Tensor, weight: Weight | None = None, optimizer: str | Sequence[str] | None = None

@@ -1,0 +1,308 @@
+"""`fit`: how long it goes, what happens in which order, and what is asked of it on the way."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from tests.trainer.tasks import Recorder, arguments, network, points, trainer
+from trainer_lib import ConfigurationError, Trainer
+from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.launchers import run_forked
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Points without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(list(zip(*points(), strict=True)))
+
+
+class Asks(Callback):
+    """Asks for one thing after a step, on one process."""
+
+    def __init__(self, what: str, at: int, rank: int = 0) -> None:
+        self._what, self._at, self._rank = what, at, rank
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self._at and run.accelerator.process_index == self._rank:
+            setattr(run.control, self._what, True)
+
+
+class Fails(Transformer):
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == 3:
+            raise RuntimeError("the third step")
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps", "epochs"),
+    [
+        ({"num_train_epochs": 2}, 10, 2.0),
+        ({"num_train_epochs": 0.5}, 3, 0.6),
+        ({"num_train_epochs": 1.2}, 6, 1.2),
+        ({"max_steps": 7}, 7, 1.4),
+        ({"max_steps": 7, "num_train_epochs": 1}, 5, 1.0),
+        ({"num_train_epochs": None}, 15, 3.0),
+        ({"gradient_accumulation_steps": 2}, 6, 2.0),
+        ({"gradient_accumulation_steps": 99}, 2, 2.0),
+        ({"global_batch_size": 16}, 6, 2.0),
+        ({"limit_train_batches": 2}, 4, 2.0),
+        ({"overfit_batches": 1}, 2, 2.0),
+        ({"dry_run": True}, 2, 1.0),
+    ],
+)
+def test_the_first_limit_reached_ends_a_run(limits: dict[str, Any], steps: int, epochs: float) -> None:
+    result = trainer(arguments(**limits)).fit()
+    assert (result.state.step, result.state.epochs, result.status) == (steps, pytest.approx(epochs), "finished")
+    samples = {4: 32, 6: 48 if limits == {"num_train_epochs": 1.2} else 80}.get(steps, min(8 * steps, 120))
+    if "gradient_accumulation_steps" in limits:
+        samples = 80
+    assert result.state.samples == samples
+
+
+def test_time_ends_a_run() -> None:
+    result = trainer(arguments(max_time=0.3, lr_scheduler="constant")).fit()
+    assert (result.status, result.state.reason) == ("stopped", "max_time is over")
+    assert 0.3 <= result.state.seconds < 5
+
+
+def test_passes_over_data_without_a_length_are_real_passes() -> None:
+    result = trainer(arguments(lr_scheduler="constant"), train_dataset=Stream()).fit()
+    assert (result.state.step, result.state.epoch, result.state.samples) == (10, 2, 80)
+
+
+def test_an_iterator_that_is_read_up_ends_training_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Once(IterableDataset[tuple[Tensor, Tensor]]):
+        def __init__(self) -> None:
+            self.samples = iter(list(zip(*points(), strict=True)))
+
+        def __iter__(self) -> Any:
+            return self.samples
+
+    result = trainer(arguments(lr_scheduler="constant"), train_dataset=Once()).fit()
+    assert (result.state.step, result.status, result.state.reason) == (5, "stopped", "the data came to an end")
+    assert "an iterator can be read once only" in caplog.text
+
+
+def test_events_come_in_this_order() -> None:
+    recorder = Recorder()
+    args = arguments(num_train_epochs=1, limit_train_batches=3, gradient_accumulation_steps=2, log_every=1)
+    trainer(args, eval_dataset=points(8), callbacks=[recorder]).fit()
+    micro = ["micro_batch_begin", "micro_batch_end"]
+    update = ["backward_end", "optimizer_step_begin", "optimizer_step_end"]
+    evaluation = ["evaluate_begin", "evaluate_set_begin", "evaluate_batch_begin", "evaluate_batch_end"]
+    evaluation += ["evaluate_set_end", "evaluate_end"]
+    assert recorder.events == [
+        "fit_begin 0",
+        "epoch_begin 0",
+        *(f"{name} 0" for name in ["step_begin", *micro, *micro, *update]),
+        "step_end 1",
+        "log 1",
+        *(f"{name} 1" for name in ["step_begin", *micro, *update]),
+        *(f"{name} 2" for name in ["step_end", "epoch_end", "log", *evaluation, "best"]),
+        "fit_end 2",
+    ]
+
+
+def test_what_is_asked_for_is_done_in_one_order(tmp_path: Path) -> None:
+    class AsksBackwards(Callback):
+        def on_step_end(self, run: Run) -> None:
+            run.control.stop = run.control.save = run.control.evaluate = run.control.log = run.state.step == 2
+
+    recorder = Recorder("on_log", "on_evaluate_end", "on_save_end", "on_fit_end")
+    args = arguments(output_dir=tmp_path, log_every="never", save_every="never", eval_every="never")
+    result = trainer(args, eval_dataset=points(8), callbacks=[AsksBackwards(), recorder]).fit()
+    assert recorder.events == ["log 2", "evaluate_end 2", "save_end 2", "fit_end 2"]
+    assert (result.status, result.state.reason) == ("stopped", "a callback asked for it")
+
+
+def test_the_last_step_is_logged_evaluated_and_saved_once(tmp_path: Path) -> None:
+    recorder = Recorder("on_log", "on_evaluate_end", "on_save_end")
+    args = arguments(output_dir=tmp_path, num_train_epochs=1, log_every=5, eval_every=5, save_every=5)
+    trainer(args, eval_dataset=points(8), callbacks=[recorder]).fit()
+    assert recorder.events == ["log 5", "evaluate_end 5", "save_end 5"]
+    other = Recorder("on_log", "on_evaluate_end", "on_save_end")
+    args = arguments(output_dir=tmp_path, num_train_epochs=1, log_every=3, eval_every=3, save_every=3)
+    trainer(args, eval_dataset=points(8), callbacks=[other]).fit()
+    expected = [f"{event} {step}" for step in (3, 5) for event in ("log", "evaluate_end", "save_end")]
+    # The evaluation after step 3 was the best, which is saved with the others of its step.
+    assert other.events == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_process_asks_for_is_done_by_all_with_the_next_update(rank: int) -> None:
+    def one() -> int:
+        return (
+            trainer(arguments(), callbacks=[Asks("stop", at=2, rank=rank)], train_dataset=points(80)).fit().state.step
+        )
+
+    assert run_forked(one, (), 2, timeout=60) == [3, 3]
+
+
+def test_one_process_stops_at_once() -> None:
+    assert trainer(callbacks=[Asks("stop", at=2)]).fit().state.step == 2
+
+
+def test_time_is_that_of_the_main_process() -> None:
+    def one() -> tuple[int, str | None]:
+        args = arguments(max_time=0.3, lr_scheduler="constant")
+        result = trainer(args, train_dataset=points(80)).fit()
+        return result.state.step, result.status
+
+    (steps, status), other = run_forked(one, (), 2, timeout=60)
+    assert (steps, status) == other
+    assert status == "stopped"
+
+
+class LogsMuch(Trainer):
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        inputs, _ = batch
+        self.log("rows", len(inputs))
+        self.log("weighted", inputs.sum() / len(inputs), weight=len(inputs))
+        return super().compute_loss(model, batch)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_is_logged_is_averaged_over_batches_steps_and_processes(processes: int) -> None:
+    inputs, targets = points(37)
+
+    def one() -> list[dict[str, Any]]:
+        args = arguments(num_train_epochs=1, gradient_accumulation_steps=2, log_every="1 epoch", learning_rate=0.0)
+        return (
+            LogsMuch(network(), args, train_dataset=(inputs, targets), loss_fn=torch.nn.functional.cross_entropy)
+            .fit()
+            .history
+        )
+
+    for history in run_forked(one, (), processes, timeout=60) if processes > 1 else [one()]:
+        (entry,) = history
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(network()(inputs), targets)
+        assert entry["loss"] == pytest.approx(float(loss), rel=1e-6)
+        assert entry["weighted"] == pytest.approx(float(inputs.sum() / 37), rel=1e-5)
+        # A process that ran along without data of its own logs nothing: two had 3 batches each, of 37 rows together.
+        assert entry["rows"] == pytest.approx(37 / 5)
+
+
+def test_intervals_of_epochs_and_samples() -> None:
+    recorder = Recorder("on_log")
+    trainer(arguments(log_every="0.4 epochs"), callbacks=[recorder]).fit()
+    assert recorder.events == ["log 2", "log 4", "log 6", "log 8", "log 10"]
+    other = Recorder("on_log")
+    trainer(arguments(log_every="20 samples"), callbacks=[other]).fit()
+    assert other.events == ["log 3", "log 5", "log 8", "log 10"]
+
+
+def test_an_error_is_told_and_written_down(tmp_path: Path) -> None:
+    recorder = Recorder("on_exception", "on_fit_end")
+    with pytest.raises(RuntimeError, match="the third step"):
+        trainer(arguments(output_dir=tmp_path), callbacks=[recorder, Fails()]).fit()
+    assert recorder.events == ["exception 3", "fit_end 3"]
+    (file,) = tmp_path.glob("*/run.json")
+    assert json.loads(file.read_text())["status"] == "failed"
+
+
+def test_fit_again_begins_anew_with_the_weights_there_are() -> None:
+    one = trainer()
+    first, again = one.fit(), one.fit()
+    assert (first.state.step, again.state.step) == (10, 10)
+    assert again.metrics["loss"] < first.metrics["loss"]
+
+
+def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer(eval_dataset=points(8)).fit()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_banner_says_what_will_happen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = arguments(
+        output_dir=tmp_path,
+        run_name="line",
+        gradient_accumulation_steps=2,
+        warmup=2,
+        lr_scheduler="cosine",
+        save_every=3,
+    )
+    trainer(args, eval_dataset=points(8)).fit()
+    banner = capsys.readouterr().err
+    for line in (
+        r"run line-",
+        "Sequential, 74 parameters, all trained",
+        "1 process on cpu, full precision",
+        "16 samples an update = 8 × 2 accumulated × 1 process",
+        "6 steps, 3 an epoch, 2 epochs",
+        "AdamW, learning rate 0 first, 0.05 at most, 0.00732233 last, gradients clipped to a norm of 1",
+        "the mean over what counts for cross_entropy",
+        "every epoch, best by eval_loss",
+        f"{tmp_path}/line-",
+        "a checkpoint every 3 steps",
+    ):
+        assert line in banner
+    assert banner.count("\n  model ") == 1
+
+
+def test_the_norm_is_known_where_gradients_are_clipped() -> None:
+    history = (
+        trainer(arguments(max_grad_norm=0.01, optimizer="sgd", learning_rate=1.0, log_every=1, max_steps=1))
+        .fit()
+        .history
+    )
+    unclipped = (
+        trainer(arguments(max_grad_norm=None, optimizer="sgd", learning_rate=1.0, log_every=1, max_steps=1))
+        .fit()
+        .history
+    )
+    assert history[0]["grad_norm"] > 0.01
+    assert "grad_norm" not in unclipped[0]
+
+
+def test_clipping_moves_weights_by_the_norm_at_most() -> None:
+    model = network()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    args = arguments(max_grad_norm=0.01, optimizer="sgd", learning_rate=1.0, lr_scheduler="constant", max_steps=1)
+    trainer(args, model=model).fit()
+    moved = math.sqrt(
+        sum(float((p - q.detach()).square().sum()) for p, q in zip(before, model.parameters(), strict=True))
+    )
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_schedule_counts_updates_on_any_number_of_processes() -> None:
+    def one() -> list[float]:
+        args = arguments(max_steps=6, log_every=1, warmup=2, gradient_accumulation_steps=2)
+        return [entry["learning_rate"] for entry in trainer(args, train_dataset=points(200)).fit().history]
+
+    alone = one()
+    # What is logged is in force for the next update.
+    assert alone == pytest.approx([0.025, 0.05, 0.0375, 0.025, 0.0125, 0.0])
+    assert run_forked(one, (), 2, timeout=60) == [alone, alone]
+
+
+def test_a_plateau_lowers_the_rate() -> None:
+    class Worse(Trainer):
+        values = itertools.count()
+
+        def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+            del dataset, prefix
+            return {"eval_loss": float(next(self.values))}
+
+    args = arguments(lr_scheduler="plateau", lr_scheduler_kwargs={"patience": 0, "factor": 0.5}, eval_every=2)
+    one = Worse(
+        network(), args, train_dataset=points(), eval_dataset=points(), loss_fn=torch.nn.functional.cross_entropy
+    )
+    one.fit()
+    assert one.run.scheduler is not None
+    assert one.run.scheduler.get_last_lr() == [0.05 / 2**4]
+
+
+def test_saving_needs_a_folder() -> None:
+    with pytest.raises(ConfigurationError, match="Give output_dir"):
+        trainer(callbacks=[Asks("save", at=1)]).fit()
