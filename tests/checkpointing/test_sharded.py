@@ -209,7 +209,7 @@ def test_another_model_is_told_on_all_processes(tmp_path: Path) -> None:
         return said
 
     for said in run_forked(body, timeout=60):
-        assert all("missing: more; not in this model: last.bias" in one for one in said)
+        assert all("than this Wider: missing: more; not in this model: last.bias" in one for one in said)
 
 
 def test_a_kill_inside_a_sharded_save_leaves_the_older_state(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory import release_memory
 from trainer_lib.modules.compilation import compile_model, undo_compilation
+from trainer_lib.modules.names import class_name
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.options.accumulation import GradientAccumulationPlugin, accumulation_plugin
@@ -572,7 +573,7 @@ class Accelerator(Persistence):
             is_kind = isinstance(value, (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler))
             if is_kind and (id(value) in known or id(value) in seen or _is_prepared(value)):
                 raise PreparationError(
-                    f"This {type(value).__name__} is prepared already. Use the object that prepare() returned, "
+                    f"This {class_name(value)} is prepared already. Use the object that prepare() returned, "
                     "or call free_memory() before starting over."
                 )
             seen.add(id(value))

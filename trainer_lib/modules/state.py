@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.names import canonical_name, class_name
 
 _SHOWN = 4  # names in a message
 
@@ -64,7 +64,7 @@ def check_fits(
             *message,
         ]
     if message:
-        raise StateError(f"These weights are of another model than this {type(module).__name__}: {'; '.join(message)}.")
+        raise StateError(f"These weights are of another model than this {class_name(module)}: {'; '.join(message)}.")
 
 
 def inner_module(module: nn.Module) -> nn.Module:
