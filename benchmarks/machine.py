@@ -5,10 +5,14 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+PACKAGES = (
+    "torch", "accelerate", "transformers", "lightning", "pytorch-accelerated", "pytorch-ignite", "skorch", "fastai"
+)  # fmt: skip
+
 
 def describe() -> str:
     """Return processor, system and versions in one line."""
-    packages = [f"{name} {number}" for name in ("torch", "accelerate", "lightning") if (number := _version(name))]
+    packages = [f"{name} {number}" for name in PACKAGES if (number := _version(name))]
     return ", ".join([
         _processor(),
         f"{os.cpu_count()} cores",

@@ -25,6 +25,7 @@ def compare(
     tell: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Measure the contestants in one scenario; the first is what the others are compared with."""
+    contestants = [contestant for contestant in contestants if contestant.takes_part(scenario.loop)]
     entrants, notes = _warm_up(scenario, contestants)
     gc.freeze()  # what the contestants' packages brought in stays; collections need not go through it each time
     samples: dict[str, list[Sample]] = {entrant.name: [] for entrant in entrants}
@@ -72,7 +73,7 @@ def _warm_up(scenario: Scenario, contestants: Sequence[type[Contestant]]) -> tup
             notes[kind.name] = "has no such loop"
             continue
         expected = outcome if expected is None else expected
-        if not math.isclose(outcome, expected, rel_tol=1e-4):
+        if not math.isclose(outcome, expected, rel_tol=scenario.tolerance):
             raise RuntimeError(
                 f"{kind.name} came to {outcome} in '{scenario.name}', and {contestants[0].name} to {expected}: "
                 "they do not do the same work, so their times cannot be compared."

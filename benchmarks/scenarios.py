@@ -16,13 +16,15 @@ class Scenario:
         loop: The contestants' method.
         settings: The fields of the `Task`.
         target: What `trainer_lib` is meant to reach, as the table shows it.
+        tolerance: How far apart, relatively, what the contestants come to may be.
     """
 
     name: str
     title: str
-    loop: Literal["update", "update_by_weight", "read"]
+    loop: Literal["update", "update_by_weight", "read", "fit", "fit_by_default"]
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     target: str = ""
+    tolerance: float = 1e-4
 
     def task(self, steps: int) -> Task:
         """Return the task with so many batches a process."""
@@ -79,5 +81,45 @@ SCENARIOS = [
         loop="update",
         settings={"world_size": 2, "blocks": 4},
         target="time ≤ 1.05",
+    ),
+    Scenario(
+        name="fit",
+        title="Trainers",
+        loop="fit",
+        target="CPU ≤ 1.10, calls ≤ 700",
+    ),
+    Scenario(
+        name="fit-bar",
+        title="Trainers, with a progress bar",
+        loop="fit",
+        settings={"bar": True},
+        target="CPU ≤ 1.12",
+    ),
+    Scenario(
+        name="fit-default",
+        title="The Trainer's own defaults (a fused optimizer)",
+        loop="fit_by_default",
+        target="CPU ≤ 0.95",
+        tolerance=1e-3,
+    ),
+    Scenario(
+        name="fit-accumulation",
+        title="Trainers, an update for each 4 batches",
+        loop="fit",
+        settings={"accumulation": 4},
+        target="CPU ≤ 1.10",
+    ),
+    Scenario(
+        name="fit-ddp",
+        title="Trainers on two processes (DDP)",
+        loop="fit",
+        settings={"world_size": 2},
+        target="CPU ≤ 1.10",
+    ),
+    Scenario(
+        name="fit-transformer",
+        title="Trainers with a small transformer",
+        loop="fit",
+        settings={"layers": 2},
     ),
 ]

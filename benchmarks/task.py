@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 FEATURES, HIDDEN, CLASSES, BATCH_SIZE = 64, 64, 10, 32
 MAX_NORM = 1.0
 IGNORED = -100  # the label of what does not count, as `cross_entropy` knows it
+LOG_EVERY = 100
+TOKENS = 16  # what the transformer makes of a sample's features
 
 
 class Block(nn.Module):
@@ -26,6 +28,21 @@ class Block(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Add to the inputs."""
         return inputs + self.outer(torch.relu(self.inner(self.norm(inputs))))
+
+
+class Transformer(nn.Module):
+    """A classifier of short sequences, of some milliseconds a step."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(FEATURES // TOKENS, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the scores of the classes."""
+        return self.head(self.encoder(self.inlet(inputs.unflatten(1, (TOKENS, -1)))).mean(1))
 
 
 class Parts(NamedTuple):
@@ -49,6 +66,9 @@ class Task:
     shuffle: bool = False
     some_ignored: bool = False  # a quarter of the labels does not count
     blocks: int = 0  # layers between the first and the last; each is sharded over the processes (FSDP2)
+    layers: int = 0  # those of a transformer, in the place of the perceptron
+    width: int = 64  # of the transformer
+    bar: bool = False  # a progress bar is shown
     world_size: int = 1
 
     def parts(self) -> Parts:
@@ -56,9 +76,11 @@ class Task:
         model = self.model()
         return Parts(model, *optimization(model), self.loader())
 
-    def model(self) -> nn.Sequential:
+    def model(self) -> nn.Module:
         """Return the model."""
         torch.manual_seed(0)
+        if self.layers:
+            return Transformer(self.layers, self.width)
         middle = [Block() for _ in range(self.blocks)] or [nn.ReLU()]
         return nn.Sequential(nn.Linear(FEATURES, HIDDEN), *middle, nn.Linear(HIDDEN, CLASSES))
 
@@ -76,7 +98,12 @@ class Task:
 def optimization(model: nn.Module) -> tuple[Optimizer, LRScheduler]:
     """Return optimizer and schedule."""
     optimizer = AdamW(model.parameters(), lr=1e-3, foreach=True)
-    return optimizer, LambdaLR(optimizer, lambda step: 1 - step / 1_000_000)
+    return optimizer, LambdaLR(optimizer, rate)
+
+
+def rate(step: int) -> float:
+    """Return the factor of the learning rate."""
+    return 1 - step / 1_000_000
 
 
 def weights_norm(model: nn.Module) -> float:

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import plot, report
 from benchmarks.contestants.bare import Bare, BareAgain
+from benchmarks.contestants.base import Contestant
+from benchmarks.contestants.trainer import Trainer
 from benchmarks.contestants.trainer_lib import TrainerLib
 from benchmarks.figures import Comparison, Row, Sample
 from benchmarks.isolation import isolated
@@ -35,16 +37,18 @@ class Lazy(Bare):
 
 @pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.world_size == 1])
 def test_contestants_do_the_same_work_on_one_process(scenario: Scenario) -> None:
-    by_hand, again, engine, missing = compare(scenario, [Bare, BareAgain, TrainerLib, Missing], rounds=2, steps=8).rows
+    ours = [TrainerLib, Trainer]  # of which only the one takes part that has this kind of loop
+    by_hand, again, engine, missing = compare(scenario, [Bare, BareAgain, *ours, Missing], rounds=2, steps=8).rows
     assert len(engine.samples) == len(by_hand.samples) == 2
     assert by_hand.cpu_ratio == (1.0, 1.0, 1.0)
     assert by_hand.calls == again.calls
     assert (missing.note, missing.samples) == ("not installed", ())
 
 
-def test_contestants_do_the_same_work_on_two_processes() -> None:
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "weighted")
-    rows = compare_on_processes(scenario, [Bare, TrainerLib], rounds=2, steps=8).rows
+@pytest.mark.parametrize(("name", "engine"), [("weighted", TrainerLib), ("fit-ddp", Trainer)])
+def test_contestants_do_the_same_work_on_two_processes(name: str, engine: type[Contestant]) -> None:
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
+    rows = compare_on_processes(scenario, [Bare, engine], rounds=2, steps=8).rows
     assert [len(row.samples) for row in rows] == [2, 2]
 
 

@@ -31,6 +31,11 @@ class Accelerate(AcceleratorLoop):
 
     def reset(self) -> None:
         """Forget the state that all its objects share."""
-        state = import_module("accelerate.state")
-        state.AcceleratorState._reset_state(True)
-        state.GradientState._reset_state()
+        forget_state()
+
+
+def forget_state() -> None:
+    """Forget the state that all objects of the library share."""
+    state = import_module("accelerate.state")
+    state.AcceleratorState._reset_state(True)
+    state.GradientState._reset_state()

@@ -26,7 +26,7 @@ class Bare(Contestant):
         """Train."""
         if task.accumulation > 1:
             return self._accumulate(task, meter)
-        model, optimizer, scheduler, loader = _parts(task)
+        model, optimizer, scheduler, loader = parts_by_hand(task)
         total = torch.zeros(())
         with meter:
             for inputs, labels in loader:
@@ -40,7 +40,7 @@ class Bare(Contestant):
         return weights_norm(model)
 
     def _accumulate(self, task: Task, meter: Meter) -> float:
-        model, optimizer, scheduler, loader = _parts(task)
+        model, optimizer, scheduler, loader = parts_by_hand(task)
         steps, last = task.accumulation, task.steps - 1
         no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else nullcontext
         total = torch.zeros(())
@@ -58,9 +58,17 @@ class Bare(Contestant):
                 total += loss.detach()
         return weights_norm(model)
 
+    def fit(self, task: Task, meter: Meter) -> float:
+        """Train."""
+        return self.update(task, meter)
+
+    def fit_by_default(self, task: Task, meter: Meter) -> float:
+        """Train."""
+        return self.update(task, meter)
+
     def update_by_weight(self, task: Task, meter: Meter) -> float:
         """Train on sums; how many labels count is a message of its own."""
-        model, optimizer, scheduler, loader = _parts(task)
+        model, optimizer, scheduler, loader = parts_by_hand(task)
         total = torch.zeros(())
         with meter:
             for inputs, labels in loader:
@@ -92,15 +100,24 @@ class BareAgain(Bare):
     name = "by hand, again"
 
 
-def _parts(task: Task) -> Parts:
+def parts_by_hand(task: Task) -> Parts:
+    """Return the parts of a task as one makes them for so many processes."""
     parts = task.parts()
     if task.world_size == 1:
         return parts
-    sampler: DistributedSampler[Tensor] = DistributedSampler(parts.loader.dataset, shuffle=False)
-    loader = DataLoader(parts.loader.dataset, parts.loader.batch_size, sampler=sampler)
+    loader = loader_by_hand(task)
     if task.blocks:
         return Parts(*_sharded(task), loader)
     return parts._replace(model=DistributedDataParallel(parts.model), loader=loader)
+
+
+def loader_by_hand(task: Task) -> DataLoader[tuple[Tensor, ...]]:
+    """Return a loader of this process's batches."""
+    loader = task.loader()
+    if task.world_size == 1:
+        return loader
+    sampler: DistributedSampler[Tensor] = DistributedSampler(loader.dataset, shuffle=False)
+    return DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
 
 
 def _sharded(task: Task) -> tuple[nn.Module, Optimizer, LRScheduler]:
@@ -109,7 +126,7 @@ def _sharded(task: Task) -> tuple[nn.Module, Optimizer, LRScheduler]:
 
     mesh = init_device_mesh("cpu", (task.world_size,))
     model = task.model()
-    for block in model:
+    for block in model.children():
         if isinstance(block, Block):
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

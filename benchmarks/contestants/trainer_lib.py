@@ -27,7 +27,12 @@ class TrainerLib(AcceleratorLoop):
 
     def reset(self) -> None:
         """Forget the state that all its objects share."""
-        from trainer_lib.state import AcceleratorState, GradientState
+        forget_state()
 
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+
+def forget_state() -> None:
+    """Forget the state that all objects of the library share."""
+    from trainer_lib.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()

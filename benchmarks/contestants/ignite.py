@@ -1,0 +1,52 @@
+"""This file is Ignite."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.contestants.bare import parts_by_hand
+from benchmarks.contestants.base import Contestant, NotOfferedError
+from benchmarks.meters import Meter
+from benchmarks.task import LOG_EVERY, MAX_NORM, Task, weights_norm
+
+
+class Ignite(Contestant):
+    """`ignite.engine.Engine`, which drives a step that is written by hand."""
+
+    name = "Ignite"
+    package = "ignite"
+    statement = "from ignite.engine import Engine"
+
+    def fit(self, task: Task, meter: Meter) -> float:
+        """Train."""
+        engine_module = import_module("ignite.engine")
+        model, optimizer, scheduler, loader = parts_by_hand(task)
+        steps, total = task.accumulation, torch.zeros(())
+        if steps > 1 and isinstance(model, DistributedDataParallel):
+            raise NotOfferedError
+
+        def step(engine: Any, batch: list[Tensor]) -> Tensor:
+            inputs, labels = batch
+            loss = cross_entropy(model(inputs), labels)
+            (loss if steps == 1 else loss / steps).backward()
+            if engine.state.iteration % steps == 0:
+                clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            total.add_(loss.detach())
+            return loss
+
+        engine, events = engine_module.Engine(step), engine_module.Events
+        engine.add_event_handler(events.EPOCH_STARTED, meter.start)
+        engine.add_event_handler(events.COMPLETED, meter.stop)
+        engine.add_event_handler(events.ITERATION_COMPLETED(every=LOG_EVERY), lambda: print(total.item()))
+        if task.bar:
+            import_module("ignite.handlers").ProgressBar(persist=True).attach(engine)
+        engine.run(loader, max_epochs=1)
+        return weights_norm(model)

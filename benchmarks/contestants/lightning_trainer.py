@@ -1,0 +1,53 @@
+"""This file is Lightning's trainer."""
+
+from importlib import import_module
+from typing import Any
+
+from torch.nn.functional import cross_entropy
+
+from benchmarks.contestants.bare import loader_by_hand
+from benchmarks.contestants.base import Contestant, around
+from benchmarks.meters import Meter
+from benchmarks.task import LOG_EVERY, MAX_NORM, Task, optimization, weights_norm
+
+
+class LightningTrainer(Contestant):
+    """`lightning.Trainer`: no logger, no checkpoints; `self.log`, which costs as much again, is not called."""
+
+    name = "Lightning Trainer"
+    package = "lightning"
+    statement = "from lightning import Trainer"
+
+    def fit(self, task: Task, meter: Meter) -> float:
+        """Train."""
+        lightning = import_module("lightning")
+        module = lightning.LightningModule()
+        module.model = task.model()
+        optimizer, scheduler = optimization(module.model)
+        module.configure_optimizers = lambda: (
+            [optimizer],
+            [{"scheduler": scheduler, "interval": "step"}],
+        )
+
+        def training_step(batch: Any) -> Any:
+            inputs, labels = batch
+            return cross_entropy(module.model(inputs), labels)
+
+        module.training_step = training_step
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=task.world_size,
+            strategy="auto" if task.world_size == 1 else "ddp",
+            use_distributed_sampler=False,  # its own shuffles
+            max_epochs=1,
+            accumulate_grad_batches=task.accumulation,
+            gradient_clip_val=MAX_NORM,
+            log_every_n_steps=LOG_EVERY,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=task.bar,
+            enable_model_summary=False,
+            callbacks=[around(lightning.Callback, "on_train_epoch_start", "on_train_end", meter)],
+        )
+        trainer.fit(module, loader_by_hand(task))
+        return weights_norm(module.model)

@@ -1,0 +1,62 @@
+"""This file is the `Trainer` of this repository."""
+
+from typing import Any
+
+from torch.nn.functional import cross_entropy
+
+from benchmarks.contestants.base import Contestant
+from benchmarks.contestants.trainer_lib import forget_state
+from benchmarks.meters import Meter
+from benchmarks.task import BATCH_SIZE, LOG_EVERY, MAX_NORM, Task, optimization, weights_norm
+
+
+class Trainer(Contestant):
+    """`trainer_lib.Trainer`, with all callbacks that are there by default."""
+
+    name = "trainer_lib"
+    statement = "from trainer_lib import Trainer"
+
+    def fit(self, task: Task, meter: Meter) -> float:
+        """Train with the optimizer and the schedule of the others."""
+        model = task.model()
+        optimizer, scheduler = optimization(model)
+        return self._fit(task, meter, model, train_dataset=task.loader(), optimizer=optimizer, scheduler=scheduler)
+
+    def fit_by_default(self, task: Task, meter: Meter) -> float:
+        """Train with what arguments make."""
+        return self._fit(
+            task,
+            meter,
+            task.model(),
+            train_dataset=task.loader().dataset,
+            per_device_train_batch_size=BATCH_SIZE,
+            shuffle=False,
+            learning_rate=1e-3,
+            weight_decay=0.01,
+            schedule_steps=1_000_000,
+        )
+
+    def reset(self) -> None:
+        """Forget the state that all its objects share."""
+        forget_state()
+
+    def _fit(self, task: Task, meter: Meter, model: Any, train_dataset: Any, **options: Any) -> float:
+        from trainer_lib import Trainer, TrainingArguments
+        from trainer_lib.callbacks import LambdaCallback
+
+        objects = {name: options.pop(name) for name in ("optimizer", "scheduler") if name in options}
+        arguments = TrainingArguments(
+            num_train_epochs=1,
+            gradient_accumulation_steps=task.accumulation,
+            max_grad_norm=MAX_NORM,
+            log_every=LOG_EVERY,
+            progress_bar=task.bar,
+            use_cpu=True,
+            **options,
+        )
+        around = LambdaCallback(on_epoch_begin=lambda _: meter.start(), on_fit_end=lambda _: meter.stop())
+        trainer = Trainer(
+            model, arguments, train_dataset=train_dataset, loss_fn=cross_entropy, callbacks=[around], **objects
+        )
+        trainer.fit()
+        return weights_norm(model)
