@@ -27,6 +27,7 @@ from trainer_lib.trainer.optimizers import build_optimizer
 from trainer_lib.trainer.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.parameter_groups import group_parameters
 from trainer_lib.trainer.schedules import build_schedule
+from trainer_lib.trainer.sources import as_dataset, length_of
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -223,10 +224,10 @@ def what_is_trained(trainer: "Trainer") -> dict[str, Any]:
     named: dict[str, nn.Module] = (
         {"model": trainer.model} if isinstance(trainer.model, nn.Module) else dict(trainer.model)
     )
-    try:
-        samples = len(trainer.train_dataset)
-    except TypeError:  # an iterable one, or none
-        samples = None
+    data = trainer.train_dataset
+    if isinstance(data, DataLoader):
+        data = data.dataset
+    samples = None if data is None else length_of(as_dataset(data, "train_dataset"))
     return {
         "models": {
             name: [type(model).__name__, sum(parameter.numel() for parameter in model.parameters())]

@@ -1,0 +1,236 @@
+"""A run that ends before its end goes on as if it had not: bitwise, on one process and on two."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from tests.trainer.tasks import arguments, network, points, trainer
+from trainer_lib import ConfigurationError, StateError, Trainer
+from trainer_lib.callbacks import EarlyStopping
+from trainer_lib.events import Run, Transformer
+from trainer_lib.launchers import run_forked
+from trainer_lib.trainer.result import FitResult
+
+
+class Dies(Transformer):
+    """Ends the run after a step, before anything is saved for it."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self._at:
+            raise InterruptedError
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Points without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(list(zip(*points(), strict=True)))
+
+
+def outcome(result: FitResult, model: nn.Module) -> list[Any]:
+    """Return what has to be equal to the bit."""
+    timeless = [
+        {name: value for name, value in entry.items() if not name.endswith("_per_second")} for entry in result.history
+    ]
+    return [timeless, result.state.best, result.state.samples, [p.detach().tolist() for p in model.parameters()]]
+
+
+OPTIONS: dict[str, Any] = {
+    "num_train_epochs": 3,
+    "log_every": 4,  # so that a log spans a restart
+    "eval_every": 3,
+    "save_every": 2,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 4,
+    "warmup": 3,
+    "lr_scheduler": "cosine",
+}
+
+
+def run(folder: Path, options: dict[str, Any], data: Any, dies_at: int | None = None, **more: Any) -> list[Any] | None:
+    model = network(dropout=0.3)
+    callbacks = [EarlyStopping("eval_loss", patience=50), *([] if dies_at is None else [Dies(dies_at)])]
+    one = trainer(
+        arguments(output_dir=folder, **{**OPTIONS, **options}, **more),
+        model=model,
+        train_dataset=data,
+        eval_dataset=points(10),
+        callbacks=callbacks,
+    )
+    try:
+        return outcome(one.fit(), model)
+    except InterruptedError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("dies_at", "options"),
+    [
+        pytest.param(7, {}, id="in the middle of a pass"),
+        pytest.param(6, {"save_every": 5}, id="after the end of a pass"),
+        pytest.param(5, {}, id="at the end of a pass"),
+        pytest.param(12, {"optimizer": "sgd", "optimizer_kwargs": {"momentum": 0.9}, "max_grad_norm": None}, id="sgd"),
+        pytest.param(7, {"num_workers": 2}, id="with workers"),
+        pytest.param(7, {"mixed_precision": "bf16"}, id="bf16"),
+    ],
+)
+def test_a_resumed_run_is_the_run_without_a_break(tmp_path: Path, dies_at: int, options: dict[str, Any]) -> None:
+    whole = run(tmp_path / "whole", options, points())
+    assert run(tmp_path / "parts", options, points(), dies_at) is None
+    assert run(tmp_path / "parts", options, points(), resume="auto") == whole
+
+
+def test_data_without_a_length(tmp_path: Path) -> None:
+    options = {"lr_scheduler": "constant"}
+    whole = run(tmp_path / "whole", options, Stream())
+    assert run(tmp_path / "parts", options, Stream(), 7) is None
+    assert run(tmp_path / "parts", options, Stream(), resume="auto") == whole
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    def both(folder: str, dies_at: int | None, resume: str) -> list[Any] | None:
+        return run(tmp_path / folder, {}, points(75), dies_at, resume=resume)
+
+    (whole, other) = run_forked(both, ("whole", None, "never"), 2, timeout=60)
+    assert whole == other
+    assert run_forked(both, ("parts", 7, "never"), 2, timeout=60) == [None, None]
+    assert run_forked(both, ("parts", None, "auto"), 2, timeout=60) == [whole, whole]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.trainer import test_resume as task
+from trainer_lib.events import Callback
+
+class Kills(Callback):
+    def on_step_end(self, run):
+        if run.state.step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+task.Dies = lambda at: Kills()
+task.run(Path(sys.argv[1]), {}, task.points(), 7)
+"""
+
+
+def test_a_killed_run(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "parts")]
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    whole = run(tmp_path / "whole", {}, points())
+    assert run(tmp_path / "parts", {}, points(), resume="auto") == whole
+
+
+def test_auto_begins_where_there_is_nothing(tmp_path: Path) -> None:
+    assert run(tmp_path, {}, points(), resume="auto") is not None
+
+
+def test_a_finished_run_stays_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = trainer(arguments(output_dir=tmp_path), eval_dataset=points(8)).fit()
+    model = network()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    again = trainer(arguments(output_dir=tmp_path, resume="auto"), model=model, eval_dataset=points(8)).fit()
+    assert "is finished: there is nothing to train" in caplog.text
+    assert (again.state, again.metrics, again.best_checkpoint) == (first.state, first.metrics, first.best_checkpoint)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_a_new_run_tells_of_an_unfinished_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, {}, points(), dies_at=7)
+    (unfinished,) = tmp_path.iterdir()
+    run(tmp_path, {}, points())
+    assert f"The run {unfinished} is not finished" in caplog.text
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_auto_leaves_the_runs_of_other_models_and_data_alone(tmp_path: Path) -> None:
+    run(tmp_path, {}, points(), dies_at=7)
+    result = run(tmp_path, {}, points(48), resume="auto")
+    assert result is not None
+    assert result[2] == 144  # all samples of three passes
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_by_path(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", {}, points())
+    run(tmp_path / "parts", {}, points(), dies_at=7)
+    (folder,) = (tmp_path / "parts").iterdir()
+    assert run(tmp_path / "parts", {}, points(), resume=str(folder)) == whole
+    assert run(tmp_path / "other", {}, points(), resume=str(folder / "checkpoints" / "checkpoint-00000014")) == whole
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no checkpoint is there"):
+        trainer(arguments(resume=str(tmp_path / "nowhere"))).fit()
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    result = trainer(arguments(output_dir=tmp_path)).fit()
+    other = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 2))
+    with pytest.raises(StateError, match=r"Linear|shape|names"):
+        trainer(arguments(output_dir=tmp_path, resume=str(result.last_checkpoint)), model=other).fit()
+
+
+def test_history_on_disk_is_that_of_the_run(tmp_path: Path) -> None:
+    run(tmp_path, {}, points(), dies_at=7)
+    run(tmp_path, {}, points(), resume="auto")
+    (file,) = tmp_path.glob("*/history.jsonl")
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [entry["step"] for entry in entries if "loss" in entry]
+    assert steps == [4, 8, 12, 15]
+
+
+def test_a_trainer_from_a_checkpoint_has_its_weights_and_goes_on(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", {}, points())
+    run(tmp_path / "parts", {}, points(), dies_at=9)
+    (folder,) = (tmp_path / "parts").iterdir()
+    model = network(dropout=0.3)
+    options: dict[str, Any] = {"train_dataset": points(), "eval_dataset": points(10)}
+    one = Trainer.from_checkpoint(
+        folder,
+        model,
+        loss_fn=torch.nn.functional.cross_entropy,
+        callbacks=[EarlyStopping("eval_loss", patience=50)],
+        **options,
+    )
+    assert one.args.gradient_accumulation_steps == 2
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / "checkpoints" / "checkpoint-00000008" / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+    assert outcome(one.fit(), model) == whole
+
+
+def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+    """More of the loss is called better here, so that the first evaluation is the best."""
+    args = arguments(
+        output_dir=tmp_path,
+        num_train_epochs=4,
+        metric_for_best="loss",
+        greater_is_better=True,
+        keep_last=1,
+        load_best_at_end=True,
+    )
+    one = trainer(args, eval_dataset=points(16))
+    result = one.fit()
+    evaluations = {entry["step"]: entry["eval_loss"] for entry in result.history if "eval_loss" in entry}
+    assert max(evaluations, key=lambda step: evaluations[step]) == 5
+    assert result.state.best is not None
+    assert (result.state.best.step, result.state.step) == (5, 20)
+    assert [checkpoint["step"] for checkpoint in result.state.checkpoints] == [5, 20]
+    assert result.best_checkpoint is not None
+    assert result.best_checkpoint.name == "checkpoint-00000005"
+    assert one.evaluate()["eval_loss"] == pytest.approx(evaluations[5], rel=1e-6)
