@@ -22,6 +22,7 @@ from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.argument_checks import CHECKS
 from trainer_lib.trainer.argument_values import amount, interval, reports, whole
 from trainer_lib.trainer.arguments import TrainingArguments
+from trainer_lib.trainer.command_line import descriptions
 from trainer_lib.trainer.parameter_groups import ParameterGroup
 
 
@@ -47,6 +48,14 @@ def test_every_argument_is_checked() -> None:
         # No argument takes just any object.
         with pytest.raises((ConfigurationError, UnsupportedError), match=rf"\b{name}\b"):
             made(**{name: object()})
+
+
+def test_the_page_has_them_all() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "arguments.md").read_text()
+    said = descriptions(TrainingArguments)
+    for field in dataclasses.fields(TrainingArguments):
+        default = getattr(TrainingArguments(), field.name)
+        assert f"\n| `{field.name}` | `{default!r}` | {said[field.name]} |\n" in page
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from trainer_lib.trainer.foreign_arguments import is_foreign
 from trainer_lib.trainer.foreign_names import ALWAYS, NONE_HERE, OTHER_FORM, RENAMED
 
 OURS = {field.name for field in dataclasses.fields(TrainingArguments)}
+PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 LOGGER = "trainer_lib.trainer.arguments"
 
 
@@ -43,6 +46,15 @@ def convert(caplog: pytest.LogCaptureFixture, **given: Any) -> tuple[TrainingArg
 
 
 # -- the tables --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_them_all() -> None:
+    _, _, rows = PAGE.read_text().partition("## Coming from Hugging Face")
+    told = set(re.findall(r"`(\w+)`", rows))
+    fields = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
+    assert fields - told == set()
+    for name in fields & set(NONE_HERE):
+        assert re.search(rf"`{name}`[^|]*\| none: {re.escape(NONE_HERE[name])} \|", rows), name
 
 
 @pytest.mark.parametrize("kind", [transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments])

@@ -64,6 +64,7 @@ for _name, _ours in {
     "dataloader_persistent_workers": "persistent_workers",
     "dataloader_prefetch_factor": "prefetch_factor",
     "length_column_name": "length_column",
+    "sortish_sampler": "group_by_length",
 }.items():
     _rename(_name, _ours)
 
@@ -416,7 +417,6 @@ NONE_HERE: dict[str, str] = {
     "do_train": _OF_SCRIPTS,
     "do_eval": _OF_SCRIPTS,
     "do_predict": _OF_SCRIPTS,
-    "sortish_sampler": "give group_by_length=True",
     "use_mps_device": "an accelerator that is there is used; use_cpu=True stays on the CPU",
     "use_ipex": _GONE,
     "fp16_opt_level": _GONE,
