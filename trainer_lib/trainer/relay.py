@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from trainer_lib.collectives.objects import exchange
 from trainer_lib.collectives.rows import holds_rows
-from trainer_lib.foundation.trees import leaves, map_tensors
+from trainer_lib.foundation.trees import leaves, map_leaves, map_tensors
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.state.process import PartialState
 from trainer_lib.trainer.outputs import EvaluationOutput, Metric
 
 _BYTES = 32 * 2**20  # of a process, that travel at once
@@ -48,8 +49,7 @@ class Relay:
     def _hand_round(self, is_through: bool) -> bool:
         """Return whether all processes are through."""
         own = _Parcel(self._waiting, is_through, _largest(self._waiting))
-        # Alone, nothing has to leave the device.
-        parcels: list[_Parcel] = exchange(own) if self._group.size > 1 else [own]
+        parcels = self._exchanged(own)
         self._waiting = []
         for index in range(max(len(parcel.batches) for parcel in parcels)):
             for parcel in parcels:
@@ -58,6 +58,16 @@ class Relay:
         largest = max(parcel.largest for parcel in parcels)
         self._at_once = min(max(_BYTES // max(largest, 1), 1), _BATCHES)
         return all(parcel.is_through for parcel in parcels)
+
+    def _exchanged(self, own: "_Parcel") -> list["_Parcel"]:
+        if self._group.size == 1:  # nothing has to leave the device
+            return [own]
+        packed = own._replace(batches=map_tensors(_Packed, own.batches))
+        device = PartialState().device
+        return [
+            parcel._replace(batches=map_leaves(lambda leaf: _unpacked(leaf, device), parcel.batches))
+            for parcel in self._group.all_gather_objects(packed)
+        ]
 
     def _take(self, batch: "_Batch") -> None:
         for part in batch:
@@ -76,6 +86,20 @@ class _Parcel(NamedTuple):
     batches: list[_Batch]
     is_through: bool
     largest: int  # in bytes, of its batches
+
+
+class _Packed:
+    """A tensor as its bytes: pickled as it is, a small one would take a hundred times as long."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.bytes = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+
+
+def _unpacked(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, _Packed):
+        return leaf
+    return torch.from_numpy(leaf.bytes).view(leaf.dtype).reshape(leaf.shape).to(device)
 
 
 def _largest(batches: Sequence[_Batch]) -> int:
