@@ -59,20 +59,19 @@ class PaddingCollate:
         """Return a batch of samples."""
         first = samples[0]
         pads = callable(getattr(self.tokenizer, "pad", None)) and hasattr(self.tokenizer, "model_input_names")
-        if (
-            not pads
-            or not isinstance(first, Mapping)
-            or "input_ids" not in first
-            or not _is_ragged(samples, "input_ids")
-        ):
+        is_tokenized = isinstance(first, Mapping) and "input_ids" in first and _has_rows(first["input_ids"])
+        # With positions of their own samples are packed, and a mask would hide from the model where they begin.
+        if not pads or not is_tokenized or "position_ids" in first:
             return collate(samples)
-        if getattr(self.tokenizer, "pad_token", None) is None:
+        _check_keys(samples, ())
+        if getattr(self.tokenizer, "pad_token", None) is not None:
+            return _renamed(self._padded(samples))
+        if _is_ragged(samples, "input_ids"):
             raise ConfigurationError(
                 f"The samples have different lengths, and {type(self.tokenizer).__name__} has no token to pad with. "
-                "Set one: tokenizer.pad_token = tokenizer.eos_token."
+                "Set one: tokenizer.pad_token = tokenizer.eos_token. Or pass collate_fn."
             )
-        _check_keys(samples, ())
-        return self._padded(samples)
+        return _renamed(collate(samples))
 
     def _padded(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         from transformers import DataCollatorWithPadding
@@ -89,7 +88,7 @@ class PaddingCollate:
             else:
                 batch[name] = _collated([s[name] for s in samples], (name,))
         batch |= {name: value for name, value in padded.items() if name not in batch}  # an attention mask
-        return _renamed(batch)
+        return batch
 
     def _padded_labels(self, labels: list[Any]) -> Tensor:
         longest = max(map(len, labels))
