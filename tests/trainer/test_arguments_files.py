@@ -180,6 +180,21 @@ def test_what_cannot_be_written_down_is_named(given: dict[str, Any], said: str) 
     with pytest.raises(ConfigurationError) as refused:
         TrainingArguments(**given).to_dict()
     assert said in str(refused.value)
+    assert str(refused.value).endswith(" Leave it out there, and give it in the program.")
+
+
+def test_what_cannot_be_written_down_may_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = TrainingArguments(max_steps=3, compile=TorchDynamoPlugin(backend=print))
+    for _ in range(2):  # told once, however many files
+        args.to_file(tmp_path / "run.json", unwritable="leave out")
+    assert TrainingArguments.from_file(tmp_path / "run.json") == TrainingArguments(max_steps=3)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "compile.backend is <built-in function print>, which cannot be written down: files hold numbers, texts, lists "
+        "and mappings. So compile is left out there: give it again where the run goes on."
+    ]
+    with pytest.raises(ConfigurationError, match="Unknown unwritable 'skip'"):
+        args.to_dict(unwritable="skip")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

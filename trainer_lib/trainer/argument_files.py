@@ -46,13 +46,18 @@ for _one in (_Loader, _Dumper):
     _one.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
-def to_plain(arguments: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as plain values."""
-    return {
-        field.name: _plain(getattr(arguments, field.name), field.name)
-        for field in dataclasses.fields(arguments)
-        if field.init
-    }
+def to_plain(arguments: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of a dataclass as plain values, and why not for each of those that have no plain form."""
+    plain: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for field in dataclasses.fields(arguments):
+        if not field.init:
+            continue
+        try:
+            plain[field.name] = _plain(getattr(arguments, field.name), field.name)
+        except ConfigurationError as error:
+            left_out[field.name] = str(error)
+    return plain, left_out
 
 
 def from_plain(values: Any) -> dict[str, Any]:
@@ -171,8 +176,7 @@ def _plain(value: Any, path: str) -> Any:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(cast("Any", value))}
         return {name: _plain(one, f"{path}.{name}") for name, one in fields.items() if one is not None}
     raise ConfigurationError(
-        f"{path} is {value!r}, which cannot be written down: files hold numbers, texts, lists and mappings. Leave it "
-        "out there, and give it in the program."
+        f"{path} is {value!r}, which cannot be written down: files hold numbers, texts, lists and mappings."
     )
 
 

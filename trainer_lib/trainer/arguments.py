@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.every import Every
 from trainer_lib.logging import get_logger
+from trainer_lib.options.base import check_choice
 from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
@@ -22,6 +23,8 @@ from trainer_lib.trainer.argument_values import NEVER, read_duration, read_warmu
 from trainer_lib.trainer.parameter_groups import ParameterGroup
 
 _logger = get_logger(__name__)
+
+Unwritable = Literal["refuse", "leave out"]
 
 _DRY_BATCHES = 2
 
@@ -299,26 +302,41 @@ class TrainingArguments:
 
     # -- from elsewhere, and back --------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, *, unwritable: Unwritable = "refuse") -> dict[str, Any]:
         """Return all arguments as plain values, which `from_dict` reads back.
 
+        Args:
+            unwritable: What to do about an argument that has no plain form, such as a plugin with a function in it:
+                "refuse" it, or "leave out" that one, with a warning.
+
         Raises:
-            ConfigurationError: If a value has no plain form, such as a function in a plugin.
+            ConfigurationError: If there is one, and it is to be refused.
 
         Example:
             >>> TrainingArguments.from_dict(TrainingArguments(max_steps=10).to_dict()).max_steps
             10
         """
-        return argument_files.to_plain(self)
+        check_choice("unwritable", unwritable, ("refuse", "leave out"))
+        plain, left_out = argument_files.to_plain(self)
+        for name, reason in left_out.items():
+            if unwritable == "refuse":
+                raise ConfigurationError(f"{reason} Leave it out there, and give it in the program.")
+            _logger.warning_once("%s So %s is left out there: give it again where the run goes on.", reason, name)
+        return plain
 
     @classmethod
     def from_dict(cls, arguments: Mapping[str, Any]) -> Self:
         """Return the arguments that `to_dict` wrote, or some of them by name."""
         return cls(**argument_files.from_plain(arguments))
 
-    def to_file(self, path: str | os.PathLike[str]) -> None:
-        """Write all arguments into a file, as its ending says: .json, .yaml or .yml."""
-        argument_files.write(path, self.to_dict())
+    def to_file(self, path: str | os.PathLike[str], *, unwritable: Unwritable = "refuse") -> None:
+        """Write all arguments into a file, as its ending says: .json, .yaml or .yml.
+
+        Args:
+            path: The file.
+            unwritable: As `to_dict` takes it.
+        """
+        argument_files.write(path, self.to_dict(unwritable=unwritable))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
