@@ -16,7 +16,8 @@ from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.foreign_arguments import is_foreign
-from trainer_lib.trainer.foreign_names import ALWAYS, NONE_HERE, OTHER_FORM, RENAMED
+from trainer_lib.trainer.foreign_forms import OTHER_FORM
+from trainer_lib.trainer.foreign_names import ALWAYS, NONE_HERE, RENAMED
 
 OURS = {field.name for field in dataclasses.fields(TrainingArguments)}
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"

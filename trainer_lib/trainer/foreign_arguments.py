@@ -6,7 +6,8 @@ from enum import Enum
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.trainer.foreign_names import ALWAYS, NONE_HERE, OTHER_FORM, RENAMED, Conversion, Made
+from trainer_lib.trainer.foreign_forms import OTHER_FORM, Conversion, Made
+from trainer_lib.trainer.foreign_names import ALWAYS, NONE_HERE, RENAMED
 
 _CONVERSIONS: dict[str, tuple[tuple[str, ...], Conversion]] = {
     name: (names, conversion) for names, conversion in OTHER_FORM.items() for name in names
