@@ -34,9 +34,7 @@ def as_dataset(data: Any, option: str) -> Any:
         >>> len(dataset), dataset[1]
         (3, (tensor([2, 3]), tensor(1)))
     """
-    if isinstance(data, IterableDataset):
-        return data
-    dataset = _of_arrays(data, option)
+    dataset = data if isinstance(data, IterableDataset) else _of_arrays(data, option)
     if dataset is None:
         dataset = data
         if (reason := _why_not(data)) is not None:
@@ -140,7 +138,7 @@ class Gathered(Sequence[Any]):
 
 def _of_arrays(data: Any, option: str) -> Columns | None:
     """Return arrays as rows; `None` for what is a dataset, or nothing known."""
-    if type(data).__module__.startswith("pandas.") and hasattr(data, "columns"):
+    if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
         return Columns({str(name): data[name].to_numpy() for name in data.columns}, option)
     if type(data) is TensorDataset:
         return Columns(data.tensors, option)
