@@ -37,11 +37,11 @@ def test_what_any_process_asked_for_all_do() -> None:
     first, second = Control(), Control()
     first.save = True
     second.stop = True
-    numbers = [(a + b) / 2 for a, b in zip(first.as_numbers(), second.as_numbers(), strict=True)]
+    numbers = [(a + b) / 2 for a, b in zip(first.send(), second.send(), strict=True)]
     for control in (first, second):
         control.hear(numbers)
         assert [control.is_due(name) for name in Control.NAMES] == [False, False, True, True]
-        assert control.as_numbers() == [0.0] * 4  # told once
+        assert control.send() == [0.0] * 4  # told once
         assert control.take("save")
         assert control.stop
 
@@ -49,22 +49,33 @@ def test_what_any_process_asked_for_all_do() -> None:
 def test_a_request_made_while_others_are_heard_stays_for_the_next_time() -> None:
     control = Control()
     control.log = True
-    told = control.as_numbers()
+    told = control.send()
     control.evaluate = True
     control.hear(told)
     assert control.is_due("log")
     assert not control.is_due("evaluate")
-    assert control.as_numbers() == [0.0, 1.0, 0.0, 0.0]
+    assert control.send() == [0.0, 1.0, 0.0, 0.0]
 
 
 def test_what_all_come_to_by_themselves_need_not_be_told() -> None:
     control = Control()
     control.agree("log")
     assert control.log
-    assert control.as_numbers() == [0.0] * 4
+    assert control.send() == [0.0] * 4
     assert control.take("log")
 
 
 def test_a_request_that_there_is_not_is_an_error() -> None:
     with pytest.raises(AttributeError):
         Control().saves = True  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_what_did_not_get_to_the_others_is_sent_again() -> None:
+    control = Control()
+    control.save = True
+    assert control.send() == [0.0, 0.0, 1.0, 0.0]
+    assert control.save  # on its way
+    control.unsend()
+    assert control.send() == [0.0, 0.0, 1.0, 0.0]
+    control.hear([])
+    assert control.is_empty

@@ -23,10 +23,11 @@ class Control:
 
     NAMES = ("log", "evaluate", "save", "stop")
 
-    __slots__ = ("_agreed", "_asked", "reason")
+    __slots__ = ("_agreed", "_asked", "_sent", "reason")
 
     def __init__(self) -> None:
         self._asked: set[str] = set()  # by someone on this process
+        self._sent: set[str] = set()  # and on its way to the others
         self._agreed: set[str] = set()  # and known to all
         self.reason: str | None = None
 
@@ -80,16 +81,24 @@ class Control:
             self._agreed |= self._asked
             self._asked.clear()
 
-    def as_numbers(self) -> list[float]:
-        """Return what was asked for as the processes reduce it."""
-        return [1.0 if name in self._asked else 0.0 for name in self.NAMES]
+    def send(self) -> list[float]:
+        """Return what was asked for as the processes reduce it; from now on it is on its way."""
+        numbers = [1.0 if name in self._asked else 0.0 for name in self.NAMES]
+        self._sent |= self._asked
+        self._asked.clear()
+        return numbers
+
+    def unsend(self) -> None:
+        """Ask again for what did not get to the others."""
+        self._asked |= self._sent
+        self._sent.clear()
 
     def hear(self, numbers: Sequence[float]) -> None:
-        """Agree to what any process asked for."""
-        for name, number in zip(self.NAMES, numbers, strict=True):
+        """Agree to what any process asked for; nothing, if nothing came."""
+        for name, number in zip(self.NAMES, numbers, strict=False):
             if number:
                 self._agreed.add(name)
-                self._asked.discard(name)
+                self._sent.discard(name)
 
     @property
     def is_empty(self) -> bool:
@@ -108,7 +117,7 @@ class Control:
         return name in self._agreed
 
     def _has(self, name: str) -> bool:
-        return name in self._asked or name in self._agreed
+        return name in self._asked or name in self._sent or name in self._agreed
 
     def _ask(self, name: str, wanted: bool) -> None:
         if wanted:

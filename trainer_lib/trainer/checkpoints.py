@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.checkpointing.codec import Encoded, decode, encode
 from trainer_lib.checkpointing.layout import is_committed
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.foundation.files import replace_file
@@ -63,7 +64,7 @@ class RunFolder:
         """Write down what is known of the run; one process does."""
         self.facts.update(facts)
         self.path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.facts, indent=1) + "\n"
+        text = json.dumps(encode(self.facts, told_as=RUN_FILE).tree, indent=1, allow_nan=False) + "\n"
         replace_file(self.path / RUN_FILE, lambda path: _write(path, text))
 
 
@@ -84,8 +85,8 @@ def runs_in(output_dir: Path, what: dict[str, Any]) -> list[RunFolder]:
     found: list[RunFolder] = []
     for file in output_dir.glob(f"*/{RUN_FILE}"):
         try:
-            facts = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
+            facts = _facts(file)
+        except (OSError, ValueError, CheckpointError) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({error}). Move its folder away, or resume by path."
             ) from error
@@ -180,7 +181,11 @@ def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
 
 def _read(folder: Path, what: Any) -> RunFolder:
     file = folder / RUN_FILE
-    return RunFolder(folder, json.loads(file.read_text()) if file.is_file() else {"run_id": folder.name, "what": what})
+    return RunFolder(folder, _facts(file) if file.is_file() else {"run_id": folder.name, "what": what})
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    return decode(Encoded(json.loads(file.read_text())))
 
 
 def _write(path: Path, text: str) -> None:

@@ -196,7 +196,7 @@ class Fitting:
             self.events.fire("on_fit_end", run)
         finally:
             if self.folder is not None and run.is_main_process:
-                self.folder.write(status=status, state=run.state.state_dict(), metrics=run.metrics)
+                self.folder.write(status=status, state=run.state.state_dict(), metrics=dict(run.metrics))
 
     def result(self) -> FitResult:
         """Return what became of the run."""

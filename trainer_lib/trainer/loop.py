@@ -4,7 +4,10 @@ A pass over the data is made of batches; some batches make a window, which is on
 what was asked for is done, always in this order: log, evaluate, save, stop.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
@@ -37,6 +40,9 @@ class Loop:
         self.is_alone = self.accelerator.num_processes == 1
         self.samples_a_round: int | None = self.loader.total_batch_size
         self.is_stopped = False
+        # Numbers on an accelerator are read an update later, when they are there: nothing waits for its backward.
+        self.hears_late = self.accelerator.device.type != "cpu"
+        self.heard: Sequence[float | Tensor] = ()
 
     def train(self) -> None:
         """Go over the data until training is over."""
@@ -69,8 +75,8 @@ class Loop:
             if self.window.size == 1:
                 events.fire("on_step_begin", run)
             events.fire("on_micro_batch_begin", run)
-            if not self.is_alone:
-                self.window.notes = run.control.as_numbers()
+            if self.gradients.sync_gradients and not self.is_alone:
+                self.window.notes, self.window.heard = run.control.send(), ()
             if is_filler:
                 self.run_along()
             else:
@@ -104,8 +110,10 @@ class Loop:
     def update(self) -> None:
         """Clip, step, schedule, zero."""
         run, events, optimizers = self.run, self.events, self.optimizers
-        if not self.is_alone and self.window.heard:
-            run.control.hear([float(number) for number in self.window.heard])
+        if not self.is_alone:
+            self.listen()
+        if events.listens("on_backward_end") or events.listens("on_optimizer_step_begin"):
+            self.accelerator.unscale_gradients()  # who looks at gradients sees their true size
         events.fire("on_backward_end", run)
         if not any(optimizer.has_stepped for optimizer in optimizers):  # else training_step sees to it
             if self.max_norm is not None:
@@ -120,6 +128,15 @@ class Loop:
             events.fire("on_step_skipped", run)
         for optimizer in optimizers:
             optimizer.zero_grad()
+
+    def listen(self) -> None:
+        """Take up what any process asks for, which came along with the gradients."""
+        heard, control = self.window.heard, self.run.control
+        if not heard:  # a step of one's own that weighs nothing, so that nothing came along
+            control.unsend()
+        if self.hears_late:
+            heard, self.heard = self.heard, heard
+        control.hear([float(number) for number in heard])
 
     def count(self, batch: Any) -> None:
         """Count a batch."""
@@ -141,7 +158,7 @@ class Loop:
         self.fitting.cadences.ask(run)
         if self.is_alone:
             run.control.agree_alone()
-        if not run.control.is_empty:
+        if not run.control.is_empty or self.is_over:
             self.act()
 
     def finish_pass(self) -> None:
@@ -155,7 +172,7 @@ class Loop:
     def act(self) -> None:
         """Do what was asked for."""
         fitting, control = self.fitting, self.run.control
-        if control.take("log"):
+        if control.take("log") or control.is_due("stop") or self.is_over:
             fitting.log()
         if control.take("evaluate"):
             fitting.evaluate()
@@ -172,7 +189,7 @@ class Loop:
         if self.is_alone:
             control.agree_alone()
         else:
-            asked = group.all_gather_objects(control.as_numbers())
+            asked = group.all_gather_objects(control.send())
             control.hear([sum(numbers) for numbers in zip(*asked, strict=True)])
 
     @property
