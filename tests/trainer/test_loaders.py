@@ -430,6 +430,17 @@ def test_options_reach_the_loader() -> None:
     assert train_loader(Numbers(SIZE), pin_memory=False).pin_memory is False
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "data", "pins"),
+    [(None, X, False), ("cuda", X, True), ("cuda", X.to("meta"), False), ("mps", X, False), ("cuda", [1, 2], True)],
+)
+def test_memory_is_pinned_for_an_accelerator(accelerator: Any, data: Any, pins: bool, monkeypatch: Any) -> None:
+    # There may be none here.
+    present = accelerator and torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: present)
+    assert eval_loader(data).pin_memory is pins
+
+
 def test_a_sample_that_cannot_be_collated_is_named_from_a_worker_too() -> None:
     loader = train_loader([{"ids": [1]}, {"ids": [1, 2]}], batch_size=2, num_workers=1, shuffle=False)
     iterator: Any = iter(loader)

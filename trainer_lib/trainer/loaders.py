@@ -273,14 +273,17 @@ def _loader(
         data,
         collate_fn=collate_fn,
         num_workers=num_workers,
-        pin_memory=_pins() if pin_memory is None else pin_memory,
+        pin_memory=_pins(data) if pin_memory is None else pin_memory,
         prefetch_factor=prefetch_factor,
         persistent_workers=persistent_workers,
         **options,
     )
 
 
-def _pins() -> bool:
-    """Whether there is an accelerator that copies from pinned memory."""
+def _pins(data: Any) -> bool:
+    """Whether there is an accelerator that copies from pinned memory, and something to copy."""
     present = torch.accelerator.current_accelerator(check_available=True)
-    return present is not None and present.type != "mps"
+    if present is None or present.type == "mps":
+        return False
+    columns = data.columns.values() if isinstance(data, Columns) else ()
+    return all(one.device.type == "cpu" for one in columns if isinstance(one, torch.Tensor))
