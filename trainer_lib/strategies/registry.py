@@ -10,7 +10,6 @@ from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import SingleProcess
 from trainer_lib.strategies.replicate import Replicate
-from trainer_lib.strategies.shard import Shard
 
 
 def choose_strategy(
@@ -32,5 +31,7 @@ def choose_strategy(
             raise ConfigurationError(
                 "DistributedDataParallelKwargs belong to DDP, and this run shards its models (FSDP). Leave them out."
             )
+        from trainer_lib.strategies.shard import Shard
+
         return Shard(group, device, fsdp, parallelism, mixed_precision)
     return (SingleProcess if distributed_type == DistributedType.NO else Replicate)(group, device, ddp)

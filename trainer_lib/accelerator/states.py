@@ -1,0 +1,222 @@
+"""This file is a save and a load of all that survives a restart: the folder, the parts, the files, the numbering."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.accelerator import parts as engine_parts
+from trainer_lib.checkpointing import retention
+from trainer_lib.checkpointing.agreement import exchange, together
+from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, automatic_name, state_folder
+from trainer_lib.checkpointing.manifest import Manifest
+from trainer_lib.checkpointing.parts import Part, Weights, Words, check_counts, check_kinds, kinds_of
+from trainer_lib.checkpointing.reader import find_state, newest_state, open_state
+from trainer_lib.checkpointing.writer import Saving
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.logging import get_logger
+from trainer_lib.tensor_files.contents import Content
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator.persistence import Persistence
+
+_logger = get_logger(__name__)
+
+
+def save(
+    engine: "Persistence",
+    output_dir: str | Path | None,
+    safe_serialization: bool,
+    allow_pickle: bool,
+    others: Mapping[str, Any],
+) -> Path:
+    """Save a state, as `Persistence.save_state` says, and return its folder."""
+    known = ("max_shard_size",)
+    _check_names(others, known, "save_state")
+    words = Words(allow_pickle=allow_pickle, safe_serialization=safe_serialization, **others)
+    if engine.strategy.writes_shards:
+        _check_words_of_shards(engine, safe_serialization, others)
+    automatic = output_dir is None
+    target = _agreed(engine, lambda: _target(engine, output_dir), "save_state")
+    parts = engine_parts.collect(engine)
+    with Saving(target, engine.group, engine._leader) as saving:
+        with together(engine.group, "save_state"):
+            saving.write(_files(engine, parts, saving.folder, words))
+        saving.commit(
+            Manifest(
+                world_size=engine.num_processes,
+                step=engine._window.backwards,
+                iteration=engine.save_iteration if automatic else None,
+                precision=engine.precision.name,
+                parts=[part.name for part in parts],
+                kinds=kinds_of(parts),
+            )
+        )
+    if automatic:
+        _go_on_numbering(engine, target.parent)
+    return target
+
+
+def load(
+    engine: "Persistence",
+    input_dir: str | Path | None,
+    load_kwargs: Mapping[str, Any] | None,
+    others: Mapping[str, Any],
+    allow_pickle: bool,
+    safe_serialization: bool,
+) -> None:
+    """Load a state, as `Persistence.load_state` says."""
+    words = _words_of_load(engine, load_kwargs, others, allow_pickle, safe_serialization)
+    folder = _agreed(engine, lambda: _source(engine, input_dir), "load_state")
+    parts = engine_parts.collect(engine, words.strict)
+    with together(engine.group, "load_state"):
+        manifest = open_state(folder, engine.num_processes)
+        check_counts(manifest.parts, [part.name for part in parts], str(folder))
+        check_kinds(manifest.kinds, kinds_of(parts), str(folder))
+    with together(engine.group, "load_state"):
+        _restore(engine, parts, manifest, folder, words)
+    _find_number(engine, manifest)
+
+
+def _check_words_of_shards(engine: "Persistence", safe_serialization: bool, others: Mapping[str, Any]) -> None:
+    whole = "or FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
+    if engine.project_configuration.save_on_each_node:
+        raise UnsupportedError(
+            "save_on_each_node=True with SHARDED_STATE_DICT: each machine has a part of the shards only. Use a "
+            f"common file system, {whole}"
+        )
+    if not safe_serialization:
+        raise UnsupportedError(
+            "safe_serialization=False with SHARDED_STATE_DICT: shards are safetensors, of which each process reads "
+            f"what it needs. Leave it out, {whole}"
+        )
+    if others:
+        raise UnsupportedError(
+            f"max_shard_size={others['max_shard_size']!r} with SHARDED_STATE_DICT: each process writes its shards "
+            f"into one file. Leave it out, {whole}"
+        )
+
+
+def _agreed(engine: "Persistence", choose: Callable[[], Path], doing: str) -> Path:
+    """Return the path that the leader chooses; all have to be able to choose one."""
+    with together(engine.group, doing):
+        path = choose()
+    return Path(exchange(engine.group, str(path), doing)[engine._leader])
+
+
+def _target(engine: "Persistence", output_dir: str | Path | None) -> Path:
+    if output_dir is not None:
+        return state_folder(output_dir)
+    project = _named_automatically(engine, "save_state")
+    target = project / AUTOMATIC_FOLDER / automatic_name(engine.save_iteration)
+    if target.exists():
+        raise ConfigurationError(
+            f"{target} exists already, from another run. Call load_state() to go on with that one, or give "
+            "another project_dir, or the number to begin with: ProjectConfiguration(iteration=…)."
+        )
+    return target
+
+
+def _source(engine: "Persistence", input_dir: str | Path | None) -> Path:
+    if input_dir is not None:
+        return find_state(input_dir)
+    return newest_state(_named_automatically(engine, "load_state"))
+
+
+def _named_automatically(engine: "Persistence", verb: str) -> Path:
+    project = engine.project_configuration
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        raise ConfigurationError(
+            f"{verb}() needs a folder: {verb}(folder), or Accelerator(project_config=ProjectConfiguration("
+            "project_dir=…, automatic_checkpoint_naming=True))."
+        )
+    return Path(project.project_dir).expanduser().resolve()
+
+
+def _files(engine: "Persistence", parts: list[Part], folder: Path, words: Words) -> dict[str, Content]:
+    """Return what this process is to write, after the hooks had their say."""
+    # First what processes may have to put together, while none of them can have failed at something else.
+    states = {part.name: part.stateful.state_dict() for part in parts if part.kind in ("model", "optimizer")}
+    weights = [part for part in parts if isinstance(part, Weights)]
+    remaining = [states[part.name] for part in weights]
+    for hook in list(engine._save_hooks.values()):
+        hook(list(engine._models), remaining, str(folder))
+    files: dict[str, Content] = {}
+    for position, state in enumerate(remaining):
+        part = next((part for part in weights if states[part.name] is state), weights[position])
+        files |= part.files(state, words)
+    for part in parts:
+        if not isinstance(part, Weights):
+            state = states[part.name] if part.name in states else part.stateful.state_dict()
+            files |= part.files(state, words)
+    return files
+
+
+def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folder: Path, words: Words) -> None:
+    models = list(engine._models)
+    with together(engine.group, "load_state"):
+        for hook in list(engine._load_hooks.values()):
+            hook(models, str(folder))
+    remaining = {id(model) for model in models}
+    for part in parts:
+        if isinstance(part, Weights) and id(engine._models[part.index]) not in remaining:
+            continue
+        if part.name not in manifest.parts:
+            _logger.warning("The state in %s has no %s, which stays as it is.", folder, part.name)
+            continue
+        with together(engine.group, "load_state"):
+            state = part.read(folder, words)
+        part.stateful.load_state_dict(state)
+    for name in sorted(set(manifest.parts) - {part.name for part in parts}):
+        _logger.warning("The state in %s has a %s, which nothing here takes up.", folder, name)
+
+
+def _go_on_numbering(engine: "Persistence", folder: Path) -> None:
+    project = engine.project_configuration
+    project.iteration += 1
+    if engine.should_save_model:
+        # The new state is there; what cannot be deleted is no reason to stop training.
+        try:
+            retention.delete_debris(folder)
+            if project.total_limit is not None:
+                retention.delete_oldest(folder, project.total_limit)
+        except OSError as error:
+            _logger.warning("Older states in %s could not be deleted: %s", folder, error)
+    engine.wait_for_everyone()
+
+
+def _find_number(engine: "Persistence", manifest: Manifest) -> None:
+    project = engine.project_configuration
+    if project.automatic_checkpoint_naming and project.project_dir is not None:
+        # After the newest too, if an older one was loaded: no state takes the place of another.
+        present = retention.automatic_states(_named_automatically(engine, "load_state") / AUTOMATIC_FOLDER)
+        project.iteration = max([-1 if manifest.iteration is None else manifest.iteration, *present]) + 1
+
+
+def _words_of_load(
+    engine: "Persistence",
+    load_kwargs: Mapping[str, Any] | None,
+    others: Mapping[str, Any],
+    allow_pickle: bool,
+    safe_serialization: bool,
+) -> Words:
+    if load_kwargs:
+        raise ConfigurationError(
+            f"load_kwargs={dict(load_kwargs)!r} are options of torch.load, and no pickle is read here. Leave them "
+            "out; allow_pickle=True and safe_serialization=False say which pickles may be."
+        )
+    _check_names(others, ("strict", "map_location"), "load_state")
+    where = others.get("map_location", "cpu")
+    if where not in ("cpu", "on_device"):
+        raise ConfigurationError(unknown("map_location", where, ["cpu", "on_device"]))
+    return Words(
+        allow_pickle=allow_pickle,
+        safe_serialization=safe_serialization,
+        strict=others.get("strict", True),
+        device="cpu" if where == "cpu" else str(engine.device),
+    )
+
+
+def _check_names(given: Mapping[str, Any], known: tuple[str, ...], verb: str) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(unknown(f"argument of {verb}", name, known))
