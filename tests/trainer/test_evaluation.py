@@ -64,10 +64,11 @@ class TestNumbers:
             float(torch.tensor(0.1)), rel=1e-12
         )
 
-    def test_batches_without_items_count_for_nothing(self) -> None:
+    @pytest.mark.parametrize("kind", [float, torch.tensor])
+    def test_batches_without_items_count_for_nothing(self, kind: Any) -> None:
         def step(model: Any, batch: Any) -> EvaluationOutput:
             number = batch[0].item()
-            return EvaluationOutput(batch[0].sum() / number, number)  # 0 / 0 for the first
+            return EvaluationOutput(batch[0].sum() / number, kind(number))  # 0 / 0 for the first
 
         numbers = torch.utils.data.TensorDataset(torch.arange(4.0))
         assert Bench(step).evaluate({"": Bench(step).set(numbers, batch_size=1)}) == {"eval_loss": 3 / 6}
@@ -113,6 +114,31 @@ class TestNumbers:
         given, labels = scores(29)
         for found in run_forked(body, timeout=60):
             close(found, {"eval_loss": nn.functional.cross_entropy(given[:12], labels[:12]).item()})
+
+    def test_a_limit_means_the_same_batches_each_time(self) -> None:
+        bench = Bench()
+        loader = bench.loader(dataset(29), 3, shuffle=True)
+        found = [bench.evaluate({"": EvaluationSet(loader=loader, limit=2)}) for _ in range(3)]
+        assert found[0] == found[1] == found[2]
+
+    def test_batches_need_not_be_cut(self) -> None:
+        def flattened(samples: list[int]) -> dict[str, Tensor]:
+            return {
+                "lengths": torch.tensor(samples),
+                "tokens": torch.cat([torch.full((number + 1,), float(number)) for number in samples]),
+            }
+
+        def step(model: Any, batch: Any) -> EvaluationOutput:
+            assert len(batch["tokens"]) == (batch["lengths"] + 1).sum()
+            return EvaluationOutput(batch["tokens"].sum(), float(len(batch["tokens"])))
+
+        def body() -> dict[str, float]:
+            bench = Bench(step)
+            data: Any = list(range(7))
+            return bench.evaluate({"": EvaluationSet(loader=bench.loader(data, 2, collate_fn=flattened))})
+
+        wanted = sum(number * (number + 1) for number in range(7)) / sum(range(8))
+        assert run_forked(body, num_processes=3, timeout=60) == [{"eval_loss": wanted}] * 3
 
     def test_loaders_of_all_kinds_are_read_exactly(self) -> None:
         def body() -> list[dict[str, float]]:

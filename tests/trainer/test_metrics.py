@@ -198,6 +198,13 @@ class TestObjects:
             state = state * 0.9 + score
         assert measured(lambda: {"folded": Unmerged()}, processes=3)["folded"] == pytest.approx(state, rel=1e-5)
 
+    def test_that_cannot_be_sent_have_the_rows_of_all(self) -> None:
+        class Local(Merged):
+            def merge(self, others: Sequence[Merged]) -> None:
+                raise AssertionError
+
+        assert measured(lambda: {"merged": Local()})["merged"] == SAMPLES
+
     def test_may_see_texts(self) -> None:
         class Longest:
             def __init__(self) -> None:
@@ -275,6 +282,63 @@ class TestTorchMetrics:
             assert found[name] == pytest.approx(at_once[name].compute().item(), rel=1e-5), name
         assert {"f1", "recall", *(f"wrapped_multiclassf1score_{n}" for n in range(CLASSES))} <= set(found)
 
+    def test_own_ones_are_merged_only_where_that_is_exact(self) -> None:
+        torchmetrics = pytest.importorskip("torchmetrics")
+
+        class Rows(torchmetrics.Metric):
+            """Counts rows."""
+
+            full_state_update = False
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.add_state("rows", torch.tensor(0.0), dist_reduce_fx="sum")
+
+            def update(self, predictions: Tensor, labels: Tensor) -> None:
+                self.rows = self.rows + len(predictions)
+
+            def compute(self) -> Tensor:
+                return self.rows
+
+        class Unsaid(Rows):
+            full_state_update = None
+
+        class Averaged(Rows):
+            def __init__(self) -> None:
+                super().__init__()
+                self.add_state("largest", torch.tensor(0.0), dist_reduce_fx="mean")
+
+            def update(self, predictions: Tensor, labels: Tensor) -> None:
+                super().update(predictions, labels)
+                self.largest = torch.maximum(self.largest, predictions.max())
+
+            def compute(self) -> Tensor:
+                return self.largest
+
+        class Parent(Rows):
+            def __init__(self) -> None:
+                super().__init__()
+                self.child = Rows()
+
+            def reset(self) -> None:
+                super().reset()
+                self.child.reset()
+
+            def update(self, predictions: Tensor, labels: Tensor) -> None:
+                self.child.update(predictions, labels)
+
+            def compute(self) -> Tensor:
+                return self.child.compute()
+
+        def make() -> dict[str, Any]:
+            return {"rows": Rows(), "unsaid": Unsaid(), "averaged": Averaged(), "parent": Parent()}
+
+        handed_round = {name: metric.is_handed_round for name, metric in as_metrics(make()).items()}
+        assert handed_round == {"rows": False, "unsaid": True, "averaged": True, "parent": True}
+        found = measured(make, processes=3)
+        assert [found[name] for name in ("rows", "unsaid", "parent")] == [SAMPLES] * 3
+        assert found["averaged"] == scores(SAMPLES)[0].max()
+
     def test_processes_without_a_batch_have_nothing_to_merge(self) -> None:
         torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -347,6 +411,24 @@ class TestEvaluate:
         with pytest.raises(ProcessFailedError) as error:
             run_forked(body, timeout=60)
         assert "ValueError" in str(error.value) or "matches failed on the main process" in str(error.value)
+
+    def test_only_the_main_process_has_rows(self) -> None:
+        class Module:
+            def __init__(self) -> None:
+                self.rows = 0
+
+            def add_batch(self, predictions: Any, references: Any) -> None:
+                assert os.environ["RANK"] == "0"
+                self.rows += len(predictions)
+
+            def compute(self) -> dict[str, float]:
+                return {"rows": self.rows}
+
+        def body() -> float:
+            bench = Bench()
+            return bench.evaluate({"": bench.set(dataset(SAMPLES), {"rows": Module()})})["eval_rows"]
+
+        assert run_forked(body, timeout=60) == [SAMPLES] * 2
 
     def test_its_own_way_of_meeting_is_refused(self) -> None:
         class Loaded:

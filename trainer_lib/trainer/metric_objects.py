@@ -1,6 +1,7 @@
 """This file is metrics that are objects of others: updated by batch, merged over the processes, and computed."""
 
 import copy
+import pickle
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -162,7 +163,9 @@ def object_metric(name: str, thing: Any) -> ObjectMetric:
     if (own := _torchmetrics_class()) is not None and isinstance(thing, own):
         return TorchMetric(name, thing, _merge_torchmetric if _merges_exactly(thing, own) else None)
     merge = next((m for m in ("merge", "merge_state") if callable(getattr(thing, m, None))), None)
-    return ObjectMetric(name, thing, None if merge is None else lambda one, others: getattr(one, merge)(list(others)))
+    if merge is None or not _can_travel(thing):
+        return ObjectMetric(name, thing, None)
+    return ObjectMetric(name, thing, lambda one, others: getattr(one, merge)(list(others)))
 
 
 class TorchMetric(ObjectMetric):
@@ -174,6 +177,21 @@ class TorchMetric(ObjectMetric):
         for module in self._metric.modules():
             if hasattr(module, "distributed_available_fn"):
                 module.distributed_available_fn = _never_available
+
+    def state(self) -> Any:
+        """Return what it has counted; the object itself may be of a class that others do not find."""
+        return None if self.is_handed_round else dict(self._metric.metric_state)
+
+    def result(self, states: Sequence[Any]) -> Any:
+        """Return the value, of all processes."""
+        if self._merge is None:
+            return self._metric.compute()
+        whole = copy.deepcopy(self._metric)
+        for name, value in states[0].items():
+            setattr(whole, name, value)
+        whole._update_count = len(states)  # it would warn where this process had no batch
+        self._merge(whole, states[1:])
+        return whole.compute()
 
 
 def torch_collection(thing: Any) -> dict[str, Any] | None:
@@ -218,6 +236,15 @@ def _merges_exactly(metric: Any, own: Any) -> bool:
 def _merge_torchmetric(one: Any, others: Sequence[Any]) -> None:
     for other in others:
         one.merge_state(other)
+
+
+def _can_travel(metric: Any) -> bool:
+    """Whether an object can be sent: its class may be one that only this script, or this function, knows."""
+    try:
+        pickle.dumps(metric)
+    except Exception:  # noqa: BLE001 - whatever pickling calls
+        return False
+    return True
 
 
 def _is_movable(metric: Any) -> bool:
