@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.functions import before as before
     from trainer_lib.callbacks.functions import every as every
     from trainer_lib.callbacks.functions import once as once
+    from trainer_lib.callbacks.garbage import GarbageSchedule as GarbageSchedule
     from trainer_lib.callbacks.jsonl import JsonlLog as JsonlLog
     from trainer_lib.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
     from trainer_lib.callbacks.printer import Printer as Printer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Checkpoint": "trainer_lib.callbacks.checkpoint",
     "EarlyStopping": "trainer_lib.callbacks.early_stopping",
+    "GarbageSchedule": "trainer_lib.callbacks.garbage",
     "JsonlLog": "trainer_lib.callbacks.jsonl",
     "LambdaCallback": "trainer_lib.callbacks.functions",
     "LearningRateMonitor": "trainer_lib.callbacks.learning_rate",
@@ -39,6 +41,7 @@ _HOMES = {
 __all__ = [
     "Checkpoint",
     "EarlyStopping",
+    "GarbageSchedule",
     "JsonlLog",
     "LambdaCallback",
     "LearningRateMonitor",

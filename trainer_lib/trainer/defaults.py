@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainer_lib.callbacks.checkpoint import Checkpoint
+from trainer_lib.callbacks.garbage import GarbageSchedule
 from trainer_lib.callbacks.learning_rate import LearningRateMonitor
 from trainer_lib.callbacks.printer import Printer
 from trainer_lib.callbacks.progress import ProgressBar
@@ -21,7 +22,9 @@ from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.progress import is_live
 from trainer_lib.trainer import loaders
 from trainer_lib.trainer.arguments import TrainingArguments
-from trainer_lib.trainer.batches import call_model, predictions_of, targets_of
+from trainer_lib.trainer.batches import predictions_of, targets_of
+from trainer_lib.trainer.generation import generate_step
+from trainer_lib.trainer.losses import Weight
 from trainer_lib.trainer.metrics import as_metrics
 from trainer_lib.trainer.optimizers import build_optimizer
 from trainer_lib.trainer.outputs import EvaluationOutput, Metric
@@ -45,6 +48,8 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
     there: list[Callback] = [LearningRateMonitor(), Throughput()]
     if args.output_dir is not None:
         there.append(Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best))
+    if args.gc_every is not None:
+        there.append(GarbageSchedule(args.gc_every))
     shows_bar = is_live(sys.stderr) if args.progress_bar is None else args.progress_bar
     there.append(ProgressBar() if shows_bar else Printer())
     return [one for one in there if not any(type(one) is type(other) for other in given)] + list(given)
@@ -57,6 +62,11 @@ def optimizers(trainer: "Trainer") -> Optimizer | dict[str, Optimizer]:
     if isinstance(given, Mapping):
         unknown_names = [name for name in given if name not in bare]
         if unknown_names and not all(isinstance(one, Optimizer) for one in given.values()):
+            if list(bare) == [""]:
+                raise ConfigurationError(
+                    f"optimizer names {unknown_names[0]!r}, and there is one model, without a name. Give one optimizer, "
+                    "or a function that makes it."
+                )
             raise ConfigurationError(
                 f"optimizer names {unknown_names[0]!r}, and the models are {', '.join(bare)}."
                 f"{did_you_mean(unknown_names[0], bare)}"
@@ -74,11 +84,6 @@ def _optimizer(trainer: "Trainer", given: Any, model: nn.Module | None) -> Optim
     args = trainer.args
     groups = group_parameters(model, args.weight_decay, args.parameter_groups)
     if given is not None:
-        if not callable(given):
-            raise ConfigurationError(
-                f"optimizer must be an Optimizer, or a function that makes one of parameters, got a "
-                f"{type(given).__name__}. By name: TrainingArguments(optimizer=…)."
-            )
         made = given([parameter for group in groups for parameter in group["params"]])
         if not isinstance(made, Optimizer):
             raise ConfigurationError(f"optimizer made a {type(made).__name__}, which is no torch.optim.Optimizer.")
@@ -99,7 +104,14 @@ def scheduler(trainer: "Trainer", name: str, optimizer: Optimizer, total_steps: 
     if isinstance(given, Mapping):
         given = given.get(name)
     if given is not None:
-        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        is_made = hasattr(given, "step") and not isinstance(given, type)
+        made = given if is_made else given(optimizer)
+        if made is None:
+            raise ConfigurationError(
+                "scheduler made nothing: is a return missing? For a rate that stays: "
+                'TrainingArguments(lr_scheduler="constant").'
+            )
+        return made
     options = dict(args.lr_scheduler_kwargs)
     if args.lr_scheduler == "plateau" and "mode" not in options and trainer.default_metric is not None:
         is_more = greater_is_better_for(trainer.default_metric, args.greater_is_better)
@@ -133,14 +145,15 @@ def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
     )
 
 
-def eval_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
-    """Return the loader of data that is evaluated."""
+def eval_loader(trainer: "Trainer", dataset: Any, option: str = "eval_dataset") -> DataLoader[Any]:
+    """Return the loader of data that is evaluated; errors call it `option`."""
     args = trainer.args
     return loaders.eval_loader(
         dataset,
         batch_size=args.eval_batch_size,
         collate_fn=trainer.collate_fn,
         processing_class=trainer.processing_class,
+        option=option,
         limit_batches=args.limit_eval_batches if args.overfit_batches is None else args.overfit_batches,
         **_reading(trainer),
     )
@@ -173,21 +186,56 @@ def prepared_for_evaluation(trainer: "Trainer", loader: DataLoader[Any]) -> Any:
 
 def evaluation_output(trainer: "Trainer", model: Any, batch: Any) -> EvaluationOutput:
     """Return loss, predictions and labels of a batch."""
+    if trainer.args.predict_with_generate:
+        return _generated(trainer, model, batch)
     labels = targets_of(batch, trainer.args.label_names)
-    if labels is None and trainer.loses_by_default:  # nothing to compare with: predictions alone
-        return EvaluationOutput(predictions=predictions_of(call_model(model, batch)))
-    result = trainer.as_result(trainer.compute_loss(model, batch), batch)
-    predictions = None if result.outputs is None else predictions_of(result.outputs)
+    if trainer.loses_by_default:
+        outputs, value = trainer.objective.evaluate(model, batch)
+        if value is None:  # nothing to compare with
+            return EvaluationOutput(predictions=predictions_of(outputs), labels=labels)
+    else:
+        value = trainer.compute_loss(model, batch)
+    result = trainer.as_result(value, batch)
     weight = 0.0 if result.weight is None else result.weight
-    return EvaluationOutput(loss_sum=result.loss, weight=weight, predictions=predictions, labels=labels)
+    return EvaluationOutput(
+        loss_sum=result.loss, weight=weight, predictions=predictions_of(result.outputs), labels=labels
+    )
 
 
-def named_sets(given: Any) -> dict[str, Any]:
-    """Return datasets by name; a single one has none."""
-    if not isinstance(given, Mapping) or all(isinstance(one, (Tensor, np.ndarray)) for one in given.values()):
+def _generated(trainer: "Trainer", model: Any, batch: Any) -> EvaluationOutput:
+    bare = trainer.accelerator.unwrap_model(model)
+
+    def loss_of(_: Any, named: Any) -> tuple[Tensor, Weight]:
+        result = trainer.as_result(trainer.compute_loss(model, named), named)
+        return result.loss, 0.0 if result.weight is None else result.weight
+
+    return generate_step(
+        bare,
+        batch,
+        trainer.args.generation_kwargs,
+        trainer.processing_class,
+        loss_of=loss_of,
+        in_lockstep=trainer.accelerator.strategy.needs_lockstep and trainer.accelerator.num_processes > 1,
+    )
+
+
+def named_sets(given: Any, told_as: str = "eval_dataset") -> dict[str, Any]:
+    """Return datasets by name; a single one has none.
+
+    Raises:
+        ConfigurationError: If there is none, or one without a name.
+    """
+    if not isinstance(given, Mapping):
         return {"": given}
     if not given:
-        raise ConfigurationError("eval_dataset is an empty dict. Give a dataset, or datasets by name.")
+        raise ConfigurationError(f"{told_as} is an empty dict. Give a dataset, or datasets by name.")
+    if all(isinstance(one, (Tensor, np.ndarray)) for one in given.values()):
+        return {"": given}
+    for name in given:
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"{told_as} names a set {name!r}. Name it by a text, which its metrics are called by."
+            )
     return dict(given)
 
 

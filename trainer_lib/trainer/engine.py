@@ -75,13 +75,16 @@ def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelera
 def numerics(args: TrainingArguments) -> Generator[None]:
     """Set torch to what arguments ask for, and back: TF32, determinism, the search for anomalies."""
     precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     if args.tf32 is not None:
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     if args.deterministic:
         torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False  # it may choose another algorithm each time
     try:
         with torch.autograd.set_detect_anomaly(True) if args.detect_anomaly else contextlib.nullcontext():
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cudnn.benchmark = benchmark

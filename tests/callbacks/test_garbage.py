@@ -1,0 +1,34 @@
+"""Garbage is collected at the interval, and at no other time."""
+
+import gc
+
+from trainer_lib.callbacks import GarbageSchedule
+from trainer_lib.events import Run
+
+
+def test_garbage_is_collected_at_the_interval_only() -> None:
+    assert gc.isenabled()
+    schedule, run = GarbageSchedule("3 steps"), Run()
+    schedule.on_fit_begin(run)
+    assert not gc.isenabled()
+    collected: list[int] = []
+    for step in range(1, 8):
+        run.state.step = step
+        before = gc.get_stats()[2]["collections"]
+        schedule.on_step_end(run)
+        if gc.get_stats()[2]["collections"] > before:
+            collected.append(step)
+    assert collected == [3, 6]
+    schedule.on_fit_end(run)
+    assert gc.isenabled()
+
+
+def test_what_was_off_before_stays_off() -> None:
+    gc.disable()
+    try:
+        schedule, run = GarbageSchedule(100), Run()
+        schedule.on_fit_begin(run)
+        schedule.on_fit_end(run)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
