@@ -40,6 +40,8 @@ class Averages:
         Raises:
             ConfigurationError: If it is not one number.
         """
+        if not isinstance(name, str) or not isinstance(weight, (int, float, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"log(name, value, weight) takes a text and numbers, got {name!r} and {weight!r}.")
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ConfigurationError(f"log({name!r}, …) takes one number, got a tensor of {tuple(value.shape)}.")

@@ -2,8 +2,9 @@
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin
 
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from trainer_lib.trainer.losses import Weight, count_valid
 from trainer_lib.trainer.rows import count_rows
 
 LABEL_NAMES = ("labels", "label", "targets", "target", "y")
+_SPAN = ["start_positions", "end_positions"]  # what models that answer questions find
 
 
 def call_model(model: Any, inputs: Any, **more: Any) -> Any:
@@ -42,9 +44,10 @@ def split(batch: Any, label_names: Sequence[str] | None = None) -> tuple[Any, An
     if named is not None:
         names = label_names_in(named, label_names)
         if not names:
+            looked_for = label_names or LABEL_NAMES
             raise ConfigurationError(
-                f"The batch has {', '.join(map(str, named))} and no target: none of {', '.join(LABEL_NAMES)}. Name it: "
-                "TrainingArguments(label_names=[…])."
+                f"The batch has {', '.join(map(str, named))} and no target: none of {', '.join(looked_for)}. Name it: "
+                f"TrainingArguments(label_names=[…]).{did_you_mean(looked_for[0], named) if label_names else ''}"
             )
         inputs = {name: value for name, value in named.items() if name not in names}
         return inputs, named[names[0]] if len(names) == 1 else {name: named[name] for name in names}
@@ -70,7 +73,8 @@ def label_names_in(named: Mapping[str, Any], label_names: Sequence[str] | None) 
     """Return which names of a batch are targets."""
     if label_names:
         return [name for name in label_names if name in named]
-    return [name for name in LABEL_NAMES if name in named][:1]
+    first = [name for name in LABEL_NAMES if name in named][:1]
+    return first or (list(_SPAN) if all(name in named for name in _SPAN) else [])
 
 
 def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: bool = False) -> Weight:
@@ -92,13 +96,14 @@ def batch_size(batch: Any) -> int:
     return count_rows(batch) or 1
 
 
-def check_names(model: nn.Module, batch: Any, dropped: Sequence[str] = ()) -> None:
-    """Check that a model takes all that a batch names.
+def check_names(model: nn.Module, batch: Any) -> None:
+    """Check that a model takes all that a batch names, and that the batch has all that the model needs.
+
+    A `**kwargs` that says which names it means (`Unpack[…]`, as in transformers) takes these only.
 
     Args:
         model: The user's model.
         batch: A batch.
-        dropped: The names that do not go into it.
 
     Raises:
         ConfigurationError: If it does not.
@@ -106,22 +111,84 @@ def check_names(model: nn.Module, batch: Any, dropped: Sequence[str] = ()) -> No
     named = as_mapping(batch)
     if named is None:
         return
-    given = [name for name in named if name not in dropped]
-    parameters = inspect.signature(model.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    foreign = [name for name in given if name not in parameters]
+    given = list(named)
+    known, takes_any = _taken(model)
+    foreign = [] if takes_any else [name for name in given if name not in known]
+    forward = f"{type(model).__name__}.forward"
     if foreign:
-        known = list(parameters)
         raise ConfigurationError(
-            f"The batch has {', '.join(map(repr, foreign))}, which {type(model).__name__}.forward does not take. It "
-            f"takes: {', '.join(known)}.{did_you_mean(foreign[0], known)} Leave what is not meant for the model out of "
-            "the dataset (remove_columns), or override compute_loss(model, batch); nothing is dropped silently."
+            f"The batch has {', '.join(map(repr, foreign))}, which {forward} does not take. It takes: "
+            f"{', '.join(known)}.{did_you_mean(foreign[0], known)} Leave what is not meant for the model out of the "
+            "dataset (remove_columns), or override compute_loss(model, batch); nothing is dropped silently."
         )
+    missing = [name for name, one in known.items() if one is not None and one.default is one.empty]
+    missing = [name for name in missing if name not in given]
+    if missing:
+        raise ConfigurationError(
+            f"{forward} needs {', '.join(map(repr, missing))}, and the batch has "
+            f"{', '.join(map(repr, given)) or 'none'}.{did_you_mean(missing[0], given)} Put it into the dataset, or "
+            "override compute_loss(model, batch)."
+        )
+
+
+def check_values(model: nn.Module, inputs: Any) -> None:
+    """Check that a model takes as many values as a batch without names has.
+
+    Raises:
+        ConfigurationError: If it does not.
+    """
+    if as_mapping(inputs) is not None:
+        return
+    values = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    try:
+        inspect.signature(model.forward).bind(*values)
+    except TypeError as error:
+        known, _ = _taken(model)
+        raise ConfigurationError(
+            f"The batch has {len(values)} value{'s' * (len(values) != 1)} for {type(model).__name__}.forward, which "
+            f"takes {', '.join(known) or 'none'}: {error}. With Trainer(loss_fn=…) the last value of a batch is the "
+            "target, else all of them go into the model. Have the dataset give what it takes, or override "
+            "compute_loss(model, batch)."
+        ) from None
+
+
+def _taken(model: nn.Module) -> tuple[dict[str, inspect.Parameter | None], bool]:
+    """Return the names that a model takes (with the parameter, if it is one), and whether it takes any other."""
+    known: dict[str, inspect.Parameter | None] = {}
+    takes_any = False
+    for name, one in inspect.signature(model.forward).parameters.items():
+        if one.kind is one.VAR_KEYWORD:
+            further, takes_any = _taken_besides(model, one.annotation)
+            known |= dict.fromkeys(further)
+        elif one.kind is not one.VAR_POSITIONAL:
+            known[name] = one
+    return known, takes_any
+
+
+def _taken_besides(model: Any, annotation: Any) -> tuple[list[str], bool]:
+    """Return the names that a model takes as `**kwargs`, and whether it takes any other."""
+    if hasattr(model, "get_base_model"):  # PEFT's, which hands on what it does not know
+        further, takes_any = _taken(model.get_base_model())
+        return list(further), takes_any
+    declared = _unpacked(model, annotation)
+    if declared is None and any(one.__name__ == "PreTrainedModel" for one in type(model).__mro__):
+        # Most models of transformers say what they take there, and all leave lying what they do not know.
+        declared = getattr(sys.modules.get("transformers.utils"), "TransformersKwargs", None)
+    return list(getattr(declared, "__annotations__", ())), declared is None
+
+
+def _unpacked(model: nn.Module, annotation: Any) -> Any:
+    """Return what a model's `**kwargs: Unpack[…]` names; `None` if it names nothing."""
+    if isinstance(annotation, str) and annotation.startswith("Unpack["):
+        scope = vars(sys.modules.get(type(model).__module__, sys))
+        return scope.get(annotation.removeprefix("Unpack[").removesuffix("]"))
+    return get_args(annotation)[0] if get_origin(annotation) is Unpack else None
 
 
 def predictions_of(outputs: Any) -> Any:
     """Return what of a model's outputs is its prediction: the logits if they are called that, without the loss."""
+    if outputs is None or is_scalar(outputs):
+        return None
     named = as_mapping(outputs)
     if named is not None:
         if "logits" in named:
@@ -129,7 +196,7 @@ def predictions_of(outputs: Any) -> Any:
         rest = {name: v for name, v in named.items() if name not in ("loss", "past_key_values") and v is not None}
         return next(iter(rest.values())) if len(rest) == 1 else rest
     if isinstance(outputs, (tuple, list)):
-        rest = tuple(value for value in outputs if not is_scalar(value))
+        rest = tuple(value for value in outputs if value is not None and not is_scalar(value))
         return rest[0] if len(rest) == 1 else rest
     return outputs
 

@@ -7,6 +7,7 @@ output_dir/RUN_ID/checkpoints/checkpoint-00000500/
 
 import json
 import secrets
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from trainer_lib.checkpointing.codec import Encoded, decode, encode
 from trainer_lib.checkpointing.layout import is_committed
-from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, did_you_mean
 from trainer_lib.foundation.files import replace_file
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
@@ -109,6 +110,7 @@ def checkpoint_at(path: str | Path) -> Path:
         raise ConfigurationError(
             f"resume={str(path)!r}: no checkpoint is there, nor in its folder {CHECKPOINTS}. Give a folder such as "
             f'output_dir/RUN_ID/{CHECKPOINTS}/checkpoint-00000100, the folder of a run, or "auto".'
+            f"{did_you_mean(path, ('auto', 'never'))}"
         )
     return newest
 
@@ -145,7 +147,7 @@ def find_place(root: Path | None, name: str | None, resume: str, group: ProcessG
     if group.rank == 0:
         try:
             found = [_look(root, name, resume, what)]
-        except (ConfigurationError, CheckpointError) as error:
+        except Exception as error:  # noqa: BLE001 - the others wait for an answer
             found = [error]
     (answer,) = group.broadcast_objects(found)
     if isinstance(answer, Exception):
@@ -159,6 +161,7 @@ def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
         if resume == "auto":
             raise ConfigurationError('resume="auto" looks for a run in output_dir. Give output_dir.')
         return Place(None, checkpoint)
+    _check_writable(root)
     if checkpoint is not None:
         folder = checkpoint.parent.parent
         is_own = folder.parent == root.resolve()
@@ -172,11 +175,26 @@ def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
                 unfinished[-1].path,
             )
     elif runs and runs[-1].is_finished:
-        _logger.warning("The run %s is finished: there is nothing to train.", runs[-1].path)
+        _logger.warning(
+            "The run %s is finished: there is nothing to train. To train on from it, give its path as resume, and more "
+            'steps; for a new run give resume="never".',
+            runs[-1].path,
+        )
         return Place(runs[-1], is_through=True)
     elif unfinished:
         return Place(unfinished[-1], unfinished[-1].newest_checkpoint())
     return Place(new_run(root, name, what))
+
+
+def _check_writable(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"output_dir={str(root)!r} cannot be written to: {error.strerror}. Give a folder that can."
+        ) from error
 
 
 def _read(folder: Path, what: Any) -> RunFolder:

@@ -64,8 +64,8 @@ def optimizers(trainer: "Trainer") -> Optimizer | dict[str, Optimizer]:
         if unknown_names and not all(isinstance(one, Optimizer) for one in given.values()):
             if list(bare) == [""]:
                 raise ConfigurationError(
-                    f"optimizer names {unknown_names[0]!r}, and there is one model, without a name. Give one optimizer, "
-                    "or a function that makes it."
+                    f"optimizer names {unknown_names[0]!r}, and there is one model, without a name. Give one "
+                    "optimizer, or a function that makes it."
                 )
             raise ConfigurationError(
                 f"optimizer names {unknown_names[0]!r}, and the models are {', '.join(bare)}."

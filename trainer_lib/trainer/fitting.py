@@ -14,7 +14,7 @@ from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.logging import get_logger
 from trainer_lib.seeding import set_seed
-from trainer_lib.trainer import banner
+from trainer_lib.trainer import banner, preflight
 from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.checkpoints import RunFolder
 from trainer_lib.trainer.engine import accumulation_steps
@@ -44,8 +44,8 @@ class Fitting:
         accelerator.gradient_accumulation_steps = accumulation_steps(args, accelerator.num_processes)
         if args.seed is not None:
             set_seed(args.seed)
+        loader = preflight.train_loader(trainer)
         self.models: list[nn.Module] = trainer.prepare_models()
-        loader = trainer.train_dataloader()
         self.loader: Any = accelerator.prepare_data_loader(loader)
         optimizers = _named("configure_optimizer", trainer.configure_optimizer())
         prepared = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}
@@ -78,8 +78,8 @@ class Fitting:
         if batches is not None:
             if not batches:
                 raise ConfigurationError(
-                    f"The training data has no batch: {_size(self.loader)} samples, per_device_train_batch_size="
-                    f"{args.per_device_train_batch_size}, drop_last={args.drop_last}."
+                    f"The training data has no batch, of {_size(self.loader)} samples. A loader with drop_last=True "
+                    "has to have a whole batch for each process: take smaller ones, or leave drop_last out."
                 )
             state.steps_per_epoch = math.ceil(batches / self.trainer.accelerator.gradient_accumulation_steps)
         epochs = args.epoch_limit
@@ -180,7 +180,8 @@ class Fitting:
             self.evaluate()
         reason = run.control.reason
         state.status, state.reason = ("stopped" if reason else "finished"), reason
-        if self.folder is not None and trainer.args.save_interval is not None:
+        is_best = trainer.args.keep_best > 0 and state.best is not None and state.best.step == state.step
+        if self.folder is not None and (trainer.args.save_interval is not None or is_best):
             self.save()
         if trainer.args.load_best_at_end and state.best is not None:
             self._load_best()
@@ -251,6 +252,7 @@ def _named(verb: str, value: Any) -> dict[str, Any]:
     named = dict(value) if isinstance(value, Mapping) else {"default": value}
     if not named:
         raise ConfigurationError(f"{verb} returned no optimizer. Return one, or a dict of them by name.")
+    preflight.check_optimizers(named)
     return named
 
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.batches import batch_size
+from trainer_lib.trainer.failures import add_note
 from trainer_lib.trainer.fillers import buffers_kept
+from trainer_lib.trainer.loss_checks import check_result, no_gradients
 from trainer_lib.trainer.losses import LossResult
 from trainer_lib.trainer.rows import take_rows
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.fitting import Fitting
 
 _logger = get_logger(__name__)
+
+_IN_VAIN = 10  # updates without any gradient before that is an error
 
 
 class Loop:
@@ -39,7 +43,8 @@ class Loop:
         self.max_norm = self.run.args.max_grad_norm
         self.is_alone = self.accelerator.num_processes == 1
         self.samples_a_round: int | None = self.loader.total_batch_size
-        self.is_stopped = False
+        self.is_stopped = self.has_gradients = False
+        self.updates_in_vain = 0
         # Numbers on an accelerator are read an update later, when they are there: nothing waits for its backward.
         self.hears_late = self.accelerator.device.type != "cpu"
         self.heard: Sequence[float | Tensor] = ()
@@ -47,11 +52,15 @@ class Loop:
     def train(self) -> None:
         """Go over the data until training is over."""
         state = self.run.state
+        if self.is_over:
+            _logger.warning("There is nothing left to train: the run is at step %d already.", state.step)
         while not self.is_over:
             before = state.step
             self.one_pass()
             if state.step == before:
                 self.no_data()
+        if self.updates_in_vain and not self.has_gradients:
+            no_gradients(self.trainer.has_own_step)
 
     def one_pass(self) -> None:
         """Go over the data once, from where it was left."""
@@ -80,7 +89,12 @@ class Loop:
             if is_filler:
                 self.run_along()
             else:
-                self.note(self.trainer.training_step(run.model, run.batch))
+                try:
+                    result = self.trainer.training_step(run.model, run.batch)
+                except Exception as error:
+                    add_note(error, f"step {run.state.step + 1}", run.batch, self.models)
+                    raise
+                self.note(result)
             if self.gradients.sync_gradients:
                 self.update()
         self.count(batch)
@@ -97,6 +111,8 @@ class Loop:
     def note(self, result: LossResult | None) -> None:
         """Keep what a step tells, until somebody asks."""
         if result is not None:
+            if type(result) is not LossResult or result.weight is None:
+                check_result(result)
             run, averages, weight = self.run, self.trainer.averages, result.weight
             run.loss_sum, run.weight = result.loss.detach(), weight  # type: ignore[assignment]  # it has one by now
             averages.add_sum("loss", run.loss_sum, run.weight)
@@ -115,6 +131,8 @@ class Loop:
         if events.listens("on_backward_end") or events.listens("on_optimizer_step_begin"):
             self.accelerator.unscale_gradients()  # who looks at gradients sees their true size
         events.fire("on_backward_end", run)
+        if not self.has_gradients:
+            self.look_for_gradients()
         if not any(optimizer.has_stepped for optimizer in optimizers):  # else training_step sees to it
             if self.max_norm is not None:
                 run.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.max_norm)
@@ -128,6 +146,14 @@ class Loop:
             events.fire("on_step_skipped", run)
         for optimizer in optimizers:
             optimizer.zero_grad()
+
+    def look_for_gradients(self) -> None:
+        """See that what is trained gets gradients at all; a step of one's own may leave out some batches."""
+        stepped = any(optimizer.has_stepped for optimizer in self.optimizers)
+        self.has_gradients = stepped or any(parameter.grad is not None for parameter in self.parameters)
+        self.updates_in_vain += not self.has_gradients
+        if self.updates_in_vain > (_IN_VAIN if self.trainer.has_own_step else 0):
+            no_gradients(self.trainer.has_own_step)
 
     def listen(self) -> None:
         """Take up what any process asks for, which came along with the gradients."""

@@ -2,22 +2,26 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.memory.batch_size import is_out_of_memory
 from trainer_lib.trainer.batches import (
     as_mapping,
     call_model,
     check_names,
-    label_names_in,
+    check_values,
+    is_scalar,
     loss_of,
     predictions_of,
     split,
+    targets_of,
 )
-from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean, summed
+from trainer_lib.trainer.loss_checks import check_compared, check_loss, explained
+from trainer_lib.trainer.losses import IGNORED, LossResult, SummedLoss, Weight, sum_from_mean, summed
 
 CountItems = Callable[[Any], Weight]
 
@@ -27,6 +31,10 @@ class Objective(Protocol):
 
     def __call__(self, model: Any, batch: Any) -> LossResult:
         """Return the loss of a batch."""
+        ...
+
+    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
+        """Return the outputs of a model, and its loss if the batch has what it takes."""
         ...
 
     def describe(self) -> str:
@@ -45,76 +53,113 @@ class LossFunction:
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], bare: nn.Module, label_names: Sequence[str] | None) -> None:
-        if not callable(loss_fn):
-            raise ConfigurationError(
-                f"loss_fn must be a function of outputs and targets, got a {type(loss_fn).__name__}. For example "
-                "torch.nn.functional.cross_entropy."
-            )
         self._loss_fn, self._bare, self._label_names = loss_fn, bare, label_names
         self._summed = summed(loss_fn)
-        self._is_checked = False
+        self._is_checked = self._has_compared = False
 
     def __call__(self, model: Any, batch: Any) -> LossResult:
         """Return the loss of a batch."""
-        if not self._is_checked:
-            named = as_mapping(batch)
-            check_names(self._bare, batch, label_names_in(named, self._label_names) if named is not None else ())
-            self._is_checked = True
         inputs, targets = split(batch, self._label_names)
+        self._check(inputs)
         outputs = call_model(model, inputs)
         if self._summed is not None:
             predictions = outputs if type(outputs) is Tensor else predictions_of(outputs)
-            loss, weight = self._summed(predictions, targets)
+            loss, weight = self._compared(self._summed, predictions, targets)
             return LossResult(loss, weight, outputs)
         loss = self._loss_fn(outputs, targets)
         if isinstance(loss, LossResult):
             return loss if loss.outputs is not None else loss._replace(outputs=outputs)
+        if not is_scalar(loss):
+            check_loss(loss, "loss_fn")
         return LossResult(loss, None, outputs)
+
+    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
+        """Return the outputs of a model, and the loss if there are targets."""
+        if targets_of(batch, self._label_names) is None:
+            self._check(batch)
+            return call_model(model, batch), None
+        result = self(model, batch)
+        return result.outputs, result
 
     def describe(self) -> str:
         """Return, in a few words, what the loss is a mean over."""
         if self._summed is None:
             return "the mean of loss_fn over what num_items counts"
-        return "the mean over what counts for " + getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
+        return "the mean over what counts for " + self._name
+
+    @property
+    def _name(self) -> str:
+        function = getattr(self._loss_fn, "func", self._loss_fn)
+        return getattr(function, "__name__", type(function).__name__)
+
+    def _compared(self, loss: SummedLoss, predictions: Any, targets: Any) -> tuple[Tensor, Weight]:
+        if not self._has_compared:
+            function, options = getattr(self._loss_fn, "func", self._loss_fn), getattr(self._loss_fn, "keywords", {})
+            ignored = getattr(function, "ignore_index", options.get("ignore_index", IGNORED))
+            check_compared(function, self._name, predictions, targets, ignored)
+            self._has_compared = True
+        try:
+            return loss(predictions, targets)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise explained(error, self._name, predictions, targets) from error
+
+    def _check(self, inputs: Any) -> None:
+        if not self._is_checked:
+            check_names(self._bare, inputs)
+            check_values(self._bare, inputs)
+            self._is_checked = True
 
 
 class OwnLoss:
     """The loss that a model returns by itself, a mean over its items.
 
-    transformers' models take the number of items that their loss is divided by; where a model uses it, the loss is
-    made a sum. Whether it does is not guessed from its signature: on the first batch the loss is asked if it depends on
-    that number.
+    transformers' models take the number of items that their loss is divided by. Where a model uses it, it gets the
+    number that counts here, so that the two cannot differ. Whether it does is not guessed from its signature: on the
+    first batch the loss is asked if it depends on that number.
 
     Args:
         bare: The user's model.
         count: Counts the items of a batch.
-        nominal: What losses are divided by before it is known what the window weighs.
     """
 
-    def __init__(self, bare: nn.Module, count: CountItems, nominal: Callable[[], float]) -> None:
-        self._bare, self._count, self._nominal = bare, count, nominal
+    def __init__(self, bare: nn.Module, count: CountItems) -> None:
+        self._bare, self._count = bare, count
         self._is_checked = False
         self._divides = None if _may_take_items(bare) else False  # None: not known yet
 
     def __call__(self, model: Any, batch: Any) -> LossResult:
-        """Return the loss of a batch."""
+        """Return the loss of a batch.
+
+        Raises:
+            ConfigurationError: If the model returns none.
+        """
+        outputs, result = self.evaluate(model, batch)
+        return _no_loss(outputs) if result is None else result
+
+    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
+        """Return the outputs of a model, and its loss if there is one."""
         if not self._is_checked:
             check_names(self._bare, batch)
+            check_values(self._bare, batch)
             self._is_checked = True
         weight = self._count(batch)
         if self._divides is False or not torch.is_grad_enabled():
             outputs = call_model(model, batch)
-            return LossResult(sum_from_mean(_checked(outputs), weight), weight, outputs)
-        # It takes part in a product, so that whether the loss depends on it can be asked.
-        items = torch.tensor(self._nominal(), requires_grad=self._divides is None)
+            return outputs, _summed(outputs, weight)
+        # It takes part in a product, so that whether the loss depends on it can be asked. Nothing to divide by where
+        # nothing counts: the sum is 0 as well.
+        items = torch.as_tensor(weight, dtype=torch.float32).clamp(min=1).requires_grad_(self._divides is None)
         outputs = call_model(model, batch, num_items_in_batch=items)
-        loss = _checked(outputs)
+        loss = _loss_of(outputs)
+        if loss is None:
+            return outputs, None
         if self._divides is None:
-            (gradient,) = torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)
-            self._divides = gradient is not None
+            self._divides = _depends(loss, items)
             if not self._divides:
-                return LossResult(sum_from_mean(loss, weight), weight, outputs)
-        return LossResult(loss * items.detach(), weight, outputs)
+                return outputs, _summed(outputs, weight)
+        return outputs, LossResult(loss * items.detach(), weight, outputs)
 
     def describe(self) -> str:
         """Return, in a few words, what the loss is a mean over."""
@@ -128,6 +173,12 @@ def is_shifted(bare: nn.Module) -> bool:
     return getattr(inner, "loss_type", None) == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
+def _depends(loss: Tensor, items: Tensor) -> bool:
+    if not loss.requires_grad:
+        return False
+    return torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)[0] is not None
+
+
 def _may_take_items(bare: nn.Module) -> bool:
     if not hasattr(bare, "loss_function"):  # transformers' models have it; others would be told what they do not know
         return False
@@ -135,15 +186,24 @@ def _may_take_items(bare: nn.Module) -> bool:
     return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _checked(outputs: Any) -> Tensor:
-    loss = loss_of(outputs)
-    if loss is None:
-        shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
-        named = as_mapping(outputs)
-        names = f" with {', '.join(map(str, named))}" if named is not None else ""
-        raise ConfigurationError(
-            f"The model returned a {type(outputs).__name__}{shape}{names}, and no loss. Give Trainer(loss_fn=…), for "
-            "example torch.nn.functional.cross_entropy, put the labels into the batch of a model that computes its "
-            "loss from them, or override compute_loss(model, batch)."
-        )
+def _loss_of(outputs: Any) -> Tensor | None:
+    loss: Any = loss_of(outputs)
+    if loss is not None and not is_scalar(loss):
+        check_loss(loss, "The model")
     return loss
+
+
+def _summed(outputs: Any, weight: Weight) -> LossResult | None:
+    loss = _loss_of(outputs)
+    return None if loss is None else LossResult(sum_from_mean(loss, weight), weight, outputs)
+
+
+def _no_loss(outputs: Any) -> NoReturn:
+    shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+    named = as_mapping(outputs)
+    names = f" with {', '.join(map(str, named))}" if named is not None else ""
+    raise ConfigurationError(
+        f"The model returned a {type(outputs).__name__}{shape}{names}, and no loss. Give Trainer(loss_fn=…), for "
+        "example torch.nn.functional.cross_entropy, put the labels into the batch of a model that computes its "
+        "loss from them, or override compute_loss(model, batch)."
+    )

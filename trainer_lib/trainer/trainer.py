@@ -17,15 +17,17 @@ from trainer_lib.foundation.every import Every
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.scheduler import AcceleratedScheduler
-from trainer_lib.trainer import defaults
+from trainer_lib.trainer import admission, defaults, preflight
+from trainer_lib.trainer.argument_checks import CHECKS
 from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.averages import Averages
-from trainer_lib.trainer.batches import count_items
+from trainer_lib.trainer.batches import count_items, is_scalar
 from trainer_lib.trainer.checkpoints import checkpoint_at, find_place
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
 from trainer_lib.trainer.fitting import Fitting
 from trainer_lib.trainer.loop import Loop
+from trainer_lib.trainer.loss_checks import check_loss, check_weight
 from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
 from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss, is_shifted
 from trainer_lib.trainer.outputs import EvaluationOutput
@@ -66,6 +68,12 @@ class Trainer:
         16
     """
 
+    def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Check the names of what is given."""
+        if cls.__init__ is Trainer.__init__:
+            admission.check_names(cls.__init__, positional, named)
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: nn.Module | Mapping[str, nn.Module],
@@ -83,21 +91,24 @@ class Trainer:
         callbacks: Sequence[Callback] | None = None,
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.args = _checked_arguments(args).effective()
-        self.model = _checked_model(model)
+        self.args = admission.checked_arguments(args).effective()
+        self.model = admission.checked_model(model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.loss_fn, self.collate_fn, self.processing_class = loss_fn, collate_fn, processing_class
         self.metrics, self.compute_metrics = metrics, compute_metrics
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.events = Dispatcher(defaults.callbacks(self.args, list(callbacks or ())))
+        admission.check(self)
+        self.events = Dispatcher(defaults.callbacks(self.args, admission.checked_callbacks(callbacks)))
         self.measures = defaults.measures(eval_dataset, metrics, compute_metrics)
+        if accelerator is not None:
+            admission.check_accelerator(accelerator, self.args)
         self.accelerator = accelerator or build_accelerator(self.args)
         self.averages = Averages(self.accelerator.group, self.accelerator.device)
         self.prepared: Any = None
         self.weighs_nothing = False  # while this process takes part in an update without data of its own
         self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
         self._objective: Objective | None = None
-        self._has_fitted = False
+        self._has_fitted = self._has_checked_loss = False
 
     @classmethod
     def from_checkpoint(cls, checkpoint: str | Path, model: nn.Module, **options: Any) -> Self:
@@ -110,7 +121,7 @@ class Trainer:
         """
         folder = checkpoint_at(checkpoint)
         args = dataclasses.replace(read_arguments(folder), resume=str(folder))
-        if not isinstance(_checked_model(model), nn.Module):
+        if not isinstance(admission.checked_model(model), nn.Module):
             raise ConfigurationError(
                 "from_checkpoint takes one model, and this run has several. Give the arguments: "
                 f"Trainer(models, args).fit(resume={str(folder)!r})."
@@ -129,12 +140,11 @@ class Trainer:
         Returns:
             What became of it.
         """
-        if self.train_dataset is None and type(self).train_dataloader is Trainer.train_dataloader:
-            raise ConfigurationError("fit() needs data: Trainer(train_dataset=…), or override train_dataloader().")
+        preflight.check(self)
         place = find_place(
             self.args.output_folder,
             self.args.run_name,
-            str(self.args.resume if resume is None else resume),
+            str(self.args.resume) if resume is None else str(CHECKS["resume"]("resume", resume)),
             self.accelerator.group,
             defaults.what_is_trained(self),
         )
@@ -172,13 +182,15 @@ class Trainer:
             dataset: What on; by default `eval_dataset`. One, or several by name.
             prefix: What the names of the metrics begin with.
         """
-        given = self.eval_dataset if dataset is None else dataset
+        if not isinstance(prefix, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"prefix={prefix!r} must be a text, which the names of metrics begin with.")
+        given, told_as = (self.eval_dataset, "eval_dataset") if dataset is None else (dataset, "evaluate(dataset)")
         if given is None:
             raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
+        loaders = preflight.loaders_of(self, given, told_as)
         self.prepare_models()
-        sets = defaults.named_sets(given)
         return self._evaluator.evaluate(
-            self.run, self.prepared, {name: self._set(name, data) for name, data in sets.items()}, prefix
+            self.run, self.prepared, {name: self._set(name, loader) for name, loader in loaders.items()}, prefix
         )
 
     def predict(self, dataset: Any, to: str | Path | None = None) -> Any:
@@ -188,8 +200,11 @@ class Trainer:
             dataset: What on; without labels too.
             to: A folder to write them to, batch by batch, instead of keeping them in memory.
         """
+        if dataset is None:
+            raise ConfigurationError("predict() needs data: predict(dataset).")
+        (given,) = preflight.loaders_of(self, dataset, "predict(dataset)", is_one=True).values()
         self.prepare_models()
-        loader = self._prepared_for_evaluation(self.eval_dataloader(dataset))
+        loader = self._prepared_for_evaluation(given)
         return self._evaluator.predict(self.run, self.prepared, loader, to=None if to is None else Path(to))
 
     def save_model(self, output_dir: str | Path) -> None:
@@ -202,6 +217,8 @@ class Trainer:
 
         Call it from anywhere: `compute_loss`, a callback, a metric. Nothing is read from the device before the log.
         """
+        if name == "loss" and not self.has_own_step:
+            raise ConfigurationError('log("loss", …): the loss is logged as that already. Give it another name.')
         if not self.weighs_nothing:
             self.averages.add(name, value, weight)
 
@@ -248,9 +265,7 @@ class Trainer:
             ...         inputs, targets = batch
             ...         return torch.nn.functional.mse_loss(model(inputs), targets)
         """
-        if self._objective is None:
-            self._objective = self._make_objective()
-        return self._objective(model, batch)
+        return self.objective(model, batch)
 
     def training_step(self, model: Any, batch: Any) -> LossResult | None:
         """Compute the gradients of a batch. What steps optimizers itself returns `None`, and logs for itself."""
@@ -316,27 +331,34 @@ class Trainer:
         """Whether the loss is found as the arguments say, and not in a way of a subclass."""
         return type(self).compute_loss is Trainer.compute_loss
 
+    @property
+    def has_own_step(self) -> bool:
+        """Whether a subclass makes the steps of training itself."""
+        return type(self).training_step is not Trainer.training_step
+
+    @property
+    def objective(self) -> Objective:
+        """How the loss is found, as long as no subclass has a way of its own."""
+        if self._objective is None:
+            self._objective = self._make_objective()
+        return self._objective
+
     def as_result(self, value: Any, batch: Any) -> LossResult:
         """Return what `compute_loss` returned as a sum with its weight."""
         if type(value) is LossResult:
+            if not self._has_checked_loss:
+                check_loss(value.loss, "compute_loss")
+                self._has_checked_loss = True
             if value.weight is not None:
                 return value
-            weight = self.num_items(batch)
+            weight = self._items(batch)
             return value._replace(loss=sum_from_mean(value.loss, weight), weight=weight)
-        outputs = None
-        if isinstance(value, tuple) and len(value) == 2:
-            value, outputs = value
-        if not isinstance(value, Tensor):
-            raise ConfigurationError(
-                f"compute_loss returned a {type(value).__name__}. Return a tensor, (tensor, outputs), or a LossResult."
-            )
-        if value.ndim:
-            raise ConfigurationError(
-                f"compute_loss returned a loss of shape {tuple(value.shape)}. Return one number: its mean, or "
-                "LossResult(loss.sum(), weight=how many)."
-            )
-        weight = self.num_items(batch)
-        return LossResult(sum_from_mean(value, weight), weight, outputs)
+        parts: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        loss, outputs = parts
+        if not is_scalar(loss):
+            check_loss(loss, "compute_loss")
+        weight = self._items(batch)
+        return LossResult(sum_from_mean(loss, weight), weight, outputs)
 
     def describe_loss(self) -> str:
         """Return, in a few words, what losses are means over."""
@@ -347,13 +369,15 @@ class Trainer:
         ]
         if own or not isinstance(self.model, nn.Module):
             return f"as {type(self).__name__}.{own[0] if own else 'training_step'} returns it"
-        self._objective = self._objective or self._make_objective()
-        return self._objective.describe()
+        return self.objective.describe()
 
     def make_schedulers(self, optimizers: Mapping[str, Optimizer], total_steps: int | None) -> dict[str, Any]:
         """Return the schedules, by the names of their optimizers."""
+        preflight.check_schedule_names(self.scheduler, optimizers)
         made = {name: self.configure_scheduler(one, total_steps, name) for name, one in optimizers.items()}
-        return {name: schedule for name, schedule in made.items() if schedule is not None}
+        return {
+            name: preflight.checked_schedule(one, optimizers[name]) for name, one in made.items() if one is not None
+        }
 
     @property
     def unwrapped_model(self) -> nn.Module:
@@ -394,7 +418,7 @@ class Trainer:
             if isinstance(self.loss_fn, nn.Module):
                 self.loss_fn.to(self.accelerator.device)
             return LossFunction(self.loss_fn, bare, self.args.label_names)
-        return OwnLoss(bare, self.num_items, self.accelerator.nominal_weight)
+        return OwnLoss(bare, self.num_items)
 
     def _optimizers(self, names: str | Sequence[str] | None) -> list[AcceleratedOptimizer]:
         there = self.run.optimizers
@@ -404,37 +428,19 @@ class Trainer:
                 raise ConfigurationError(unknown("optimizer", name, there))
         return [there[name] for name in wanted]
 
+    def _items(self, batch: Any) -> Weight:
+        weight = self.num_items(batch)
+        if not isinstance(weight, Tensor) or weight.ndim:
+            check_weight(weight, "What num_items returns")
+        return weight
+
     def _prepared_for_evaluation(self, loader: DataLoader[Any]) -> Any:
         return defaults.prepared_for_evaluation(self, loader)
 
-    def _set(self, name: str, data: Any) -> EvaluationSet:
+    def _set(self, name: str, loader: DataLoader[Any]) -> EvaluationSet:
         metrics, compute_metrics = self.measures.get(name, self.measures[""])
         return EvaluationSet(
-            loader=self._prepared_for_evaluation(self.eval_dataloader(data)),
+            loader=self._prepared_for_evaluation(loader),
             metrics=metrics,
             compute_metrics=compute_metrics,
         )
-
-
-def _checked_arguments(args: Any) -> TrainingArguments:
-    if args is None:
-        return TrainingArguments()
-    if isinstance(args, TrainingArguments):
-        return args
-    hint = (
-        " Convert them: TrainingArguments.from_transformers(args)."
-        if type(args).__name__.endswith("TrainingArguments")
-        else ""
-    )
-    raise ConfigurationError(f"args must be trainer_lib.TrainingArguments, got a {type(args).__name__}.{hint}")
-
-
-def _checked_model(model: Any) -> nn.Module | Mapping[str, nn.Module]:
-    if isinstance(model, nn.Module):
-        return model
-    if isinstance(model, Mapping) and model and all(isinstance(one, nn.Module) for one in model.values()):
-        return model
-    hint = f" Give an object: {model.__name__}(…)." if isinstance(model, type) else ""
-    raise ConfigurationError(
-        f"model must be a torch.nn.Module, or several by name, got a {type(model).__name__}.{hint}"
-    )

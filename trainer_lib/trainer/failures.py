@@ -1,0 +1,47 @@
+"""This file is what is told beside an error that a step raises: the shapes and types of the batch and the model."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer_lib.foundation.trees import named_leaves
+from trainer_lib.memory.batch_size import is_out_of_memory
+
+_SHOWN = 8
+
+
+def add_note(error: Exception, what: str, batch: Any, models: list[nn.Module]) -> None:
+    """Add to an error what was computed when it was raised; its type and text stay as they are.
+
+    Args:
+        error: The error.
+        what: What failed, such as "step 3".
+        batch: The batch.
+        models: The models.
+    """
+    if is_out_of_memory(error) or getattr(error, "__notes__", None):  # somebody nearer has told
+        return
+    types = {str(parameter.dtype).removeprefix("torch.") for model in models for parameter in model.parameters()}
+    error.add_note(f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}.")
+
+
+def described(batch: Any) -> str:
+    """Return a batch in a line: the shapes and types of what is in it, and no value.
+
+    Example:
+        >>> import torch
+        >>> described({"x": torch.zeros(2, 3), "name": ["a", "b"]})
+        "['x']: (2, 3) float32, ['name'][0]: str, ['name'][1]: str"
+    """
+    if isinstance(batch, Tensor):
+        return kind(batch)
+    parts = [f"{name}: {kind(leaf)}" for name, leaf in named_leaves(batch)]
+    more = ["…"] if len(parts) > _SHOWN else []
+    return ", ".join(parts[:_SHOWN] + more) if parts else f"a {type(batch).__name__}"
+
+
+def kind(value: Any) -> str:
+    """Return a tensor's shape and type, or the type of anything else."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
