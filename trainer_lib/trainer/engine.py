@@ -14,6 +14,7 @@ from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.options.data import DataLoaderConfiguration
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.arguments import TrainingArguments
+from trainer_lib.trainer.parameter_groups import freeze
 
 
 def build_accelerator(args: TrainingArguments) -> Accelerator:
@@ -60,6 +61,7 @@ def accumulation_steps(args: TrainingArguments, num_processes: int) -> int:
 
 def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelerator) -> nn.Module:
     """Do what arguments ask of a model before it is prepared."""
+    freeze(model, args.parameter_groups)
     if args.gradient_checkpointing:
         checkpoint_activations(model)
     if args.sync_batchnorm and accelerator.num_processes > 1:

@@ -106,6 +106,14 @@ def group_parameters(
     return [part for group, own in members.items() for part in _parts(group, own, weight_decay)]
 
 
+def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    """Freeze what is to be frozen, before a model is prepared: who averages gradients has to know which there are."""
+    for one in _parameters(model) if any(group.frozen for group in groups) else ():
+        owner = next((group for group in groups if _matches(group, one)), None)
+        if owner is not None and owner.frozen:
+            one.value.requires_grad_(False)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Parameter:
     """A parameter, with all the names it goes by."""
