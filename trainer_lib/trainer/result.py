@@ -56,7 +56,10 @@ class FitResult:
         """Return it as a small table."""
         state = self.state
         rows: list[tuple[str, str]] = [
-            ("run", f"{state.run_id}, {state.status}" + (f" ({state.reason})" if state.reason else "")),
+            (
+                "run",
+                ", ".join(filter(None, (state.run_id, state.status))) + (f" ({state.reason})" if state.reason else ""),
+            ),
             ("steps", f"{state.step} in {state.epochs:.4g} epochs, {state.seconds:.1f} s"),
             *((name, f"{value:.6g}") for name, value in {**self.metrics, **self.throughput}.items()),
         ]
