@@ -55,7 +55,7 @@ def _unknown_name(name: str, value: str, known: Iterable[str]) -> str:
 
 CHECKS: dict[str, Check] = {
     "output_dir": optional(values.folder),
-    "run_name": optional(values.text),
+    "run_name": optional(values.folder_name),
     "resume": values.resume,
     "seed": optional(values.whole(at_least=0, below=2**32)),
     "data_seed": optional(values.whole(at_least=0, below=2**32)),

@@ -76,6 +76,14 @@ def text(name: str, value: Any) -> str:
     return str(value)
 
 
+def folder_name(name: str, value: Any) -> str:
+    """Texts that can be part of the name of a folder."""
+    kept = text(name, value)
+    if any(one in kept for one in "/\\\0"):
+        raise _refusal(name, value, "part of the name of a folder, without slashes", " Where it is: output_dir.")
+    return kept
+
+
 def name_of(argument: str) -> Check:
     """Names of something that can also be given to the Trainer as an object."""
 

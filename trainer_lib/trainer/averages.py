@@ -33,6 +33,7 @@ class Averages:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Weight] = {}
+        self.weightless: set[str] = set()  # what had nothing to it at the last `collect`
 
     def add(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
         """Add a value, which counts `weight` times.
@@ -68,6 +69,7 @@ class Averages:
         """Return the means over all processes, and start anew. All processes have to ask."""
         sums = self.state_dict()
         self.clear()
+        self.weightless = {name for name, (_, weight) in sums.items() if not weight}
         return {name: total / weight for name, (total, weight) in sums.items() if weight}
 
     def state_dict(self) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainer_lib.accelerator import Accelerator
+from trainer_lib.foundation.environment import mixed_precision_requested
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations
 from trainer_lib.options.compilation import TorchDynamoPlugin
@@ -30,7 +31,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         options["parallelism_config"] = args.parallelism
     if args.ddp is not None:
         options["kwargs_handlers"] = [args.ddp]
-    return Accelerator(
+    made = Accelerator(
         mixed_precision=args.mixed_precision,
         cpu=args.use_cpu,
         dataloader_config=DataLoaderConfiguration(
@@ -39,6 +40,14 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         ),
         **options,
     )
+    meant = args.mixed_precision or mixed_precision_requested()
+    if made.mixed_precision != meant:
+        raise ConfigurationError(
+            f"mixed_precision={args.mixed_precision!r} means {meant!r}, and this process trains with "
+            f"{made.mixed_precision!r} already. Give mixed_precision={made.mixed_precision!r}, hand on that engine "
+            "(accelerator=…), or call trainer.accelerator.free_memory() on the Trainer that is done."
+        )
+    return made
 
 
 def accumulation_steps(args: TrainingArguments, num_processes: int) -> int:

@@ -156,7 +156,8 @@ class Evaluator:
             batches += 1
             for part in parts:
                 for metric in own:
-                    metric.update(part)
+                    with _naming(metric):
+                        metric.update(part)
             relay.put(parts)
         relay.close()
         is_main = accelerator.is_main_process
@@ -214,6 +215,15 @@ class _Told(NamedTuple):
     def has(self, index: int) -> bool:
         """Whether it has something to say about a metric."""
         return self.states[index] is not None
+
+
+@contextmanager
+def _naming(metric: Metric) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"In the metric {metric.name!r}.")
+        raise
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.trees import named_leaves
+from trainer_lib.foundation.trees import leaves, named_leaves
 from trainer_lib.memory.batch_size import is_out_of_memory
 
 _SHOWN = 8
@@ -22,14 +23,16 @@ def add_note(error: Exception, what: str, batch: Any, models: list[nn.Module]) -
     if is_out_of_memory(error) or getattr(error, "__notes__", None):  # somebody nearer has told
         return
     types = {str(parameter.dtype).removeprefix("torch.") for model in models for parameter in model.parameters()}
-    error.add_note(f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}.")
+    told = f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}."
+    if "float64" not in types and any(getattr(leaf, "dtype", None) is torch.float64 for leaf in leaves(batch)):
+        told += " Numbers of float64, as numpy has them, become float32 by .astype('float32') or .float()."
+    error.add_note(told)
 
 
 def described(batch: Any) -> str:
     """Return a batch in a line: the shapes and types of what is in it, and no value.
 
     Example:
-        >>> import torch
         >>> described({"x": torch.zeros(2, 3), "name": ["a", "b"]})
         "['x']: (2, 3) float32, ['name'][0]: str, ['name'][1]: str"
     """

@@ -118,6 +118,11 @@ class Fitting:
         run, state = self.run, self.run.state
         self.tell_time()
         values = self.trainer.averages.collect()
+        if "loss" in self.trainer.averages.weightless:
+            _logger.warning_once(
+                "Nothing in the batches since the last log counts for the loss, so that nothing is learned from them: "
+                "all labels are ignored (-100), or num_items and weight are 0."
+            )
         if not values:  # nothing since the last time
             return
         if run.grad_norm is not None:
@@ -149,6 +154,8 @@ class Fitting:
 
     def save(self) -> None:
         """Save a checkpoint."""
+        if self.folder is None and self.trainer.args.dry_run:
+            return
         if self.folder is None:
             raise ConfigurationError("A checkpoint was asked for, and there is no folder for it. Give output_dir.")
         run, state = self.run, self.run.state

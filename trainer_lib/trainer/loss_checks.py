@@ -149,9 +149,10 @@ def _check_classes(name: str, outputs: Tensor, targets: Tensor, ignored: int) ->
         return
     low, high = int(counted.min()), int(counted.max())
     if low < 0 or high >= classes:
+        more = f", give the model {high + 1} outputs" if high >= classes else ""
         raise ConfigurationError(
             f"{told}, from 0 to {classes - 1} for {classes} outputs a sample, and this batch has {low} to {high}. "
-            f"Number the classes from 0, give the model {high + 1} outputs, or ignore labels by {ignored}."
+            f"Number the classes from 0{more}, or ignore labels by {ignored}."
         )
 
 

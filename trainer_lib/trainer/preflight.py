@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.callbacks.early_stopping import EarlyStopping
 from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, did_you_mean
@@ -116,6 +117,7 @@ def _check(trainer: "Trainer") -> None:
         raise ConfigurationError("fit() needs data: Trainer(train_dataset=…), or override train_dataloader().")
     _check_models(trainer)
     _check_optimizer(trainer)
+    _check_folder(trainer)
     _check_evaluation(trainer)
 
 
@@ -170,6 +172,14 @@ def _check_optimizer(trainer: "Trainer") -> None:
                 "given: it would train something else. Make it from this model's parameters, after whatever copies or "
                 "loads the model; or give a function: optimizer=lambda parameters: …."
             )
+
+
+def _check_folder(trainer: "Trainer") -> None:
+    args = trainer.args
+    if args.output_dir is None and not args.dry_run and any(isinstance(one, Checkpoint) for one in trainer.events):
+        raise ConfigurationError(
+            "Checkpoint says when to save, and nothing says where. Give TrainingArguments(output_dir=…)."
+        )
 
 
 # -- the evaluation --------------------------------------------------------------------------------------------------
