@@ -1,5 +1,6 @@
 """This file is the processes that failed: which one did first, and how that is told."""
 
+import itertools
 import signal
 import textwrap
 from collections.abc import Iterable
@@ -90,6 +91,9 @@ def _last(traceback: str | None, lines: int | None) -> str:
 def _briefly(failure: Failure) -> str:
     if failure.traceback is None:
         return f"process {failure.rank} {failure.how}"
-    # The last line that is not indented names the error.
-    named = [line for line in failure.traceback.splitlines() if line and not line[0].isspace()]
-    return f"process {failure.rank} raised {textwrap.shorten(named[-1] if named else '', _LINE, placeholder=' …')}"
+    # After the last indented line, where it was raised, comes the error, and then what was noted beside it.
+    error = ""
+    for before, line in itertools.pairwise(failure.traceback.splitlines()):
+        if before[:1].isspace() and line and not line[0].isspace():
+            error = line
+    return f"process {failure.rank} raised {textwrap.shorten(error, _LINE, placeholder=' …')}"

@@ -275,7 +275,10 @@ def what_is_trained(trainer: "Trainer") -> dict[str, Any]:
     data = trainer.train_dataset
     if isinstance(data, DataLoader):
         data = data.dataset
-    samples = None if data is None else length_of(as_dataset(data, "train_dataset"))
+    try:
+        samples = None if data is None else length_of(as_dataset(data, "train_dataset"))
+    except ConfigurationError:  # a train_dataloader of one's own may take anything
+        samples = None
     return {
         "models": {
             name: [type(model).__name__, sum(parameter.numel() for parameter in model.parameters())]

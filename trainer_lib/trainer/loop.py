@@ -17,6 +17,7 @@ from trainer_lib.trainer.fillers import buffers_kept
 from trainer_lib.trainer.loss_checks import check_result, no_gradients
 from trainer_lib.trainer.losses import LossResult
 from trainer_lib.trainer.rows import take_rows
+from trainer_lib.trainer.unused import check_all_used
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.fitting import Fitting
@@ -151,6 +152,8 @@ class Loop:
         """See that what is trained gets gradients at all; a step of one's own may leave out some batches."""
         stepped = any(optimizer.has_stepped for optimizer in self.optimizers)
         self.has_gradients = stepped or any(parameter.grad is not None for parameter in self.parameters)
+        if not stepped:
+            check_all_used(self.models)
         self.updates_in_vain += not self.has_gradients
         if self.updates_in_vain > (_IN_VAIN if self.trainer.has_own_step else 0):
             no_gradients(self.trainer.has_own_step)

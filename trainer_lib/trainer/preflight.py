@@ -17,7 +17,7 @@ from trainer_lib.foundation.errors import ConfigurationError, PreparationError, 
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.metric_objects import ModuleMetric, ObjectMetric
 from trainer_lib.trainer.outputs import Metric
-from trainer_lib.trainer.sources import length_of
+from trainer_lib.trainer.sources import as_dataset, length_of
 from trainer_lib.trainer.together import check_same, together
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ def checked_schedule(schedule: Any, optimizer: Optimizer) -> Any:
 def _check(trainer: "Trainer") -> None:
     if trainer.train_dataset is None and not _has_own(trainer, "train_dataloader"):
         raise ConfigurationError("fit() needs data: Trainer(train_dataset=…), or override train_dataloader().")
+    if not _has_own(trainer, "train_dataloader") and not isinstance(trainer.train_dataset, DataLoader):
+        as_dataset(trainer.train_dataset, "train_dataset")
     _check_models(trainer)
     _check_optimizer(trainer)
     _check_folder(trainer)
