@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a small classifier with an Accelerator"
+	@echo "make demo    train a small network to read handwritten digits"
 	@echo "make test    run the tests"
 	@echo "make lint    check format, style, types, imports and documentation"
 	@echo "make format  put the code into format"
@@ -15,7 +15,7 @@ help:
 	@echo "make clean   remove .venv and all that was built"
 
 demo: .venv/with-test
-	$(BIN)/python examples/digits_accelerator.py
+	$(BIN)/python examples/digits.py
 
 test: .venv/with-test
 	$(BIN)/python -m pytest
