@@ -1,0 +1,85 @@
+"""The trainer with a model in shards: the same losses and metrics, resumed to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trainer.tasks import arguments, points, trainer
+from tests.trainer.test_resume import Dies
+from trainer_lib import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer_lib.launchers import run_forked
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(6, 16), *blocks, nn.Linear(16, 2))
+
+
+def plugin() -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Sequential"]
+    )
+
+
+def run(folder: Path | None, dies_at: int | None = None, **options: Any) -> tuple[list[Any], dict[str, float]] | None:
+    args = arguments(log_every=1, eval_every=3, save_every=2 if folder else None, output_dir=folder, **options)
+    one = trainer(
+        args,
+        model=layers(),
+        train_dataset=points(75),
+        eval_dataset=points(21),
+        metrics=["accuracy"],
+        callbacks=[] if dies_at is None else [Dies(dies_at)],
+    )
+    try:
+        result = one.fit()
+    except InterruptedError:
+        return None
+    timeless = [{k: v for k, v in entry.items() if not k.endswith("_per_second")} for entry in result.history]
+    return timeless, one.evaluate()
+
+
+def assert_same(actual: tuple[list[Any], dict[str, float]], expected: tuple[list[Any], dict[str, float]]) -> None:
+    assert [set(entry) for entry in actual[0]] == [set(entry) for entry in expected[0]]
+    for mine, theirs in zip(actual[0], expected[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5)
+    assert actual[1] == pytest.approx(expected[1], rel=2e-5)
+
+
+def test_shards_train_as_replicas_do() -> None:
+    def replicated() -> Any:
+        return run(None)
+
+    def sharded() -> Any:
+        return run(None, fsdp=plugin())
+
+    expected = run_forked(replicated, (), 2, timeout=60)
+    for actual in run_forked(sharded, (), 2, timeout=60):
+        assert_same(actual, expected[0])
+
+
+def test_shards_of_two_replicas() -> None:
+    def replicated() -> Any:
+        return run(None, per_device_train_batch_size=4)
+
+    def sharded() -> Any:
+        config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        return run(None, fsdp=plugin(), parallelism=config, per_device_train_batch_size=4)
+
+    expected = run_forked(replicated, (), 4, timeout=90)
+    for actual in run_forked(sharded, (), 4, timeout=90):
+        assert_same(actual, expected[0])
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_resumed_shards(kind: str, tmp_path: Path) -> None:
+    def both(folder: str, dies_at: int | None, resume: str) -> Any:
+        return run(tmp_path / folder, dies_at, fsdp=FullyShardedDataParallelPlugin(state_dict_type=kind), resume=resume)
+
+    whole = run_forked(both, ("whole", None, "never"), 2, timeout=60)
+    assert run_forked(both, ("parts", 5, "never"), 2, timeout=60) == [None, None]
+    assert run_forked(both, ("parts", None, "auto"), 2, timeout=60) == whole
