@@ -194,3 +194,18 @@ def test_two_contradicting_numbers_of_steps_are_refused() -> None:
 def test_the_launcher_may_give_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
     assert Accelerator(cpu=True).gradient_accumulation_steps == 5
+
+
+def test_gradient_of_ones_own_is_divided_like_the_loss() -> None:
+    """`backward` passes it on to torch, with a loss of one number and of several."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, _ = toy.data()
+    for start in (0, 4):
+        with accelerator.accumulate(network):
+            losses = toy.losses(network, inputs[start : start + 4], targets[start : start + 4])
+            loss, gradient = (losses.mean(), torch.tensor(1.0)) if start else (losses, torch.full_like(losses, 1 / 4))
+            accelerator.backward(loss, gradient=gradient)
+            optimizer.step()
+    toy.assert_same(toy.gradients(network), toy.mean_gradients(list(range(8))))

@@ -460,7 +460,7 @@ class Accelerator(Persistence):
         if len(self._optimizers) == 1 and window.has_weights(self._optimizers[0]):
             raise ConfigurationError("A loss without weight= joins weighted ones in one update. Weigh all, or none.")
         window.begin_backward()
-        self.precision.backward(loss if window.steps == 1 else loss / window.steps, window.is_fresh, **kwargs)
+        self.precision.backward(loss, window.is_fresh, window.steps, **kwargs)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Compute gradients and update each weight as soon as its gradient is there, with a prepared `Lomo` optimizer.
@@ -609,7 +609,7 @@ class Accelerator(Persistence):
             self.strategy.carry([share.local, *window.notes])
         window.begin_backward()
         try:
-            self.precision.backward(loss / share.nominal, window.is_fresh, **kwargs)
+            self.precision.backward(loss, window.is_fresh, share.nominal, **kwargs)
         except BaseException:
             # The script may try again, with less; what failed weighs nothing.
             share.local = before
@@ -642,7 +642,8 @@ class Accelerator(Persistence):
         A model that takes the number of items its loss is divided by is given this one.
         """
         loader = self.gradient_state.active_dataloader
-        batch = (getattr(loader, "total_batch_size", None) or self.num_processes) / self.num_processes
+        processes = self.group.size
+        batch = (getattr(loader, "total_batch_size", None) or processes) / processes
         return batch * self.gradient_state.num_steps
 
     def _finalize_gradients_of(self, parameters: list[Tensor]) -> None:
@@ -723,6 +724,8 @@ def _nothing_to_differentiate(loss: Any) -> ConfigurationError:
 
 
 def _checked_weight(weight: Any) -> float | Tensor:
+    if type(weight) is float and 0 <= weight < float("inf"):  # first: by far the most frequent
+        return weight
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ConfigurationError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}.")

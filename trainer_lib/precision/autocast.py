@@ -14,7 +14,7 @@ from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.trees import convert_to_fp32
 from trainer_lib.modules import forwards
 from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
-from trainer_lib.precision.base import FullPrecision
+from trainer_lib.precision.base import FullPrecision, differentiate
 from trainer_lib.precision.scaler import LossScaler
 
 
@@ -74,12 +74,12 @@ class ScaledAutocast(Autocast):
                     "Load the model in fp32 (model.float()), or freeze its fp16 weights."
                 )
 
-    def backward(self, loss: Tensor, begins_window: bool, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, begins_window: bool, divisor: float = 1.0, **kwargs: Any) -> None:
         """Compute scaled gradients."""
         # The scale may only move while no optimizer holds gradients made with the old one.
         if begins_window:
             self._update_scale()
-        self.scaler.scale(loss).backward(**kwargs)
+        differentiate(self.scaler.scale(loss), divisor, kwargs)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, once an update."""

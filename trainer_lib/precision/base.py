@@ -1,9 +1,11 @@
 """This file is full precision, and with it what every precision can be asked to do."""
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,10 +32,10 @@ class FullPrecision:
     def unwrap_forward(self, model: nn.Module) -> None:
         """Undo `wrap_forward`."""
 
-    def backward(self, loss: Tensor, begins_window: bool, **kwargs: Any) -> None:
-        """Compute the gradients; `begins_window` says that none are pending from before."""
+    def backward(self, loss: Tensor, begins_window: bool, divisor: float = 1.0, **kwargs: Any) -> None:
+        """Compute the gradients of `loss / divisor`; `begins_window` says that none are pending from before."""
         del begins_window
-        loss.backward(**kwargs)
+        differentiate(loss, divisor, kwargs)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring the gradients to their true scale."""
@@ -57,3 +59,18 @@ class FullPrecision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` returned."""
         del state
+
+
+def differentiate(loss: Tensor, divisor: float, options: dict[str, Any]) -> None:
+    """Compute the gradients of `loss / divisor`, without the two operations that dividing is."""
+    if divisor == 1.0:
+        loss.backward(**options)
+    elif type(loss) is Tensor and not loss.ndim and "gradient" not in options:
+        loss.backward(_one_over(divisor, loss.dtype, loss.device), **options)
+    else:
+        (loss / divisor).backward(**options)
+
+
+@functools.lru_cache(maxsize=64)
+def _one_over(divisor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), 1 / divisor, dtype=dtype, device=device)
