@@ -13,6 +13,7 @@ from trainer_lib.foundation.trees import is_dataclass_value
 from trainer_lib.trainer.losses import Weight, count_valid
 from trainer_lib.trainer.rows import count_rows
 
+_NAMELESS = frozenset({Tensor, list, tuple})
 LABEL_NAMES = ("labels", "label", "targets", "target", "y")
 _SPAN = ["start_positions", "end_positions"]  # what models that answer questions find
 
@@ -27,6 +28,8 @@ def call_model(model: Any, inputs: Any, **more: Any) -> Any:
 
 def as_mapping(batch: Any) -> Mapping[str, Any] | None:
     """Return a batch of named values as a mapping; `None` if its values have no names."""
+    if type(batch) in _NAMELESS:  # first: by far the most frequent
+        return None
     if isinstance(batch, Mapping):
         return batch
     if is_dataclass_value(batch):
