@@ -1,0 +1,164 @@
+"""A loss is a sum with its weight, wherever it comes from; and models are asked no more than they can answer."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainer_lib import LossResult
+from trainer_lib.trainer.batches import count_items
+from trainer_lib.trainer.objectives import LossFunction, OwnLoss, is_shifted
+
+INPUTS, TARGETS = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, -100, 2])
+BATCH = {"inputs": INPUTS, "labels": TARGETS}
+
+
+class Dividing(nn.Module):
+    """As transformers' models: its loss is a sum divided by a number that it is given, or a mean."""
+
+    uses_items = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 5)
+        self.given: list[Any] = []
+
+    def loss_function(self) -> None:
+        """Is how such models are known."""
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        scores = self.layer(inputs)
+        if labels is None:
+            return {"logits": scores}
+        items = options.get("num_items_in_batch")
+        self.given.append(items)
+        if items is None or not self.uses_items:
+            return {"logits": scores, "loss": cross_entropy(scores, labels)}
+        return {"logits": scores, "loss": cross_entropy(scores, labels, reduction="sum") / items}
+
+
+class Ignoring(Dividing):
+    uses_items = False
+
+
+def own_loss(model: nn.Module) -> OwnLoss:
+    return OwnLoss(model, count_items)
+
+
+@pytest.mark.parametrize("cls", [Dividing, Ignoring])
+def test_a_mean_becomes_a_sum_whoever_divides(cls: type[Dividing]) -> None:
+    model = cls()
+    objective = own_loss(model)
+    wanted = cross_entropy(model.layer(INPUTS), TARGETS, reduction="sum")
+    wanted.backward()
+    assert model.layer.weight.grad is not None
+    gradient = model.layer.weight.grad.clone()
+    for _ in range(3):
+        result = objective(model, BATCH)
+        assert result.weight == 3
+        torch.testing.assert_close(result.loss, wanted, rtol=1e-6, atol=0)
+        model.zero_grad()
+        result.loss.backward()
+        torch.testing.assert_close(model.layer.weight.grad, gradient, rtol=1e-6, atol=1e-7)
+
+
+def test_a_model_that_ignores_the_number_is_not_told_it_again() -> None:
+    model = Ignoring()
+    objective = own_loss(model)
+    for _ in range(3):
+        objective(model, BATCH)
+    assert [given is None for given in model.given] == [False, True, True]
+
+
+def test_what_divides_gets_the_number_that_counts() -> None:
+    model = Dividing()
+    objective = own_loss(model)
+    for _ in range(2):
+        objective(model, BATCH)
+    assert [given.item() for given in model.given] == [3, 3]
+    assert [given.requires_grad for given in model.given] == [True, False]  # asked once
+
+
+@pytest.mark.parametrize("cls", [Dividing, Ignoring])
+def test_nothing_that_counts_is_a_loss_of_nothing(cls: type[Dividing]) -> None:
+    model = cls()
+    objective = own_loss(model)
+    for _ in range(2):  # the first batch too
+        result = objective(model, {"inputs": INPUTS, "labels": torch.full((4,), -100)})
+        assert (result.loss.item(), result.weight) == (0.0, 0.0)
+        result.loss.backward()
+        assert model.layer.weight.grad is not None
+        assert not model.layer.weight.grad.any()
+
+
+@torch.no_grad()
+def test_in_evaluations_the_model_makes_its_own_mean() -> None:
+    model = Dividing()
+    result = own_loss(model)(model, BATCH)
+    assert model.given == [None]
+    torch.testing.assert_close(result.loss, cross_entropy(model.layer(INPUTS), TARGETS, reduction="sum"))
+
+
+def test_without_labels_there_are_outputs_alone() -> None:
+    model = Dividing()
+    outputs, result = own_loss(model).evaluate(model, {"inputs": INPUTS})
+    assert result is None
+    torch.testing.assert_close(outputs["logits"], model.layer(INPUTS))
+
+    function = LossFunction(cross_entropy, model.layer, None)
+    outputs, result = function.evaluate(model.layer, {"input": INPUTS})
+    assert result is None
+    torch.testing.assert_close(outputs, model.layer(INPUTS))
+
+
+def test_a_loss_function_of_torch_counts_for_itself() -> None:
+    layer = Dividing().layer
+    result = LossFunction(nn.CrossEntropyLoss(ignore_index=1), layer, None)(layer, (INPUTS, TARGETS.clamp(min=0)))
+    wanted = cross_entropy(layer(INPUTS), TARGETS.clamp(min=0), ignore_index=1, reduction="sum")
+    torch.testing.assert_close(result.loss, wanted)
+    assert result.weight == 3
+    assert result.outputs.shape == (4, 5)
+
+
+def test_a_loss_function_may_say_its_weight() -> None:
+    layer = Dividing().layer
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> LossResult:
+        return LossResult(outputs.sum(), weight=2, logs={"largest": outputs.max()})
+
+    result = LossFunction(loss_fn, layer, None)(layer, (INPUTS, TARGETS))
+    assert result.weight == 2
+    torch.testing.assert_close(result.outputs, layer(INPUTS))
+    assert result.logs is not None
+
+
+def test_a_loss_function_of_ones_own_gets_the_outputs_as_they_are() -> None:
+    model = Dividing()
+    seen: list[Any] = []
+
+    def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
+        seen.append(outputs)
+        return cross_entropy(outputs["logits"], targets)
+
+    result = LossFunction(loss_fn, model, None)(model, BATCH)
+    assert list(seen[0]) == ["logits"]
+    assert result.weight is None  # a mean over what num_items counts
+
+
+def test_causal_models_are_known_in_adapters_too() -> None:
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+    causal = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=13))
+
+    class Adapted(nn.Module):
+        def get_base_model(self) -> nn.Module:
+            return causal
+
+    assert is_shifted(causal)
+    assert is_shifted(Adapted())
+    assert not is_shifted(nn.Linear(2, 2))
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert not is_shifted(BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, vocab_size=13)))
