@@ -34,13 +34,13 @@ def main() -> None:
         per_device_train_batch_size=8,
         per_device_eval_batch_size=32,
         global_batch_size=16,  # one process accumulates two batches, two processes take one each
-        learning_rate=3e-3,
+        learning_rate=4e-3,
         optimizer_kwargs={"betas": (0.9, 0.95)},
         weight_decay=0.1,
         lr_scheduler="cosine",
         warmup="10%",
         log_every="20 steps",
-        eval_every="200 steps",
+        eval_every="250 steps",
         save_every=options.save_every if options.output_dir else None,
         limit_eval_batches=16,
     )
@@ -111,7 +111,7 @@ class ByteGPT(nn.Module):
         return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten())}
 
     @torch.no_grad()
-    def write(self, start: str, length: int, temperature: float = 0.7) -> bytes:
+    def write(self, start: str, length: int, temperature: float = 0.6) -> bytes:
         """Return `start` and what may come after it."""
         self.eval()
         text = torch.tensor([list(start.encode())], device=self.token.weight.device)
@@ -163,9 +163,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Learn to write Python, byte by byte.")
     parser.add_argument("--output_dir", help="where runs are kept (default: nowhere)")
     parser.add_argument("--resume", default="never", help='"auto": go on with the newest unfinished run')
-    parser.add_argument("--max_steps", type=int, default=800)
-    parser.add_argument("--save_every", default="200 steps")
-    parser.add_argument("--context", type=int, default=128, help="how many bytes it sees")
+    parser.add_argument("--max_steps", type=int, default=1500)
+    parser.add_argument("--save_every", default="250 steps")
+    parser.add_argument("--context", type=int, default=64, help="how many bytes it sees")
     parser.add_argument("--write", type=int, default=400, help="how many bytes to write at the end")
     return parser.parse_args()
 
