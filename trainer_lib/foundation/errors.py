@@ -53,9 +53,12 @@ class MissingPackageError(TrainerLibError, ImportError):
 
 def did_you_mean(given: object, known: Iterable[object]) -> str:
     """Return ` Did you mean 'x'?` for the known name nearest to `given`, or an empty string."""
-    by_sound = {str(name).lower(): str(name) for name in known}
-    nearest = get_close_matches(str(given).lower(), list(by_sound), n=1)
-    return f" Did you mean {by_sound[nearest[0]]!r}?" if nearest else ""
+    names = [str(name) for name in known]
+    in_small = {name.lower(): name for name in names}
+    nearest = get_close_matches(str(given), names, n=1) or [
+        in_small[name] for name in get_close_matches(str(given).lower(), list(in_small), n=1)
+    ]
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def unknown(kind: str, given: object, known: Iterable[object]) -> str:

@@ -65,6 +65,7 @@ class Trainer:
         >>> loss_fn = torch.nn.functional.cross_entropy
         >>> trainer = Trainer(torch.nn.Linear(4, 2), args, train_dataset=(inputs, targets), loss_fn=loss_fn)
         >>> trainer.fit().state.step
+        step 16/16, epoch 2: loss ...
         16
     """
 
