@@ -97,9 +97,9 @@ def test_what_all_count_alike_all_know_and_of_clocks_that_of_the_first_counts() 
         go_through([Checkpoint("0.000001 seconds")], 2, timed)
         return (
             counted.control.is_due("save"),
-            counted.control.as_numbers(),
+            counted.control.send(),
             timed.control.save,
-            timed.control.as_numbers(),
+            timed.control.send(),
         )
 
     nothing, save = [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]

@@ -87,3 +87,18 @@ def test_bf16_trains_nearly_the_same() -> None:
         return loss
 
     assert final(mixed_precision="bf16") == pytest.approx(final(), rel=0.05)
+
+
+def test_processes_draw_different_numbers() -> None:
+    class Draws(Callback):
+        def on_step_end(self, run: Run) -> None:
+            del run
+            self.drawn = float(torch.rand(()))
+
+    def one() -> float:
+        draws = Draws()
+        trainer(arguments(max_steps=1), callbacks=[draws]).fit()
+        return draws.drawn
+
+    first, second = run_forked(one, (), 2, timeout=60)
+    assert first != second

@@ -7,6 +7,8 @@ from trainer_lib.events import Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.every import Every
 
+_FIELDS = {"log": "log_every", "evaluate": "eval_every", "save": "save_every"}
+
 
 class Cadence:
     """Asks for one thing at an interval.
@@ -22,7 +24,7 @@ class Cadence:
         self._amount, self.unit = interval.amount, interval.unit
         if self.unit == "epochs" and self._amount != int(self._amount) and not state.steps_per_epoch:
             raise ConfigurationError(
-                f'{name}_every="{interval}": how long an epoch is cannot be known of this data. Give whole epochs, or '
+                f'{_FIELDS[name]}="{interval}": how long an epoch is cannot be known of this data. Give whole epochs, or '
                 "steps."
             )
         self._next = self._after(state)

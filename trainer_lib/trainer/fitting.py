@@ -96,6 +96,8 @@ class Fitting:
     def begin(self, checkpoint: Path | None) -> None:
         """Take up a checkpoint, if there is one, and be ready for the first step."""
         run, args = self.run, self.trainer.args
+        if args.seed is not None and run.accelerator.num_processes > 1:
+            set_seed(args.seed, device_specific=True)  # dropout draws something else on each process
         if checkpoint is not None:
             self.load(checkpoint)
         if self.trainer.default_metric is not None:  # known before it is too late
