@@ -24,8 +24,8 @@ class Cadence:
         self._amount, self.unit = interval.amount, interval.unit
         if self.unit == "epochs" and self._amount != int(self._amount) and not state.steps_per_epoch:
             raise ConfigurationError(
-                f'{_FIELDS[name]}="{interval}": how long an epoch is cannot be known of this data. Give whole epochs, or '
-                "steps."
+                f'{_FIELDS[name]}="{interval}": how long an epoch is cannot be known of this data. Give whole epochs, '
+                "or steps."
             )
         self._next = self._after(state)
 
