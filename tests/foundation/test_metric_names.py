@@ -55,7 +55,8 @@ def test_a_metric_that_is_not_there_names_those_that_are() -> None:
     assert read_metric("eval_accuracy", metrics, "EarlyStopping") == 0.25
     with pytest.raises(ConfigurationError, match=r"EarlyStopping goes .* 'acuracy'.*It has: eval_accuracy, eval_loss"):
         read_metric("acuracy", metrics, "EarlyStopping")
+    assert read_metric("accuracy", metrics, "EarlyStopping") == 0.25
     with pytest.raises(ConfigurationError, match=r"Did you mean 'eval_accuracy'\?"):
-        read_metric("accuracy", metrics, "EarlyStopping")
+        read_metric("eval_accuracyy", metrics, "EarlyStopping")
     with pytest.raises(ConfigurationError, match=r"It has: none\.$"):
         read_metric("eval_loss", {}, "EarlyStopping")

@@ -62,13 +62,14 @@ def read_metric(metric: str, metrics: Mapping[str, float], told_by: str) -> floa
     """Return the value of a metric.
 
     Args:
-        metric: Its name.
+        metric: Its name, also without the "eval_" that it begins with.
         metrics: Those of an evaluation.
         told_by: Who names it, for the error.
 
     Raises:
         ConfigurationError: If it is not among them.
     """
+    metric = metric if metric in metrics or f"eval_{metric}" not in metrics else f"eval_{metric}"
     if metric not in metrics:
         known = ", ".join(sorted(metrics)) or "none"
         raise ConfigurationError(
