@@ -39,6 +39,10 @@ class CheckpointError(StateError):
     """A state on disk that is not there, not whole, of something else, or that could not be written."""
 
 
+class DamagedError(CheckpointError):
+    """A state on disk that is not as it was written: a file of it is missing, has other bytes, or cannot be read."""
+
+
 class SignatureError(TrainerLibError, TypeError):
     """A function that cannot be called with what it would be given."""
 

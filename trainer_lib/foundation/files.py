@@ -16,7 +16,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` make a file beside `path`, and put it there at once: readers see the old one or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:

@@ -5,11 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.safetensors import write_tensors
 from trainer_lib.tensor_files.storage import without_aliases
@@ -19,8 +20,8 @@ class Content(ABC):
     """What a file is to hold."""
 
     @abstractmethod
-    def write(self, path: Path) -> None:
-        """Write the file."""
+    def write(self, path: Path) -> str:
+        """Write the file, and return the checksum of what was written."""
 
     @property
     @abstractmethod
@@ -40,9 +41,9 @@ class Tensors(Content):
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] | None = None
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path) -> str:
         """Write the file."""
-        write_tensors(self.tensors, path, self.metadata)
+        return write_tensors(self.tensors, path, self.metadata)
 
     @property
     def size(self) -> int:
@@ -56,14 +57,15 @@ class PickledTensors(Content):
 
     tensors: Mapping[str, Tensor]
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path) -> str:
         """Write the file."""
         # What lies together in memory is saved together, so each tensor is cut out of what surrounds it.
         kept, aliases = without_aliases(self.tensors)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
         # Through Python's file, which tells why it cannot write; torch's own does not.
-        with path.open("wb") as file:
-            torch.save({name: kept[aliases.get(name, name)] for name in self.tensors}, file)
+        with ChecksummedFile(path) as file:
+            torch.save({name: kept[aliases.get(name, name)] for name in self.tensors}, cast(Any, file))
+        return file.checksum
 
     @property
     def size(self) -> int:
@@ -83,9 +85,12 @@ class Json(Content):
     value: Any
     is_for_people: bool = False
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path) -> str:
         """Write the file."""
-        path.write_text(json.dumps(self.value, indent=2 if self.is_for_people else None, allow_nan=False) + "\n")
+        text = json.dumps(self.value, indent=2 if self.is_for_people else None, allow_nan=False) + "\n"
+        with ChecksummedFile(path) as file:
+            file.write(text.encode())
+        return file.checksum
 
     @staticmethod
     def read(path: Path) -> Any:

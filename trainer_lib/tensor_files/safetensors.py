@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
+from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.storage import without_aliases
 
@@ -50,8 +51,8 @@ def why_not(tensor: Tensor) -> str | None:
     return None
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a file of tensors; what stands under several names is stored once.
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> str:
+    """Write a file of tensors, and return its checksum; what stands under several names is stored once.
 
     Args:
         tensors: The tensors by name.
@@ -64,10 +65,11 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
             raise CheckpointError(f"{name!r} {reason}, so it cannot be saved.")
     # Large types first, so that each tensor is aligned to its own.
     order = sorted(kept, key=lambda name: (-kept[name].dtype.itemsize, name))
-    with path.open("wb") as file:
+    with ChecksummedFile(path) as file:
         file.write(_header({name: kept[name] for name in order}, {**aliases, **(metadata or {})}))
         for name in order:
             file.write(_bytes(kept[name]))
+    return file.checksum
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:

@@ -1,0 +1,79 @@
+"""This file is checksums of files, taken while they are written, or by reading them: what `xxhsum -H2` prints."""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+# xxh3 keeps up with memory, where the checksums of the standard library take longer than the writing.
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+_BLOCK = 1 << 20  # small enough to be in the cache when it is hashed
+_MOST_AT_ONCE = 8
+
+_Result = TypeVar("_Result")
+
+
+class ChecksummedFile:
+    """A file that is written from its beginning to its end, and the checksum of what was written.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._hash = xxh3_128()
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of what was written so far."""
+        return self._hash.hexdigest()
+
+    def write(self, data: Any) -> int:
+        """Write bytes."""
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Hand what was written to the system."""
+        self._file.flush()
+
+    def __enter__(self) -> "ChecksummedFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def checksum_of_bytes(data: bytes) -> str:
+    """Return the checksum of bytes."""
+    return xxh3_128_hexdigest(data)
+
+
+def checksum_of(path: Path) -> str:
+    """Return the checksum of a file, which is read for it.
+
+    It is not mapped into memory: a disk that fails would then end the process, where reading raises an error.
+    """
+    found = xxh3_128()
+    block = bytearray(min(_BLOCK, max(path.stat().st_size, 1)))
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            found.update(view[:count])
+    return found.hexdigest()
+
+
+def for_each_file(work: Callable[[Path], _Result], paths: Iterable[Path]) -> list[_Result]:
+    """Return what `work` makes of each file, several at once: reading and hashing need no Python."""
+    paths = list(paths)
+    at_once = min(len(paths), len(os.sched_getaffinity(0)), _MOST_AT_ONCE)
+    if at_once < 2:
+        return [work(path) for path in paths]
+    with ThreadPoolExecutor(at_once, thread_name_prefix="checksums") as pool:
+        return list(pool.map(work, paths))
