@@ -17,7 +17,6 @@ from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
-from trainer_lib.trainer import argument_files, foreign_arguments
 from trainer_lib.trainer.argument_checks import check_agreement, check_names, check_values
 from trainer_lib.trainer.argument_values import NEVER, read_duration, read_warmup
 from trainer_lib.trainer.parameter_groups import ParameterGroup
@@ -317,6 +316,8 @@ class TrainingArguments:
             10
         """
         check_choice("unwritable", unwritable, ("refuse", "leave out"))
+        from trainer_lib.trainer import argument_files
+
         plain, left_out = argument_files.to_plain(self)
         for name, reason in left_out.items():
             if unwritable == "refuse":
@@ -327,6 +328,8 @@ class TrainingArguments:
     @classmethod
     def from_dict(cls, arguments: Mapping[str, Any]) -> Self:
         """Return the arguments that `to_dict` wrote, or some of them by name."""
+        from trainer_lib.trainer import argument_files
+
         return cls(**argument_files.from_plain(arguments))
 
     def to_file(self, path: str | os.PathLike[str], *, unwritable: Unwritable = "refuse") -> None:
@@ -336,11 +339,15 @@ class TrainingArguments:
             path: The file.
             unwritable: As `to_dict` takes it.
         """
+        from trainer_lib.trainer import argument_files
+
         argument_files.write(path, self.to_dict(unwritable=unwritable))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
         """Return the arguments that a file gives: .json, .yaml or .yml."""
+        from trainer_lib.trainer import argument_files
+
         return argument_files.read(path, cls.from_dict)
 
     @classmethod
@@ -370,6 +377,8 @@ class TrainingArguments:
         Args:
             arguments: The arguments of Hugging Face's Trainer.
         """
+        from trainer_lib.trainer import foreign_arguments
+
         given = foreign_arguments.differing(arguments)
         ours, lost = foreign_arguments.convert(given, {one.name for one in dataclasses.fields(cls)})
         if lost:

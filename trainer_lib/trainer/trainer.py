@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
-from trainer_lib.checkpointing.weights import load_checkpoint_in_model
 from trainer_lib.events import Callback, Dispatcher, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
@@ -120,6 +119,8 @@ class Trainer:
             model: A model of the same kind.
             **options: What else the trainer takes: datasets, metrics, callbacks.
         """
+        from trainer_lib.checkpointing.weights import load_checkpoint_in_model
+
         folder = checkpoint_at(checkpoint)
         args = dataclasses.replace(read_arguments(folder), resume=str(folder))
         if not isinstance(admission.checked_model(model), nn.Module):
