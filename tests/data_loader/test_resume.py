@@ -140,6 +140,44 @@ def test_another_world_and_batch_size_go_on_where_the_first_was(
             assert read_all(resumed) == by_hand(order, after[1], after[0], rank, start=consumed)
 
 
+class Placed(Stream):
+    """A stream that keeps its place itself."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for self.at in range(self.at + 1, self.size + 1):
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.at = state_dict["at"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, 4, 0), (1, 4, 1)), ((1, 4, 1), (1, 4, 0)), ((1, 4, 1), (2, 4, 1)), ((1, 4, 1), (1, 8, 1))],
+)
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_bookmark_of_other_workers_or_batches_misleads_nobody(
+    kind: Any, before: tuple[int, int, int], after: tuple[int, int, int]
+) -> None:
+    size = 160
+
+    def prepared(processes: int, batch_size: int, num_workers: int) -> list[Any]:
+        return worlds(kind(Placed(size), batch_size=batch_size, num_workers=num_workers), processes, data_seed=5)
+
+    state = _saved_after(prepared(*before)[0], 37)
+    for rank, resumed in enumerate(prepared(*after)):
+        resumed.load_state_dict(state)
+        assert flat(read(resumed)) == [
+            sample for sample in range(148, size) if (sample - 148) // after[1] % after[0] == rank
+        ] + (list(range(4)) if (after[0], rank) == (2, 1) else [])
+
+
 @pytest.mark.parametrize(("before", "after"), [(3, 300), (300, 3), (100, 256)])
 def test_what_was_drawn_from_a_users_sampler_is_not_lost(before: int, after: int) -> None:
     class Large(Sampler[int]):

@@ -186,7 +186,7 @@ class IterableReader(Reader):
             self.swap("batch_sampler", BatchSampler(self.loader.sampler, self._own.share, drop_last=False))
 
     def _batches(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
-        loader, bookmark = self.loader, place.bookmark
+        loader, bookmark = self.loader, self._usable(place.bookmark)
         self._bookmarks.clear()
         if loader.num_workers == 0:
             own = Ending() if self.iterates_itself else ending
@@ -205,6 +205,16 @@ class IterableReader(Reader):
         batches = self._marked(self._iterated(), skipped) if self._loader_keeps_place else self._iterated()
         unwanted = (place.consumed - skipped) // self.step * len(self.sharing.ranks)
         return ahead(islice(batches, unwanted, None), ending, by=len(self.sharing.ranks))
+
+    def _usable(self, bookmark: Any) -> Any:
+        """Return a bookmark if it helps here: one of a loader that was shared otherwise counts other batches."""
+        if bookmark is None or self.loader.num_workers == 0:
+            return bookmark if bookmark is not None and "dataset" in bookmark else None
+        return bookmark if self._loader_keeps_place and bookmark.get("shared") == self._shared else None
+
+    @property
+    def _shared(self) -> list[int]:
+        return [self._own.share, self._own.processes, self.rank, self.loader.num_workers]
 
     def _iterated(self) -> Iterator[Any]:
         if not self.iterates_itself:
@@ -226,7 +236,8 @@ class IterableReader(Reader):
         for count, batch in enumerate(batches, 1):
             position += self.step
             if count % _BATCHES_A_BOOKMARK == 0:
-                self._bookmarks.append({"position": position, "loader": self.loader.state_dict()})  # type: ignore[attr-defined]
+                kept = self.loader.state_dict()  # type: ignore[attr-defined]
+                self._bookmarks.append({"position": position, "loader": kept, "shared": self._shared})
             yield batch
 
 
