@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks import imports, machine, plot, report
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.figures import Comparison
+from benchmarks.fresh import compare_fresh
 from benchmarks.imports import compare_imports
 from benchmarks.processes import compare_on_processes
 from benchmarks.rounds import compare
@@ -44,15 +45,17 @@ def parse() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace) -> list[Comparison]:
     """Run the scenarios that were asked for."""
     comparisons: list[Comparison] = []
+    few = max(3, arguments.rounds // 4)  # fresh processes take seconds each, and differ little
     for scenario in SCENARIOS:
-        if scenario.name in arguments.only and scenario.world_size == 1:
+        if scenario.name in arguments.only and scenario.fresh:
+            comparisons.append(compare_fresh(scenario, CONTESTANTS, few, tell))
+        elif scenario.name in arguments.only and scenario.world_size == 1:
             comparisons.append(compare(scenario, CONTESTANTS, arguments.rounds, arguments.steps, tell))
         elif scenario.name in arguments.only:
             tell(f"{scenario.title}: {arguments.rounds} rounds")
             comparisons.append(compare_on_processes(scenario, CONTESTANTS, arguments.rounds, arguments.steps))
     if imports.NAME in arguments.only:
-        # Fresh processes take seconds each, and differ little.
-        comparisons.append(compare_imports(CONTESTANTS, max(3, arguments.rounds // 4), tell))
+        comparisons.append(compare_imports(CONTESTANTS, few, tell))
     return comparisons
 
 

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 
 class Sample(NamedTuple):
-    """One run of one contestant, in seconds a step."""
+    """One run of one contestant: seconds a step, or of the run where that has a process of its own."""
 
     cpu: float
     wall: float
+    memory: float = 0.0  # the most that the process had, in bytes; 0: not measured
 
 
 class Spread(NamedTuple):
@@ -41,6 +42,11 @@ class Row:
     def wall(self) -> Spread:
         """Seconds a step."""
         return _spread([sample.wall for sample in self.samples])
+
+    @property
+    def memory(self) -> float:
+        """The most that the process had, in bytes; 0 where that was not measured."""
+        return median(sample.memory for sample in self.samples)
 
     @property
     def cpu_ratio(self) -> Spread:

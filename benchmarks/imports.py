@@ -1,11 +1,10 @@
 """This file is what an import takes on top of `import torch`, each time in a fresh process."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks.contestants import Contestant
 from benchmarks.figures import Comparison, Row, Sample
+from benchmarks.fresh import measure_fresh
 
 NAME, TITLE, TARGET = "imports", "Imports, after `import torch`", "≤ 0.1 s"
 
@@ -46,7 +45,4 @@ def compare_imports(
 
 
 def _time(statement: str) -> Sample:
-    command = [sys.executable, "-W", "ignore", "-c", _PROBE.format(statement=statement)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    cpu, wall = done.stdout.split()[-2:]
-    return Sample(float(cpu), float(wall))
+    return measure_fresh(_PROBE.format(statement=statement))

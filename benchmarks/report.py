@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.figures import Comparison, Row, Spread
 
 _TO = "\N{EN DASH}"
-_COLUMNS = ["", "CPU time", "time", "CPU ratio", "calm", "time ratio", "calls", "target"]
+_COLUMNS = ["", "CPU time", "time", "CPU ratio", "calm", "time ratio", "calls", "memory", "target"]
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
@@ -29,8 +29,9 @@ def markdown(comparisons: Sequence[Comparison]) -> str:
     text: list[str] = []
     for comparison in comparisons:
         text += [f"### {comparison.title}", ""]
-        text += [f"| {' | '.join(_COLUMNS)} |", "|---" + "|---:" * (len(_COLUMNS) - 2) + "|---|"]
-        text += [f"| {' | '.join(_cells(row))} |" for row in comparison.rows]
+        head, *lines = _without_empty([_COLUMNS, *(_cells(row) for row in comparison.rows)])
+        text += [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 2) + "|---|"]
+        text += [f"| {' | '.join(line)} |" for line in lines]
         text += [""]
     return "\n".join(text)
 
@@ -45,6 +46,7 @@ def write_json(path: Path, machine: str, settings: dict[str, Any], comparisons: 
                 "calls": row.calls,
                 "cpu": [sample.cpu for sample in row.samples],
                 "wall": [sample.wall for sample in row.samples],
+                "memory": row.memory,
             }
             for row in comparison.rows
         }
@@ -60,7 +62,15 @@ def _cells(row: Row) -> list[str]:
     ratios = ["1"] * 3 if row.baseline else [""] * 3
     if row.baseline and row.samples != row.baseline:
         ratios = [_ratio(row.cpu_ratio), f"{row.calm_ratio:.3f}", _ratio(row.wall_ratio)]
-    return [row.contestant, _seconds(row.cpu.median), _seconds(row.wall.median), *ratios, calls, row.target]
+    memory = f"{row.memory / 2**20:.0f} MB" if row.memory else ""
+    return [row.contestant, _seconds(row.cpu.median), _seconds(row.wall.median), *ratios, calls, memory, row.target]
+
+
+def _without_empty(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the lines without columns that have a head and nothing below it, but for the last one."""
+    columns = list(zip(*lines, strict=True))
+    kept = [*(column for column in columns[:-1] if any(column[1:])), columns[-1]]
+    return [list(line) for line in zip(*kept, strict=True)]
 
 
 def _seconds(seconds: float) -> str:

@@ -26,6 +26,7 @@ def compare(
 ) -> Comparison:
     """Measure the contestants in one scenario; the first is what the others are compared with."""
     contestants = [contestant for contestant in contestants if contestant.takes_part(scenario.loop)]
+    steps = scenario.steps or steps
     entrants, notes = _warm_up(scenario, contestants)
     gc.freeze()  # what the contestants' packages brought in stays; collections need not go through it each time
     samples: dict[str, list[Sample]] = {entrant.name: [] for entrant in entrants}
@@ -54,8 +55,8 @@ def compare(
 def calls_per_step(contestant: Contestant, scenario: Scenario) -> float:
     """Count the calls of Python functions that one step makes."""
     short, long = CallCounter(), CallCounter()
-    _run(contestant, scenario, _SHORT, short)
-    _run(contestant, scenario, _LONG, long)
+    run(contestant, scenario, _SHORT, short)
+    run(contestant, scenario, _LONG, long)
     return (long.calls - short.calls) / (_LONG - _SHORT)
 
 
@@ -68,7 +69,7 @@ def _warm_up(scenario: Scenario, contestants: Sequence[type[Contestant]]) -> tup
             notes[kind.name] = "not installed"
             continue
         try:
-            outcome = _run(kind(), scenario, _SHORT, Meter())
+            outcome = run(kind(), scenario, _SHORT, Meter())
         except NotOfferedError:
             notes[kind.name] = "has no such loop"
             continue
@@ -84,7 +85,7 @@ def _warm_up(scenario: Scenario, contestants: Sequence[type[Contestant]]) -> tup
 
 def _time(contestant: Contestant, scenario: Scenario, steps: int) -> Sample:
     watch = Stopwatch()
-    _run(contestant, scenario, steps, watch)
+    run(contestant, scenario, steps, watch)
     times = torch.tensor([watch.cpu, watch.wall], dtype=torch.float64) / (steps * scenario.world_size)
     if scenario.world_size > 1:
         dist.all_reduce(times)
@@ -92,7 +93,8 @@ def _time(contestant: Contestant, scenario: Scenario, steps: int) -> Sample:
     return Sample(cpu, wall)
 
 
-def _run(contestant: Contestant, scenario: Scenario, steps: int, meter: Meter) -> float:
+def run(contestant: Contestant, scenario: Scenario, steps: int, meter: Meter) -> float:
+    """Let a contestant do its loop once, and return what it came to."""
     with isolated():
         try:
             return getattr(contestant, scenario.loop)(scenario.task(steps), meter)

@@ -17,14 +17,18 @@ class Scenario:
         settings: The fields of the `Task`.
         target: What `trainer_lib` is meant to reach, as the table shows it.
         tolerance: How far apart, relatively, what the contestants come to may be.
+        steps: The batches of a run, if they are not for the command line to say.
+        fresh: Each run has a process of its own, and is timed from `import torch` to the end.
     """
 
     name: str
     title: str
-    loop: Literal["update", "update_by_weight", "read", "fit", "fit_by_default"]
+    loop: Literal["update", "update_by_weight", "read", "fit", "fit_by_default", "evaluate"]
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     target: str = ""
     tolerance: float = 1e-4
+    steps: int | None = None
+    fresh: bool = False
 
     def task(self, steps: int) -> Task:
         """Return the task with so many batches a process."""
@@ -121,5 +125,29 @@ SCENARIOS = [
         title="Trainers with a small transformer",
         loop="fit",
         settings={"layers": 2},
+    ),
+    Scenario(
+        name="evaluation",
+        title="Evaluating 20,032 × 100 scores on two processes, for each batch",
+        loop="evaluate",
+        settings={"world_size": 2},
+        target="time ≤ 2.0",
+        steps=313,
+    ),
+    Scenario(
+        name="first-step",
+        title="From `import torch` to the end of the first step",
+        loop="fit",
+        target="0.2 s more",
+        steps=1,
+        fresh=True,
+    ),
+    Scenario(
+        name="memory",
+        title="From `import torch` to the end of 4 steps of a transformer (width 256, 4 layers)",
+        loop="fit",
+        settings={"layers": 4, "width": 256},
+        steps=4,
+        fresh=True,
     ),
 ]

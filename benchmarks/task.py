@@ -13,6 +13,7 @@ FEATURES, HIDDEN, CLASSES, BATCH_SIZE = 64, 64, 10, 32
 MAX_NORM = 1.0
 IGNORED = -100  # the label of what does not count, as `cross_entropy` knows it
 LOG_EVERY = 100
+SCORES = 100  # the classes of what is evaluated
 TOKENS = 16  # what the transformer makes of a sample's features
 
 
@@ -93,6 +94,14 @@ class Task:
         if self.some_ignored:
             labels[torch.rand(rows, generator=generator) < 0.25] = IGNORED
         return DataLoader(TensorDataset(inputs, labels), batch_size=BATCH_SIZE, shuffle=self.shuffle)
+
+    def scores(self, steps: int | None = None) -> DataLoader[tuple[Tensor, ...]]:
+        """Return a loader, not shared out yet, of what is evaluated: what a model said, and the labels."""
+        rows = (steps or self.steps) * self.world_size * BATCH_SIZE
+        generator = torch.Generator().manual_seed(1)
+        scores = torch.randn(rows, SCORES, generator=generator)
+        labels = torch.randint(SCORES, (rows,), generator=generator)
+        return DataLoader(TensorDataset(scores, labels), batch_size=BATCH_SIZE)
 
 
 def optimization(model: nn.Module) -> tuple[Optimizer, LRScheduler]:

@@ -13,6 +13,7 @@ from benchmarks.contestants.base import Contestant
 from benchmarks.contestants.trainer import Trainer
 from benchmarks.contestants.trainer_lib import TrainerLib
 from benchmarks.figures import Comparison, Row, Sample
+from benchmarks.fresh import compare_fresh
 from benchmarks.isolation import isolated
 from benchmarks.meters import Meter
 from benchmarks.processes import compare_on_processes
@@ -35,7 +36,7 @@ class Lazy(Bare):
         return 0.0
 
 
-@pytest.mark.parametrize("scenario", [scenario for scenario in SCENARIOS if scenario.world_size == 1])
+@pytest.mark.parametrize("scenario", [one for one in SCENARIOS if one.world_size == 1 and not one.fresh])
 def test_contestants_do_the_same_work_on_one_process(scenario: Scenario) -> None:
     ours = [TrainerLib, Trainer]  # of which only the one takes part that has this kind of loop
     by_hand, again, engine, missing = compare(scenario, [Bare, BareAgain, *ours, Missing], rounds=2, steps=8).rows
@@ -45,11 +46,19 @@ def test_contestants_do_the_same_work_on_one_process(scenario: Scenario) -> None
     assert (missing.note, missing.samples) == ("not installed", ())
 
 
-@pytest.mark.parametrize(("name", "engine"), [("weighted", TrainerLib), ("fit-ddp", Trainer)])
+@pytest.mark.parametrize(("name", "engine"), [("weighted", TrainerLib), ("fit-ddp", Trainer), ("evaluation", Trainer)])
 def test_contestants_do_the_same_work_on_two_processes(name: str, engine: type[Contestant]) -> None:
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
     rows = compare_on_processes(scenario, [Bare, engine], rounds=2, steps=8).rows
     assert [len(row.samples) for row in rows] == [2, 2]
+
+
+def test_a_fresh_process_tells_its_time_and_its_memory() -> None:
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "first-step")
+    ours, missing = compare_fresh(scenario, [Trainer, Missing, TrainerLib], rounds=1).rows
+    assert ours.wall.median > 0.01
+    assert ours.memory > 50 * 2**20 or not Path("/proc/self/status").exists()
+    assert missing.note == "not installed"
 
 
 def test_contestant_that_does_less_is_refused() -> None:
@@ -91,6 +100,14 @@ def test_tables_show_every_contestant(comparison: Comparison) -> None:
         assert "528" in engine
         assert "CPU 1.08" in engine
         assert any("Accelerate" in line and "not installed" in line for line in text.splitlines())
+
+
+def test_columns_without_anything_in_them_are_left_out(comparison: Comparison) -> None:
+    assert "memory" not in report.markdown([comparison])
+    row = Row(contestant="by hand", samples=[Sample(1.0, 2.0, memory=3 * 2**20)])
+    (head, _, line) = report.markdown([Comparison(name="one", title="One", rows=[row])]).splitlines()[2:]
+    assert head == "|  | CPU time | time | memory | target |"
+    assert line == "| by hand | 1.00 s | 2.00 s | 3 MB |  |"
 
 
 def test_picture_is_a_drawing_with_a_bar_for_each_that_ran(comparison: Comparison) -> None:

@@ -3,10 +3,13 @@
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from benchmarks.contestants.accelerator_loop import AcceleratorLoop
 from benchmarks.contestants.base import NotOfferedError
+from benchmarks.meters import Meter
 from benchmarks.task import Task
 
 
@@ -28,6 +31,22 @@ class Accelerate(AcceleratorLoop):
         """Sum the weights of all processes first, as its documentation does, and divide by them."""
         weights = accelerator.reduce(weight, "sum")
         accelerator.backward(loss * (accelerator.num_processes / weights))
+
+    def evaluate(self, task: Task, meter: Meter) -> float:
+        """Gather what counts, batch by batch, as its examples do."""
+        accelerator = self.accelerator(task)
+        loader = accelerator.prepare(task.scores())
+        loss, correct, count = torch.zeros(()), torch.zeros((), dtype=torch.int64), 0
+        with meter, torch.no_grad():
+            for scores, labels in loader:
+                own = scores.argmax(1) == labels, cross_entropy(scores, labels, reduction="none")
+                hits, losses = accelerator.gather_for_metrics(own)
+                loss += losses.sum()
+                correct += hits.sum()
+                count += len(hits)
+            result = (loss / count).item() + (correct / count).item()
+        accelerator.free_memory()
+        return result
 
     def reset(self) -> None:
         """Forget the state that all its objects share."""

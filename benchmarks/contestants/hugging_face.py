@@ -4,12 +4,16 @@ import tempfile
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
 
 from benchmarks.contestants.accelerate import forget_state
 from benchmarks.contestants.base import Contestant, around
 from benchmarks.meters import Meter
-from benchmarks.task import LOG_EVERY, MAX_NORM, Task, optimization, weights_norm
+from benchmarks.task import BATCH_SIZE, LOG_EVERY, MAX_NORM, Task, optimization, weights_norm
+
+_COMMON = {"use_cpu": True, "report_to": "none", "dataloader_pin_memory": False}
 
 
 class HuggingFace(Contestant):
@@ -39,11 +43,10 @@ class HuggingFace(Contestant):
                     max_grad_norm=MAX_NORM,
                     logging_steps=LOG_EVERY,
                     disable_tqdm=not task.bar,
-                    use_cpu=True,
                     save_strategy="no",
-                    report_to="none",
                     logging_nan_inf_filter=False,
                     ddp_find_unused_parameters=False,
+                    **_COMMON,
                 ),
                 train_dataset=task.loader().dataset,
                 optimizers=optimization(model),
@@ -53,6 +56,38 @@ class HuggingFace(Contestant):
             trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(task.loader())
             trainer.train()
         return weights_norm(model)
+
+    def evaluate(self, task: Task, meter: Meter) -> float:
+        """Evaluate, with `compute_metrics`; what is kept of the scores is which is the highest."""
+        transformers = import_module("transformers")
+
+        class Model(nn.Module):
+            def forward(self, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+                return {"loss": cross_entropy(scores, labels), "logits": scores}
+
+        def collate(rows: list[Any]) -> dict[str, Tensor]:
+            return dict(zip(("scores", "labels"), default_collate(rows), strict=True))
+
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = transformers.Trainer(
+                Model(),
+                transformers.TrainingArguments(
+                    folder,
+                    per_device_eval_batch_size=BATCH_SIZE,
+                    remove_unused_columns=False,
+                    label_names=["labels"],
+                    disable_tqdm=True,
+                    **_COMMON,
+                ),
+                data_collator=collate,
+                compute_metrics=lambda all: {"accuracy": float((all.predictions == all.label_ids).mean())},
+                preprocess_logits_for_metrics=lambda scores, _: scores.argmax(-1),
+            )
+            trainer.evaluate(task.scores(2).dataset)
+            dataset = task.scores().dataset
+            with meter:
+                metrics = trainer.evaluate(dataset)
+        return metrics["eval_loss"] + metrics["eval_accuracy"]
 
     def reset(self) -> None:
         """Forget the state that all its objects share."""

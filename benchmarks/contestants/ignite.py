@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.contestants.bare import parts_by_hand
+from benchmarks.contestants.bare import parts_by_hand, shared_by_hand
 from benchmarks.contestants.base import Contestant, NotOfferedError
 from benchmarks.meters import Meter
 from benchmarks.task import LOG_EVERY, MAX_NORM, Task, weights_norm
@@ -50,3 +50,15 @@ class Ignite(Contestant):
             import_module("ignite.handlers").ProgressBar(persist=True).attach(engine)
         engine.run(loader, max_epochs=1)
         return weights_norm(model)
+
+    def evaluate(self, task: Task, meter: Meter) -> float:
+        """Evaluate with its metrics."""
+        metrics = import_module("ignite.metrics")
+        evaluator = import_module("ignite.engine").create_supervised_evaluator(
+            nn.Identity(), {"loss": metrics.Loss(cross_entropy), "accuracy": metrics.Accuracy()}
+        )
+        evaluator.run(shared_by_hand(task, task.scores(2)))
+        loader = shared_by_hand(task, task.scores())
+        with meter:
+            results = evaluator.run(loader).metrics
+        return results["loss"] + results["accuracy"]

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.nn.functional import cross_entropy
 
-from benchmarks.contestants.bare import loader_by_hand
+from benchmarks.contestants.bare import shared_by_hand
 from benchmarks.contestants.base import Contestant, around
 from benchmarks.meters import Meter
 from benchmarks.task import LOG_EVERY, MAX_NORM, Task, optimization, weights_norm
@@ -34,20 +34,45 @@ class LightningTrainer(Contestant):
             return cross_entropy(module.model(inputs), labels)
 
         module.training_step = training_step
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=task.world_size,
-            strategy="auto" if task.world_size == 1 else "ddp",
-            use_distributed_sampler=False,  # its own shuffles
+        trainer = _trainer(
+            task,
             max_epochs=1,
             accumulate_grad_batches=task.accumulation,
             gradient_clip_val=MAX_NORM,
             log_every_n_steps=LOG_EVERY,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=task.bar,
-            enable_model_summary=False,
             callbacks=[around(lightning.Callback, "on_train_epoch_start", "on_train_end", meter)],
         )
-        trainer.fit(module, loader_by_hand(task))
+        trainer.fit(module, shared_by_hand(task, task.loader()))
         return weights_norm(module.model)
+
+    def evaluate(self, task: Task, meter: Meter) -> float:
+        """Evaluate; means over batches of one size need no metric objects."""
+        module = import_module("lightning").LightningModule()
+
+        def validation_step(batch: Any) -> None:
+            scores, labels = batch
+            module.log("loss", cross_entropy(scores, labels), sync_dist=True, batch_size=len(labels))
+            hits = (scores.argmax(1) == labels).float().mean()
+            module.log("accuracy", hits, sync_dist=True, batch_size=len(labels))
+
+        module.validation_step = validation_step
+        trainer = _trainer(task, num_sanity_val_steps=0)
+        trainer.validate(module, shared_by_hand(task, task.scores(2)), verbose=False)
+        loader = shared_by_hand(task, task.scores())
+        with meter:
+            (metrics,) = trainer.validate(module, loader, verbose=False)
+        return metrics["loss"] + metrics["accuracy"]
+
+
+def _trainer(task: Task, **options: Any) -> Any:
+    return import_module("lightning").Trainer(
+        accelerator="cpu",
+        devices=task.world_size,
+        strategy="auto" if task.world_size == 1 else "ddp",
+        use_distributed_sampler=False,  # its own shuffles
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=task.bar,
+        enable_model_summary=False,
+        **options,
+    )

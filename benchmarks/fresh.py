@@ -1,0 +1,91 @@
+"""This file is runs in a process of their own each: the time until the first step is made, and the memory it takes."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.contestants import CONTESTANTS, Contestant
+from benchmarks.figures import Comparison, Row, Sample
+from benchmarks.meters import Meter
+from benchmarks.rounds import run
+from benchmarks.scenarios import SCENARIOS, Scenario
+
+_ROOT = Path(__file__).parent.parent
+_PROBE = """
+import time, torch
+wall, cpu = time.perf_counter(), time.process_time()
+from benchmarks.fresh import tell_end
+tell_end({contestant!r}, {scenario!r}, {steps}, wall, cpu)
+"""
+
+
+class _End(Meter):
+    """Notes when the loop is through; nothing is collected before it, as that takes longer than a step."""
+
+    cpu = wall = 0.0
+
+    def start(self) -> None:
+        """Begin."""
+
+    def stop(self) -> None:
+        """End."""
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+
+def compare_fresh(
+    scenario: Scenario,
+    contestants: Sequence[type[Contestant]],
+    rounds: int,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Measure the contestants in turn, each time in a fresh process, from `import torch` to the end of the loop."""
+    contestants = [contestant for contestant in contestants if contestant.takes_part(scenario.loop)]
+    samples: dict[str, list[Sample]] = {kind.name: [] for kind in contestants}
+    installed = [kind for kind in contestants if kind.is_installed()]
+    programs = {
+        kind.name: _PROBE.format(contestant=kind.__name__, scenario=scenario.name, steps=scenario.steps or 1)
+        for kind in installed
+    }
+    for program in programs.values():
+        measure_fresh(program)  # so that files are in the system's cache, and compiled
+    for index in range(rounds):
+        tell(f"{scenario.title}: round {index + 1} of {rounds}")
+        start = index % len(installed)
+        for kind in installed[start:] + installed[:start]:
+            samples[kind.name].append(measure_fresh(programs[kind.name]))
+    rows = [
+        Row(
+            contestant=kind.name,
+            samples=samples[kind.name],
+            baseline=samples[contestants[0].name],
+            note="" if kind.is_installed() else "not installed",
+            target=scenario.target if kind.name == "trainer_lib" else "",
+        )
+        for kind in contestants
+    ]
+    return Comparison(name=scenario.name, title=scenario.title, rows=rows)
+
+
+def measure_fresh(program: str) -> Sample:
+    """Run a program that prints its sample last."""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=_ROOT)
+    return Sample(*(float(number) for number in done.stdout.splitlines()[-1].split()))
+
+
+def tell_end(contestant: str, scenario: str, steps: int, wall: float, cpu: float) -> None:
+    """Run a loop, and print what it took since the times given; this is what the fresh process does."""
+    (kind,) = (one for one in CONTESTANTS if one.__name__ == contestant)
+    (chosen,) = (one for one in SCENARIOS if one.name == scenario)
+    end = _End()
+    run(kind(), chosen, steps, end)
+    print(end.cpu - cpu, end.wall - wall, _peak())
+
+
+def _peak() -> float:
+    """Return the most memory that this process had, in bytes; 0 where the system does not tell."""
+    status = Path("/proc/self/status")  # not getrusage, which counts what its parent had before the program began
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0.0)
