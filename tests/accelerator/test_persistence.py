@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from xxhash import xxh3_128_hexdigest
 
 from tests.accelerator import toy
 from tests.accelerator.training import Counting
@@ -24,6 +25,7 @@ from trainer_lib import (
     load_checkpoint_in_model,
 )
 from trainer_lib.checkpointing.layout import partial_beside, replaced_beside
+from trainer_lib.checkpointing.manifest import CHECKSUM, sealed
 from trainer_lib.launchers import run_forked
 from trainer_lib.modules.state import module_state
 
@@ -77,7 +79,10 @@ def test_the_folder_holds_safetensors_and_json_and_is_listed_in_its_manifest(tmp
     }
     assert names_in(folder) == names | {"manifest.json"}
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["files"] == {name: {"size": (folder / name).stat().st_size} for name in names}
+    assert manifest["files"] == {
+        name: {"size": (folder / name).stat().st_size, "xxh3_128": xxh3_128_hexdigest((folder / name).read_bytes())}
+        for name in names
+    }
     assert (manifest["world_size"], manifest["step"], manifest["iteration"]) == (1, 2, None)
     assert manifest["precision"] == "fp16"
     assert manifest["versions"]["torch"] == torch.__version__
@@ -546,15 +551,22 @@ def test_another_precision_is_told(saved: Path, tmp_path: Path, caplog: pytest.L
             r"is damaged: optimizer.json has 2 bytes instead of \d+",
         ),
         (lambda folder: (folder / "manifest.json").write_text('{"format'), "manifest.json is no manifest of a state"),
-        (lambda folder: edit(folder, schema=99), "has the format 99, and this version .* reads up to 1"),
+        (lambda folder: edit(folder, schema=99), "has the format 99, and this version .* reads up to 2"),
         (lambda folder: edit(folder, format="other"), "is no manifest of a state: it is of something else"),
-        (lambda folder: edit(folder, files={"../../x": {"size": 1}}), "names '../../x', which leads out of"),
+        (
+            lambda folder: edit(folder, files={"../../x": {"size": 1, "xxh3_128": ""}}),
+            "names '../../x', which leads out of",
+        ),
         (lambda folder: edit(folder, files={"model.safetensors": {}}), "manifest.json is damaged"),
-        (lambda folder: edit(folder, files={"model.safetensors": {"size": "1"}}), "sizes have to be numbers"),
+        (lambda folder: edit(folder, files={"model.safetensors": {"size": "1", CHECKSUM: ""}}), "have to be numbers"),
+        (lambda folder: edit(folder, files={"model.safetensors": {"size": 1}}), "manifest.json is damaged"),
         (lambda folder: edit(folder, more=1), "manifest.json is damaged"),
         (lambda folder: edit(folder, kinds=["AdamW"]), "manifest.json is damaged"),
         (lambda folder: edit(folder, world_size=2), "was saved by 2 processes, and this is a world of 1. Start 2"),
-        (lambda folder: flip_header(folder / "optimizer.safetensors"), "cannot be read as safetensors"),
+        (
+            lambda folder: flip_header(folder / "optimizer.safetensors"),
+            r"is damaged: optimizer.safetensors has the checksum \w{32} instead of \w{32}",
+        ),
     ],
 )
 def test_a_damaged_folder_is_told(saved: Path, spoil: Callable[[Path], None], words: str) -> None:
@@ -567,7 +579,7 @@ def test_a_damaged_folder_is_told(saved: Path, spoil: Callable[[Path], None], wo
 
 def edit(folder: Path, **changes: Any) -> None:
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_bytes(sealed(json.loads(path.read_text()) | changes))
 
 
 def flip_header(path: Path) -> None:

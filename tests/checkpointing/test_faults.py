@@ -140,7 +140,7 @@ def test_killed_at_any_step_the_older_or_the_newer_state_is_whole(automatic: boo
         found.append(state == newer)
         # What is being deleted is never taken for a state.
         for path in automatic_states(project / "checkpoints").values():
-            open_state(path, 1)
+            open_state(path)
     # At some step the newer one is there, and from then on it stays.
     assert found == sorted(found)
     assert not found[0]
@@ -202,7 +202,7 @@ def test_one_of_two_processes_killed_inside_a_save_leaves_the_older_state(rank: 
 
     with pytest.raises(ProcessFailedError):
         run_forked(body, timeout=60)
-    open_state(tmp_path / "state", 2)
+    open_state(tmp_path / "state")
     model = toy.model()
     load_checkpoint_in_model(model, tmp_path / "state", strict=True)
     assert [value.sum().item() for value in model.state_dict().values()] == json.loads((tmp_path / "older").read_text())

@@ -222,7 +222,7 @@ def test_a_kill_inside_a_sharded_save_leaves_the_older_state(tmp_path: Path) -> 
 
     with pytest.raises(ProcessFailedError):
         run_forked(body, timeout=60)
-    assert open_state(tmp_path / "state", 2).step == 1
+    assert open_state(tmp_path / "state").step == 1
     load_checkpoint_in_model(Stack(), tmp_path / "state", strict=True)
 
 

@@ -14,7 +14,6 @@ from trainer_lib.precision import FullPrecision
 from trainer_lib.state.window import GradientWindow
 from trainer_lib.strategies import SingleProcess
 
-
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
 
@@ -142,7 +141,8 @@ class Persistence(Processes):
         """Load what `save_state` saved into what is prepared now; all processes have to call it.
 
         Args:
-            input_dir: The folder; by default the newest under automatic naming.
+            input_dir: The folder; by default, or as "latest", the newest whole one under automatic naming. One that is
+                damaged is then renamed, and the one before it is loaded.
             load_kwargs: Options of `torch.load` in Accelerate, which reads pickles; there are none here.
             allow_pickle: Read pickles that were written with `save_state(allow_pickle=True)`. They can run code.
             safe_serialization: False for weights that were written with `save_state(safe_serialization=False)`.
@@ -150,7 +150,7 @@ class Persistence(Processes):
                 `map_location`, whether files are read to the "cpu" or "on_device".
 
         Raises:
-            CheckpointError: If the folder is not there, not whole, or of another world or training.
+            CheckpointError: If the folder is not there, not whole, damaged in any byte, or of another training.
             StateError: If something does not fit into what it is loaded into.
         """
         from trainer_lib.accelerator import states

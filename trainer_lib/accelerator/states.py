@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.accelerator import parts as engine_parts
 from trainer_lib.checkpointing import retention
 from trainer_lib.checkpointing.agreement import exchange, together
-from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, automatic_name, state_folder
+from trainer_lib.checkpointing.fallback import open_checked, put_aside
+from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, automatic_name, committed, state_folder
 from trainer_lib.checkpointing.manifest import Manifest
 from trainer_lib.checkpointing.parts import Part, Weights, Words, check_counts, check_kinds, kinds_of
-from trainer_lib.checkpointing.reader import find_state, newest_state, open_state
+from trainer_lib.checkpointing.reader import check_world, find_state, newest_state
 from trainer_lib.checkpointing.writer import Saving
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError, UnsupportedError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.tensor_files.contents import Content
 
@@ -66,10 +67,10 @@ def load(
 ) -> None:
     """Load a state, as `Persistence.load_state` says."""
     words = _words_of_load(engine, load_kwargs, others, allow_pickle, safe_serialization)
-    folder = _agreed(engine, lambda: _source(engine, input_dir), "load_state")
+    folder, manifest = _found(engine, input_dir)
     parts = engine_parts.collect(engine, words.strict)
     with together(engine.group, "load_state"):
-        manifest = open_state(folder, engine.num_processes)
+        check_world(manifest, folder, engine.num_processes)
         check_counts(manifest.parts, [part.name for part in parts], str(folder))
         check_kinds(manifest.kinds, kinds_of(parts), str(folder))
     with together(engine.group, "load_state"):
@@ -114,6 +115,37 @@ def _target(engine: "Persistence", output_dir: str | Path | None) -> Path:
             "another project_dir, or the number to begin with: ProjectConfiguration(iteration=…)."
         )
     return target
+
+
+def _found(engine: "Persistence", input_dir: str | Path | None) -> tuple[Path, Manifest]:
+    """Return the state to load, every byte of which was checked; of those named automatically the newest whole one."""
+    group = engine.group
+    # Processes share the reading of one folder; of a folder of its own each reads all.
+    readers = (0, 1) if engine.project_configuration.save_on_each_node else (group.rank, group.size)
+    is_named = input_dir is not None and not _is_latest(input_dir)
+    damage: list[str] = []
+    while True:
+        try:
+            folder = _agreed(engine, lambda: _source(engine, input_dir if is_named else None), "load_state")
+        except CheckpointError as error:
+            if damage:  # which is why there is none left
+                raise CheckpointError(" ".join([*damage, str(error)])) from error
+            raise
+        try:
+            manifest = open_checked(folder, group, "load_state", *readers)
+        except DamagedError as error:
+            if is_named:
+                raise
+            aside = put_aside(folder, group, "load_state", engine.should_save_model)
+            damage.append(f"{error} It is now called {aside.name}.")
+            continue
+        if damage:
+            _logger.warning("%s Going on from %s.", " ".join(damage), folder)
+        return folder, manifest
+
+
+def _is_latest(input_dir: str | Path) -> bool:
+    return input_dir == "latest" and committed(Path("latest").absolute()) is None
 
 
 def _source(engine: "Persistence", input_dir: str | Path | None) -> Path:

@@ -49,6 +49,12 @@ def deleted_beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.deleted")
 
 
+def damaged_beside(folder: Path) -> Path:
+    """Return a free name for a state that is damaged: kept for people to look at, and never looked at again."""
+    names = [f"{folder.name}.damaged", *(f"{folder.name}.damaged-{number}" for number in range(2, 1000))]
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
+
+
 def is_committed(folder: Path) -> bool:
     """Whether a folder holds a state that was written to the end."""
     return (folder / MANIFEST_NAME).is_file()

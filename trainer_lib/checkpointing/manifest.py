@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.layout import MANIFEST_NAME
-from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.files import inside
+from trainer_lib.foundation.checksums import checksum_of_bytes
+from trainer_lib.foundation.errors import CheckpointError, DamagedError
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had the sizes of files and no checksums
+CHECKSUM = "xxh3_128"  # what a file's checksum is called by
 _FORMAT = "trainer_lib state"
-_SHOWN = 4
+_UNSEALED = "0" * 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Manifest:
         precision: The precision of the training.
         parts: The names of what was saved.
         kinds: For the parts of which that matters, the name of their class.
-        files: For each file what is known of it: its size.
+        files: For each file what is known of it: its size and its checksum.
         versions: Of the libraries that wrote it.
         schema: The version of this format.
     """
@@ -48,22 +49,11 @@ class Manifest:
         """Return what the file says."""
         return {"format": _FORMAT, **asdict(self)}
 
-    def check_files(self, folder: Path) -> None:
-        """Raise unless all files are there, in full length.
 
-        Raises:
-            CheckpointError: With the names of those that are not.
-        """
-        complaints: list[str] = []
-        for name, facts in self.files.items():
-            path = inside(folder, name, MANIFEST_NAME)
-            if not path.is_file():
-                complaints.append(f"{name} is missing")
-            elif path.stat().st_size != facts["size"]:
-                complaints.append(f"{name} has {path.stat().st_size} bytes instead of {facts['size']}")
-        if complaints:
-            more = f", and {len(complaints) - _SHOWN} more" if len(complaints) > _SHOWN else ""
-            raise CheckpointError(f"The state in {folder} is damaged: {', '.join(complaints[:_SHOWN])}{more}.")
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest; its digest is that of all of them, taken with zeros in its own place."""
+    text = json.dumps({**content, "digest": _UNSEALED}, indent=2, allow_nan=False) + "\n"
+    return text.replace(_UNSEALED, checksum_of_bytes(text.encode())).encode()
 
 
 def library_versions() -> dict[str, str]:
@@ -81,12 +71,20 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
-        content = json.loads(path.read_text())
+        text = path.read_bytes()
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except OSError as error:
+        raise DamagedError(f"{path} is no manifest of a state: {error}") from error
+    try:
+        content = json.loads(text)
         schema = content["schema"]
         if content.pop("format") != _FORMAT or not isinstance(schema, int):
             raise ValueError("it is of something else")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no manifest of a state: {error}") from error
+        digest = content.pop("digest", None)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path} is no manifest of a state: {error}") from error
+    _check_seal(path, text, digest, schema)
     if schema > SCHEMA:
         raise CheckpointError(
             f"The state in {folder} has the format {schema}, and this version of trainer_lib reads up to {SCHEMA}. "
@@ -95,9 +93,20 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest(**content)
         sizes_are_numbers = all(isinstance(facts["size"], int) for facts in manifest.files.values())
+        has_checksums = schema < 2 or all(isinstance(facts[CHECKSUM], str) for facts in manifest.files.values())
         manifest.kinds.items()
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not sizes_are_numbers:
-        raise CheckpointError(f"{path} is damaged: sizes have to be numbers.")
+        raise DamagedError(f"{path} is damaged: {error}") from error
+    if not sizes_are_numbers or not has_checksums:
+        raise DamagedError(f"{path} is damaged: sizes have to be numbers, and checksums texts.")
     return manifest
+
+
+def _check_seal(path: Path, text: bytes, digest: Any, schema: int) -> None:
+    if digest is None and schema < 2:
+        return
+    if digest is None:
+        raise DamagedError(f"{path} is damaged: it has no digest.")
+    found = checksum_of_bytes(text.replace(str(digest).encode(), _UNSEALED.encode()))
+    if found != digest:
+        raise DamagedError(f"{path} is damaged: by its digest it is {digest}, and what is there is {found}.")

@@ -2,9 +2,18 @@
 
 from pathlib import Path
 
-from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, MANIFEST_NAME, committed, is_committed, path_of
+from trainer_lib.checkpointing.layout import (
+    AUTOMATIC_FOLDER,
+    MANIFEST_NAME,
+    automatic_name,
+    automatic_number,
+    committed,
+    is_committed,
+    path_of,
+)
 from trainer_lib.checkpointing.manifest import Manifest, read_manifest
 from trainer_lib.checkpointing.retention import automatic_states
+from trainer_lib.checkpointing.verification import check_sizes
 from trainer_lib.foundation.errors import CheckpointError, did_you_mean
 
 # What Accelerate writes and this library does not.
@@ -29,7 +38,7 @@ def find_state(given: str | Path) -> Path:
     if inside is not None:
         newest = list(automatic_states(inside).values())[-1]
         raise CheckpointError(f"{folder} is no state, but a folder of states. The newest in it is {newest}.")
-    if any((folder / name).exists() for name in _FOREIGN):
+    if _is_foreign(folder):
         raise CheckpointError(
             f"{folder} was written by Accelerate. This version reads the weights in it, by "
             "load_checkpoint_in_model(model, folder), and no optimizer or generator, which are pickles there."
@@ -40,35 +49,50 @@ def find_state(given: str | Path) -> Path:
 
 
 def newest_state(project: Path) -> Path:
-    """Return the newest state of a project under automatic naming.
+    """Return the newest state of a project under automatic naming; one without a manifest is one too, and damaged.
 
     Raises:
         CheckpointError: If there is none.
     """
-    states = automatic_states(project / AUTOMATIC_FOLDER)
+    folder = project / AUTOMATIC_FOLDER
+    named = [path for path in folder.iterdir() if automatic_number(path.name) is not None] if folder.is_dir() else []
+    states = [path for path in named if path.is_dir() and not _is_foreign(path)]
     if not states:
         raise CheckpointError(
             f"There is no state to load yet in {project / AUTOMATIC_FOLDER}. Call save_state first, or give the folder "
             "of a state: load_state(folder)."
         )
-    return find_state(list(states.values())[-1])
+    newest = folder / automatic_name(max(automatic_number(path.name) or 0 for path in states))
+    return committed(newest) or newest
 
 
-def open_state(folder: Path, world_size: int) -> Manifest:
-    """Return the manifest of a state that is whole and of a world of this size.
+def open_state(folder: Path) -> Manifest:
+    """Return the manifest of a state whose files are all there, in full length; what is in them is not read.
 
     Raises:
         CheckpointError: If it is not.
     """
     manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def check_world(manifest: Manifest, folder: Path, world_size: int) -> None:
+    """Raise unless a state is of a world of this size.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
     if manifest.world_size != world_size:
         raise CheckpointError(
             f"The state in {folder} was saved by {manifest.world_size} processes, and this is a world of {world_size}. "
             f"Start {manifest.world_size} processes to go on with it, or load the weights alone: "
             "load_checkpoint_in_model(model, folder)."
         )
-    manifest.check_files(folder)
-    return manifest
+
+
+def _is_foreign(folder: Path) -> bool:
+    return not is_committed(folder) and any((folder / name).exists() for name in _FOREIGN)
 
 
 def _instead(folder: Path) -> str:

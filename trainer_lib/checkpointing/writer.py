@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from trainer_lib.checkpointing.agreement import together
+from trainer_lib.checkpointing.agreement import exchange, together
 from trainer_lib.checkpointing.layout import (
     MANIFEST_NAME,
     deleted_beside,
@@ -19,12 +20,13 @@ from trainer_lib.checkpointing.layout import (
     partial_beside,
     replaced_beside,
 )
-from trainer_lib.checkpointing.manifest import Manifest, library_versions, read_manifest
+from trainer_lib.checkpointing.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
+from trainer_lib.foundation.checksums import checksum_of
 from trainer_lib.foundation.errors import CheckpointError, TrainerLibError
 from trainer_lib.foundation.files import sync
 from trainer_lib.foundation.sizes import convert_bytes
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.tensor_files.contents import Content, Json
+from trainer_lib.tensor_files.contents import Content
 
 
 class Saving:
@@ -40,8 +42,9 @@ class Saving:
         self.target = target
         self.folder = partial_beside(target)
         self._group = group
+        self._leader = leader
         self._leads = group.rank == leader
-        self._written: set[Path] = set()
+        self._written: dict[str, str] = {}  # checksums of what was written here, by name
 
     def __enter__(self) -> "Saving":
         with together(self._group, "save_state"):
@@ -65,40 +68,48 @@ class Saving:
             path = self.folder / name
             try:
                 path.parent.mkdir(exist_ok=True)
-                content.write(path)
+                checksum = content.write(path)
                 sync(path)
             except TrainerLibError:
                 raise
             except (OSError, RuntimeError) as error:
                 raise _cannot_write(path, error, sum(one.size for one in files.values())) from error
-            self._written.add(path)
+            self._written[name] = checksum
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest and make the folder the state, once all processes are through."""
+        reports = exchange(self._group, (self._leader, self._written), "save_state")
+        written = {
+            name: checksum for leader, its in reports if leader == self._leader for name, checksum in its.items()
+        }
         with together(self._group, "save_state"):
             if self._leads:
                 try:
-                    self._finish(manifest)
+                    self._finish(manifest, written)
                 except OSError as error:
                     raise _cannot_write(self.target, error) from error
 
-    def _finish(self, manifest: Manifest) -> None:
-        files = {path.relative_to(self.folder).as_posix(): {"size": path.stat().st_size} for path in self._all_files()}
+    def _finish(self, manifest: Manifest, written: Mapping[str, str]) -> None:
+        files = self._all_files(written)
         self._take_over_foreign_files()
         path = self.folder / MANIFEST_NAME
-        Json(replace(manifest, files=files, versions=library_versions()).content(), True).write(path)
+        path.write_bytes(sealed(replace(manifest, files=files, versions=library_versions()).content()))
         sync(path)
         for folder, _, _ in os.walk(self.folder):
             sync(Path(folder))
         self._swap()
 
-    def _all_files(self) -> list[Path]:
-        """Return what is in the folder, hooks' files included, once the disk has it."""
-        found = sorted(path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
-        for path in found:
-            if path not in self._written:
+    def _all_files(self, written: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """Return what is known of the files in the folder, hooks' files included, once the disk has them."""
+        files: dict[str, dict[str, Any]] = {}
+        for path in sorted(path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink()):
+            name = path.relative_to(self.folder).as_posix()
+            checksum = written.get(name)
+            if checksum is None:
                 sync(path)
-        return found
+                checksum = checksum_of(path)
+            files[name] = {"size": path.stat().st_size, CHECKSUM: checksum}
+        return files
 
     def _take_over_foreign_files(self) -> None:
         """Link what others put into the older folder of this name, such as a tokenizer: it is not ours to delete."""

@@ -6,6 +6,7 @@ output_dir/RUN_ID/checkpoints/checkpoint-00000500/
 """
 
 import json
+import re
 import secrets
 import tempfile
 import time
@@ -14,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.codec import Encoded, decode, encode
-from trainer_lib.checkpointing.layout import is_committed
-from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, did_you_mean
+from trainer_lib.checkpointing.fallback import open_checked, put_aside
+from trainer_lib.checkpointing.layout import committed, is_committed
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError, did_you_mean
 from trainer_lib.foundation.files import replace_file
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 
 _logger = get_logger(__name__)
 
+_NAME = re.compile(r"checkpoint-\d+(\.replaced)?")
 RUN_FILE, HISTORY_FILE, CHECKPOINTS = "run.json", "history.jsonl", "checkpoints"
 
 
@@ -57,9 +60,13 @@ class RunFolder:
         return self.path / CHECKPOINTS / f"checkpoint-{step:08d}"
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the checkpoint of the most updates."""
-        whole = [path for path in (self.path / CHECKPOINTS).glob("checkpoint-*") if is_committed(path)]
-        return max(whole, key=lambda path: path.name, default=None)
+        """Return the checkpoint of the most updates; one that has no manifest is one too, and damaged."""
+        found = [path for path in (self.path / CHECKPOINTS).glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+        names = {path.name.removesuffix(".replaced") for path in found if path.is_dir()}
+        if not names:
+            return None
+        newest = self.path / CHECKPOINTS / max(names, key=lambda name: (len(name), name))
+        return committed(newest) or newest
 
     def write(self, **facts: Any) -> None:
         """Write down what is known of the run; one process does."""
@@ -131,7 +138,9 @@ class Place:
 
 
 def find_place(root: Path | None, name: str | None, resume: str, group: ProcessGroup, what: Any) -> Place:
-    """Return where a run stands; the main process looks, and all others are told.
+    """Return where a run stands, every byte of its checkpoint checked; all processes are told the same.
+
+    One that is damaged is renamed, and the one before it taken, unless it was named.
 
     Args:
         root: Where runs are kept.
@@ -142,7 +151,27 @@ def find_place(root: Path | None, name: str | None, resume: str, group: ProcessG
 
     Raises:
         ConfigurationError: If what it is to go on from is not there.
+        DamagedError: If it was named, and is damaged.
     """
+    damage: list[str] = []
+    while True:
+        place = _agreed_place(root, name, resume, group, what)
+        if place.checkpoint is None:
+            break
+        try:
+            open_checked(place.checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)
+            break
+        except DamagedError as error:
+            if place.checkpoint == Path(resume).expanduser().resolve():
+                raise
+            aside = put_aside(place.checkpoint, group, "fit", leads=group.rank == 0)
+            damage.append(f"{error} It is now called {aside.name}.")
+    if damage:
+        _logger.warning("%s Going on from %s.", " ".join(damage), place.checkpoint or "the beginning")
+    return place
+
+
+def _agreed_place(root: Path | None, name: str | None, resume: str, group: ProcessGroup, what: Any) -> Place:
     found: list[Any] = [None]
     if group.rank == 0:
         try:

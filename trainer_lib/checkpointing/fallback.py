@@ -1,0 +1,87 @@
+"""This file is opening a state on all processes, every byte of it checked, and putting one aside that is damaged."""
+
+from pathlib import Path
+
+from trainer_lib.checkpointing.agreement import exchange, together
+from trainer_lib.checkpointing.layout import MANIFEST_NAME, damaged_beside
+from trainer_lib.checkpointing.manifest import Manifest
+from trainer_lib.checkpointing.reader import open_state
+from trainer_lib.checkpointing.verification import check_bytes, share
+from trainer_lib.foundation.errors import CheckpointError, DamagedError
+from trainer_lib.foundation.files import sync
+from trainer_lib.process_group import ProcessGroup
+
+_Stamp = list[tuple[str, int, int, int]]
+
+# What was just checked in order to be loaded, and how its files looked then.
+_checked: dict[Path, _Stamp] = {}
+
+
+def open_checked(
+    folder: Path,
+    group: ProcessGroup,
+    doing: str,
+    reader: int,
+    readers: int,
+    is_loaded_next: bool = False,
+) -> Manifest:
+    """Return the manifest of a state of which every byte is as it was written; each process reads a part of them.
+
+    Args:
+        folder: The state.
+        group: The processes, all of which get the same answer.
+        doing: What this is a part of: the call that the user made.
+        reader: The number of this process among those that share this folder.
+        readers: How many share it.
+        is_loaded_next: Whether it will be opened once more, to be loaded: then it need not be read again.
+
+    Raises:
+        DamagedError: If it is damaged.
+        CheckpointError: If it cannot be read for another reason.
+    """
+    manifest, error = None, None
+    try:
+        manifest = open_state(folder)
+        stamp = _stamp(folder, manifest)
+        if _checked.pop(folder, None) != stamp:
+            check_bytes(folder, manifest, share(manifest.files, reader, readers))
+        if is_loaded_next:
+            _checked[folder] = stamp
+    except CheckpointError as caught:  # the others wait for an answer
+        error = caught
+    told = None if error is None else (isinstance(error, DamagedError), str(error))
+    reports = [report for report in exchange(group, told, doing) if report is not None]
+    if not reports and manifest is not None:
+        return manifest
+    # All do the same about it: only what every complaint calls damage is damage.
+    kind = DamagedError if all(is_damage for is_damage, _ in reports) else CheckpointError
+    if type(error) is kind:
+        raise error
+    raise kind(next(text for is_damage, text in reports if is_damage == (kind is DamagedError))) from error
+
+
+def put_aside(folder: Path, group: ProcessGroup, doing: str, leads: bool) -> Path:
+    """Rename a damaged state, so that nobody takes it for a good one, and return what it is called now.
+
+    Args:
+        folder: The state.
+        group: The processes.
+        doing: What this is a part of.
+        leads: Whether this process renames folders.
+    """
+    aside = damaged_beside(folder)
+    with together(group, doing):
+        if leads:
+            try:
+                folder.rename(aside)
+                sync(aside.parent)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{folder} is damaged, and could not be renamed to {aside.name}: {error.strerror}. Move it away."
+                ) from error
+    return aside
+
+
+def _stamp(folder: Path, manifest: Manifest) -> _Stamp:
+    found = [(name, (folder / name).stat()) for name in (MANIFEST_NAME, *manifest.files)]
+    return [(name, facts.st_ino, facts.st_size, facts.st_mtime_ns) for name, facts in found]
