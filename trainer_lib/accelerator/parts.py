@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from trainer_lib.accelerator.derived import DerivedGenerators
 from trainer_lib.checkpointing.generators import Generators
 from trainer_lib.checkpointing.layout import (
     CUSTOM_STATE_NAME,
@@ -17,6 +18,7 @@ from trainer_lib.checkpointing.layout import (
     SCHEDULER_NAME,
     numbered,
 )
+from trainer_lib.checkpointing.manifest import Manifest
 from trainer_lib.checkpointing.parts import Part, State, Weights
 from trainer_lib.checkpointing.sharded import ShardedOptimizer, ShardedWeights
 from trainer_lib.foundation.trees import send_to_device
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
-def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
+def collect(engine: "Persistence", strict: bool = True, saved_by: Manifest | None = None) -> list[Part]:
     """Return the parts, in the order in which they are saved and loaded.
 
     The generators are last both times: what is drawn while a state is taken or taken up is drawn before.
@@ -37,9 +39,14 @@ def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
     Args:
         engine: The `Accelerator`.
         strict: Whether the names of weights have to be those of the model.
+        saved_by: What is known of the state that is loaded, if one is.
     """
     leads, rank, shards = engine.should_save_model, engine.process_index, engine.strategy.writes_shards
     has_whole = engine._has_whole_tensors
+    world = engine.num_processes if saved_by is None else saved_by.world_size
+    is_new = rank >= world
+    # Where the files of each process have their number; a process that was not there reads those of the first.
+    own_file = 0 if is_new else rank
     parts: list[Part] = []
     for index, model in enumerate(engine._models):
         state = _Model(engine, model, strict)
@@ -76,7 +83,7 @@ def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
             kind=SAMPLER_NAME,
             index=index,
             stateful=one,
-            file_name=f"{numbered(SAMPLER_NAME, index)}.process_{rank}",
+            file_name=f"{numbered(SAMPLER_NAME, index)}.process_{own_file}",
         )
         for index, one in enumerate(engine._dataloaders)
     ]
@@ -90,8 +97,19 @@ def collect(engine: "Persistence", strict: bool = True) -> list[Part]:
         )
         for index, one in enumerate(engine._custom_objects)
     ]
-    parts.append(State(kind=ENGINE_NAME, stateful=_Engine(engine), file_name=f"{ENGINE_NAME}.process_{rank}"))
-    parts.append(State(kind=RNG_STATE_NAME, stateful=Generators(engine.device), file_name=f"{RNG_STATE_NAME}_{rank}"))
+    # In another world all have to agree on where the window stands.
+    is_other_world = world != engine.num_processes
+    parts.append(
+        State(
+            kind=ENGINE_NAME,
+            stateful=_Engine(engine, is_other_world),
+            file_name=f"{ENGINE_NAME}.process_{0 if is_other_world else rank}",
+        )
+    )
+    generators = Generators(engine.device)
+    if is_new and saved_by is not None:
+        generators = DerivedGenerators(engine.device, rank, saved_by.step)
+    parts.append(State(kind=RNG_STATE_NAME, stateful=generators, file_name=f"{RNG_STATE_NAME}_{own_file}"))
     return parts
 
 
@@ -129,10 +147,15 @@ class _Optimizer:
 
 
 class _Engine:
-    """Where the window of gradients stands, and the gradients in it."""
+    """Where the window of gradients stands, and the gradients in it.
 
-    def __init__(self, engine: "Persistence") -> None:
-        self._engine = engine
+    Args:
+        engine: The `Accelerator`.
+        is_other_world: Whether a state is of another number of processes, so that their gradients are not these ones'.
+    """
+
+    def __init__(self, engine: "Persistence", is_other_world: bool = False) -> None:
+        self._engine, self._is_other_world = engine, is_other_world
         self._models = [engine.strategy.bare(model) for model in engine._models]
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,10 +190,27 @@ class _Engine:
         engine.precision.state_dict()  # has it settle what is due of steps before, which are to be forgotten
         window = send_to_device(state["window"], engine.device)
         engine._window.load_state_dict(window, engine._models, engine._optimizers)
-        if state["begins_anew"]:
+        begins_anew, gradients_of = state["begins_anew"], state["gradients"]
+        if self._is_other_world:
+            begins_anew = begins_anew or self._is_unfinished(state)
+            gradients_of = [{}] * len(gradients_of)
+        if begins_anew:
             engine._window.reset()
             engine._window.state.sync_gradients = True
-        rounds = [[0, 0, 0]] * len(engine._optimizers) if state["begins_anew"] else state["rounds"]
-        for optimizer, round_, gradients in zip(engine._optimizers, rounds, state["gradients"], strict=True):
+        rounds = [[0, 0, 0]] * len(engine._optimizers) if begins_anew else state["rounds"]
+        for optimizer, round_, gradients in zip(engine._optimizers, rounds, gradients_of, strict=True):
             optimizer.load_round_state(round_)
             load_named_gradients(optimizer.optimizer, self._models, gradients)
+
+    def _is_unfinished(self, state: Mapping[str, Any]) -> bool:
+        """Whether a window of accumulation was under way, of which a word is said."""
+        micro_batches = max((size for _, size, _ in state["window"]["windows"]), default=0)
+        if not micro_batches and not any(state["gradients"]):
+            return False
+        _logger.warning(
+            "The state was saved in the middle of a window of accumulation%s, by another number of processes, whose "
+            "gradients mean nothing here: the window begins anew, without what it had learned from. Call save_state "
+            "after an update.",
+            f" ({micro_batches} micro-batches)" if micro_batches else "",
+        )
+        return True

@@ -77,20 +77,6 @@ def open_state(folder: Path) -> Manifest:
     return manifest
 
 
-def check_world(manifest: Manifest, folder: Path, world_size: int) -> None:
-    """Raise unless a state is of a world of this size.
-
-    Raises:
-        CheckpointError: If it is not.
-    """
-    if manifest.world_size != world_size:
-        raise CheckpointError(
-            f"The state in {folder} was saved by {manifest.world_size} processes, and this is a world of {world_size}. "
-            f"Start {manifest.world_size} processes to go on with it, or load the weights alone: "
-            "load_checkpoint_in_model(model, folder)."
-        )
-
-
 def _is_foreign(folder: Path) -> bool:
     return not is_committed(folder) and any((folder / name).exists() for name in _FOREIGN)
 

@@ -1,0 +1,226 @@
+"""A state of some processes is taken up by others: each sample once, in the same order, with the same losses."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.accelerator import toy
+from trainer_lib import Accelerator
+from trainer_lib.launchers import run_forked
+
+Layout = tuple[int, int, int]  # processes, the batch of each, and how many of them make an update
+
+PASSES = 2
+GLOBAL = 8  # samples an update, so 6 updates a pass
+
+
+class Samples(Dataset[tuple[Any, ...]]):
+    """The toy's samples, with their numbers."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets, _ = toy.data()
+
+    def __len__(self) -> int:
+        return toy.SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return self.inputs[index], self.targets[index], index
+
+
+class Stream(IterableDataset[tuple[Any, ...]]):
+    """The same, one after the other and without a length."""
+
+    def __iter__(self) -> Any:
+        samples = Samples()
+        return (samples[index] for index in range(toy.SAMPLES))
+
+
+def trains(layout: Layout, data: Any, num_workers: int, **options: Any) -> Any:
+    """Return an engine with what it trains."""
+    torch.manual_seed(0)
+    _, batch, steps = layout
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    model = toy.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    is_sized = not isinstance(data, IterableDataset)
+    loader = DataLoader(data, batch_size=batch, shuffle=is_sized, num_workers=num_workers)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def updates(engine: Any, last: int, save_at: int | None = None, folder: Path | None = None) -> list[Any]:
+    """Train up to an update; return for each the loss, the learning rate and the samples of all processes."""
+    accelerator, model, optimizer, loader, schedule = engine
+    made: list[Any] = []
+    done = schedule.last_epoch
+    losses, numbers = 0.0, []
+    while True:
+        for inputs, targets, index in loader:
+            with accelerator.accumulate(model):
+                loss = toy.losses(model, inputs, targets).mean()
+                accelerator.backward(loss)
+                numbers += accelerator.gather(index).tolist()
+                losses += accelerator.reduce(loss.detach(), "mean").item() * len(inputs) * accelerator.num_processes
+                if accelerator.sync_gradients:
+                    made.append((losses / GLOBAL, optimizer.param_groups[0]["lr"], sorted(numbers)))
+                    losses, numbers = 0.0, []
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                done += 1
+                if done == save_at:
+                    accelerator.save_state(folder)
+                if done == last:
+                    return made
+
+
+def whole(layout: Layout, data: Any, saves_at: list[int], folder: Path) -> list[Any]:
+    """Train all passes, and save a state in the middle of one and at its end."""
+    engine = trains(layout, data, 0)
+    last = PASSES * toy.SAMPLES // GLOBAL
+    made: list[Any] = []
+    for at in [*saves_at, last]:
+        made += updates(engine, at, at, folder / str(at))
+        if at != last:  # to the start of the loop again, as after a restart
+            engine[0].load_state(folder / str(at))
+    return made
+
+
+def resumed(layout: Layout, data: Any, folder: Path, places: list[tuple[int, int]]) -> list[list[Any]]:
+    """Go on from each of these updates, with so many workers."""
+    made: list[list[Any]] = []
+    for at, num_workers in places:
+        engine = trains(layout, data, num_workers)
+        engine[0].load_state(folder / str(at))
+        made.append(updates(engine, PASSES * toy.SAMPLES // GLOBAL))
+        engine[0].free_memory()
+    return made
+
+
+def assert_same(ours: list[Any], theirs: list[Any]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for (loss, rate, numbers), (other, other_rate, other_numbers) in zip(ours, theirs, strict=True):
+        assert numbers == other_numbers
+        assert loss == pytest.approx(other, rel=1e-6)
+        assert rate == other_rate
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((1, 8, 1), (2, 4, 1), id="1 to 2"),
+        pytest.param((2, 4, 1), (1, 8, 1), id="2 to 1"),
+        pytest.param((2, 4, 1), (4, 2, 1), id="2 to 4"),
+        pytest.param((4, 2, 1), (2, 4, 1), id="4 to 2"),
+        pytest.param((1, 8, 1), (1, 4, 2), id="smaller batches"),
+        pytest.param((2, 2, 2), (1, 8, 1), id="2 accumulating to 1"),
+    ],
+)
+def test_each_sample_comes_once_with_the_same_losses(before: Layout, after: Layout, tmp_path: Path) -> None:
+    (alone,) = run_forked(whole, ((1, GLOBAL, 1), Samples(), [], tmp_path / "alone"), 1, timeout=60)
+    first = run_forked(whole, (before, Samples(), [2, 6], tmp_path), before[0], timeout=60)[0]
+    assert_same(first, alone)
+    assert sorted(number for _, _, numbers in alone[:6] for number in numbers) == list(range(toy.SAMPLES))
+    places = [(2, 0), (6, 0), (2, 2)]
+    for process in run_forked(resumed, (after, Samples(), tmp_path, places), after[0], timeout=60):
+        for (at, _), made in zip(places, process, strict=True):
+            assert_same(made, alone[at:])
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 8, 1), (2, 4, 1)), ((2, 4, 1), (1, 8, 1))])
+def test_so_does_a_stream_without_a_length(before: Layout, after: Layout, tmp_path: Path) -> None:
+    first = run_forked(whole, (before, Stream(), [2, 6], tmp_path), before[0], timeout=60)[0]
+    for process in run_forked(resumed, (after, Stream(), tmp_path, [(2, 1), (6, 1)]), after[0], timeout=60):
+        assert_same(process[0], first[2:])
+        assert_same(process[1], first[6:])
+
+
+# -- what is each process's own ----------------------------------------------------------------------------------------
+
+
+def drawn(folder: Path, loads: bool) -> tuple[float, list[str]]:
+    """Return what a process draws next, before a save or after a load, and what it was told."""
+    told: list[str] = []
+
+    class Keeps(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    logging.getLogger("trainer_lib").addHandler(Keeps())
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(100 + accelerator.process_index)
+    if loads:
+        accelerator.load_state(folder)
+    else:
+        accelerator.save_state(folder)
+    return torch.rand(1).item(), told
+
+
+def test_processes_that_were_there_go_on_drawing_and_new_ones_derive_theirs(tmp_path: Path) -> None:
+    saved = [number for number, _ in run_forked(drawn, (tmp_path / "state", False), 2, timeout=60)]
+    told = run_forked(drawn, (tmp_path / "state", True), 4, timeout=60)
+    numbers = [number for number, _ in told]
+    assert numbers[:2] == saved
+    assert len(set(numbers)) == 4
+    assert [number for number, _ in run_forked(drawn, (tmp_path / "state", True), 4, timeout=60)] == numbers
+    (line,) = told[0][1]
+    assert "was saved by 2 processes and is taken up by 4" in line
+    assert "New processes (2 to 3) derive their random generators from (seed, process, step)." in line
+    (alone,) = run_forked(drawn, (tmp_path / "state", True), 1, timeout=60)
+    assert alone[0] == saved[0]
+    assert "New processes" not in alone[1][0]
+
+
+def unfinished(folder: Path, loads: bool) -> Any:
+    """Save after one micro-batch of two; or load that, and tell what an update is then made from."""
+    engine = trains((1, 4, 2), Samples(), 0)
+    accelerator, model, optimizer, loader, _ = engine
+    if loads:
+        accelerator.load_state(folder)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not optimizer.holds_gradients
+    sizes: list[bool] = []
+    for inputs, targets, _ in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(toy.losses(model, inputs, targets).mean())
+            sizes.append(accelerator.sync_gradients)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not loads:
+            accelerator.save_state(folder)
+            return None
+        if len(sizes) == 4:
+            return sizes
+    return None
+
+
+def test_an_unfinished_window_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_forked(unfinished, (tmp_path / "state", False), 2, timeout=60)
+    assert unfinished(tmp_path / "state", True) == [False, True, False, True]
+    assert "in the middle of a window of accumulation (1 micro-batches), by another number of processes" in caplog.text
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+def sharded(layout: Layout, folder: Path, at: int | None) -> list[Any]:
+    from trainer_lib import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
+    engine = trains(layout, Samples(), 0, fsdp_plugin=plugin)
+    if at is None:
+        engine[0].load_state(folder)
+        return updates(engine, 8)
+    return updates(engine, 8, at, folder)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 4, 1), (4, 2, 1)), ((4, 2, 1), (2, 4, 1))])
+def test_shards_fit_another_world(before: Layout, after: Layout, tmp_path: Path) -> None:
+    first = run_forked(sharded, (before, tmp_path / "state", 4), before[0], timeout=120)[0]
+    for made in run_forked(sharded, (after, tmp_path / "state", None), after[0], timeout=120):
+        assert_same(made, first[4:])
