@@ -146,7 +146,8 @@ class Placed(Stream):
     at = 0
 
     def __iter__(self) -> Iterator[int]:
-        for self.at in range(self.at + 1, self.size + 1):
+        while self.at < self.size:
+            self.at += 1
             yield self.at - 1
         self.at = 0
 

@@ -6,10 +6,7 @@ import torch
 
 from trainer_lib.checkpointing.generators import Generators
 from trainer_lib.data_loader.randomness import derived_seed
-from trainer_lib.logging import get_logger
 from trainer_lib.seeding import set_seed
-
-_logger = get_logger(__name__)
 
 
 class DerivedGenerators(Generators):
