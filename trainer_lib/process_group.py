@@ -9,6 +9,7 @@ import itertools
 import sys
 import time
 from collections.abc import Generator, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,10 @@ class ProcessGroup(Protocol):
         """Return this process's one of the objects that process `source` gives."""
         ...
 
+    def another(self) -> "ProcessGroup":
+        """Return a group of the same processes, for messages of another thread. All of them have to ask."""
+        ...
+
     def destroy(self) -> None:
         """Leave the group."""
         ...
@@ -103,68 +108,84 @@ class LoneProcess:
         assert values is not None
         return values[0]
 
+    def another(self) -> "LoneProcess":
+        """Return this one, which has nothing to say."""
+        return self
+
     def destroy(self) -> None:
         """Return at once."""
 
 
 class TorchProcesses:
-    """The processes of torch's default group."""
+    """The processes of torch's default group.
 
-    def __init__(self) -> None:
+    Args:
+        timeout: How long one waits for the others; `None`: as torch says.
+        group: Another group of all of them.
+    """
+
+    def __init__(self, timeout: timedelta | None = None, group: Any = None) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.backend: str | None = dist.get_backend()
+        self.backend: str | None = dist.get_backend(group)
+        self._timeout, self._group = timeout, group
         self._operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
         if "nccl" in str(self.backend):
-            dist.barrier(device_ids=[torch.accelerator.current_device_index()])
+            dist.barrier(self._group, device_ids=[torch.accelerator.current_device_index()])
         else:
-            dist.barrier()
+            dist.barrier(self._group)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the processes, in place."""
         with _in_a_row(tensor) as values:
-            dist.all_reduce(values, self._operations[op])
+            dist.all_reduce(values, self._operations[op], group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all processes."""
         tensor = tensor.detach().contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather([_as_bytes(one) for one in gathered], _as_bytes(tensor))
+        dist.all_gather([_as_bytes(one) for one in gathered], _as_bytes(tensor), group=self._group)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite the tensor with that of one process."""
         _check_rank(source, self.size)
         with _in_a_row(tensor) as values:
-            dist.broadcast(_as_bytes(values), src=source)
+            dist.broadcast(_as_bytes(values), src=source, group=self._group)
         return tensor
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all processes."""
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
         """Overwrite the list with that of one process."""
         _check_rank(source, self.size)
-        dist.broadcast_object_list(values, src=source)
+        dist.broadcast_object_list(values, src=source, group=self._group)
         return values
 
     def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
         """Return this process's one of the objects that process `source` gives."""
         _check_rank(source, self.size)
         received: list[Any] = [None]
-        dist.scatter_object_list(received, None if values is None else list(values), src=source)
+        dist.scatter_object_list(received, None if values is None else list(values), src=source, group=self._group)
         return received[0]
+
+    def another(self) -> ProcessGroup:
+        """Return a group of the same processes, with connections of its own."""
+        if self.size == 1:
+            return LoneProcess()
+        return TorchProcesses(self._timeout, dist.new_group(backend="gloo", timeout=self._timeout))
 
     def destroy(self) -> None:
         """Leave the group."""
-        dist.destroy_process_group()
+        dist.destroy_process_group(self._group)
 
 
 def form(world: World, device: torch.device, options: InitProcessGroupKwargs) -> ProcessGroup:
@@ -176,7 +197,7 @@ def form(world: World, device: torch.device, options: InitProcessGroupKwargs) ->
     if not dist.is_initialized():
         _bring_together(world, options, _backend(device, options.backend))
         atexit.register(_leave_at_exit)
-    group = TorchProcesses()
+    group = TorchProcesses(options.timeout)
     expected = environment.expected_world_size()
     if group.size != world.size or expected not in (None, group.size):
         size = group.size
@@ -193,7 +214,7 @@ def form_alone(device: torch.device, options: InitProcessGroupKwargs) -> Process
     if not dist.is_initialized():
         dist.init_process_group(_backend(device, options.backend), store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(_leave_at_exit)
-    return TorchProcesses()
+    return TorchProcesses(options.timeout)
 
 
 def adopted() -> ProcessGroup | None:

@@ -16,6 +16,7 @@ from trainer_lib.accelerator import build
 from trainer_lib.accelerator.joining import joined
 from trainer_lib.accelerator.lomo import lomo_backward
 from trainer_lib.accelerator.persistence import Persistence
+from trainer_lib.checkpointing.background import BackgroundSaves
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
@@ -160,6 +161,7 @@ class Accelerator(Persistence):
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
         self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
+        self._background = BackgroundSaves()
 
     # -- settings ------------------------------------------------------------------------------------------------
 
@@ -532,6 +534,7 @@ class Accelerator(Persistence):
             >>> model = accelerator.prepare(torch.nn.Linear(2, 2))
             >>> (model,) = accelerator.free_memory(model)
         """
+        self._background.release()
         for model in self._models:
             undo_compilation(model)
             self.precision.unwrap_forward(self.strategy.unwrap(model))
@@ -551,8 +554,15 @@ class Accelerator(Persistence):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Leave the world of processes; the last call of a script."""
-        self.state.destroy_process_group()
+        """Leave the world of processes; the last call of a script.
+
+        Raises:
+            CheckpointError: If a state that was saved in the background could not be written.
+        """
+        try:
+            self.wait_for_save()
+        finally:
+            self.state.destroy_process_group()
 
     # -- private -------------------------------------------------------------------------------------------------
 

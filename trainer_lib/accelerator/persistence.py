@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer_lib.accelerator.processes import Processes
+from trainer_lib.checkpointing.background import BackgroundSaves
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.project import ProjectConfiguration
 from trainer_lib.precision import FullPrecision
@@ -32,6 +33,7 @@ class Persistence(Processes):
     _custom_objects: list[Any]
     _save_hooks: dict[int, SaveHook]
     _load_hooks: dict[int, LoadHook]
+    _background: BackgroundSaves
 
     # -- settings ------------------------------------------------------------------------------------------------
 
@@ -103,6 +105,7 @@ class Persistence(Processes):
         safe_serialization: bool = True,
         *,
         allow_pickle: bool = False,
+        background: bool = False,
         **save_model_func_kwargs: Any,
     ) -> str:
         """Save models, optimizers, schedules, loaders, generators and registered objects. All processes call it.
@@ -114,6 +117,9 @@ class Persistence(Processes):
             output_dir: The folder; by default the next one under automatic naming.
             safe_serialization: Write weights as safetensors; else as a pickle of tensors.
             allow_pickle: Pickle what of a registered object's state is no plain value, tensor or array.
+            background: Return once all tensors are copied, into host memory that each such save uses again; a thread
+                writes them. The next `save_state` or `load_state`, `wait_for_save` and `end_training` wait for it,
+                and raise what went wrong.
             **save_model_func_kwargs: `max_shard_size`, the size of one file of weights.
 
         Returns:
@@ -127,7 +133,26 @@ class Persistence(Processes):
         """
         from trainer_lib.accelerator import states
 
-        return str(states.save(self, output_dir, safe_serialization, allow_pickle, save_model_func_kwargs))
+        return str(states.save(self, output_dir, safe_serialization, allow_pickle, background, save_model_func_kwargs))
+
+    def wait_for_save(self) -> None:
+        """Wait until what is saved in the background is on the disk, on all processes.
+
+        Raises:
+            CheckpointError: If it could not be saved.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
+            >>> folder = accelerator.save_state("/tmp/training/step_200", background=True)
+            >>> accelerator.wait_for_save()
+        """
+        self._background.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a state is being written in the background."""
+        return self._background.is_running
 
     def load_state(
         self,

@@ -1,20 +1,24 @@
 """This file is a save and a load of all that survives a restart: the folder, the parts, the files, the numbering."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.accelerator import parts as engine_parts
 from trainer_lib.checkpointing import retention
 from trainer_lib.checkpointing.agreement import exchange, together
+from trainer_lib.checkpointing.background import BackgroundSaves
 from trainer_lib.checkpointing.fallback import open_checked, put_aside
 from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, automatic_name, committed, state_folder
 from trainer_lib.checkpointing.manifest import Manifest
 from trainer_lib.checkpointing.parts import Part, Weights, Words, check_counts, check_kinds, kinds_of
-from trainer_lib.checkpointing.reader import find_state, newest_state
+from trainer_lib.checkpointing.reader import check_world, find_state, newest_state
 from trainer_lib.checkpointing.writer import Saving
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError, UnsupportedError, unknown
 from trainer_lib.logging import get_logger
+from trainer_lib.process_group import ProcessGroup
 from trainer_lib.tensor_files.contents import Content
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ def save(
     output_dir: str | Path | None,
     safe_serialization: bool,
     allow_pickle: bool,
+    background: bool,
     others: Mapping[str, Any],
 ) -> Path:
     """Save a state, as `Persistence.save_state` says, and return its folder."""
@@ -37,23 +42,33 @@ def save(
     if engine.strategy.writes_shards:
         _check_words_of_shards(engine, safe_serialization, others)
     automatic = output_dir is None
-    target = _agreed(engine, lambda: _target(engine, output_dir), "save_state")
+    doing = "save_state(background=True)" if background else "save_state"
+    target = _agreed(engine, lambda: _target(engine, output_dir), doing)
     parts = engine_parts.collect(engine)
-    with Saving(target, engine.group, engine._leader) as saving:
+    manifest = Manifest(
+        world_size=engine.num_processes,
+        step=engine._window.backwards,
+        iteration=engine.save_iteration if automatic else None,
+        precision=engine.precision.name,
+        parts=[part.name for part in parts],
+        kinds=kinds_of(parts),
+    )
+    clear_up = partial(_clear_up, engine.should_save_model, target.parent, engine.project_configuration.total_limit)
+    with ExitStack() as stack:
+        saving = stack.enter_context(Saving(target, engine.group, engine._leader))
         with together(engine.group, "save_state"):
-            saving.write(_files(engine, parts, saving.folder, words))
-        saving.commit(
-            Manifest(
-                world_size=engine.num_processes,
-                step=engine._window.backwards,
-                iteration=engine.save_iteration if automatic else None,
-                precision=engine.precision.name,
-                parts=[part.name for part in parts],
-                kinds=kinds_of(parts),
-            )
-        )
+            files = _files(engine, parts, saving.folder, words)
+            if background:
+                files = engine._background.snapshots.take(files)
+        write = partial(_write, saving, files, manifest, clear_up if automatic else None)
+        if background:
+            group = engine._background.group(engine.group)
+            saving.hand_over(group)
+            engine._background.start(target, partial(_in_context, stack.pop_all(), write, group, engine._background))
+        else:
+            write(engine.group)
     if automatic:
-        _go_on_numbering(engine, target.parent)
+        engine.project_configuration.iteration += 1
     return target
 
 
@@ -68,11 +83,11 @@ def load(
     """Load a state, as `Persistence.load_state` says."""
     words = _words_of_load(engine, load_kwargs, others, allow_pickle, safe_serialization)
     folder, manifest = _found(engine, input_dir)
-    parts = engine_parts.collect(engine, words.strict, manifest)
+    parts = engine_parts.collect(engine, words.strict)
     with together(engine.group, "load_state"):
+        check_world(manifest, folder, engine.num_processes)
         check_counts(manifest.parts, [part.name for part in parts], str(folder))
         check_kinds(manifest.kinds, kinds_of(parts), str(folder))
-    _tell_of_another_world(engine, manifest, folder)
     with together(engine.group, "load_state"):
         _restore(engine, parts, manifest, folder, words)
     _find_number(engine, manifest)
@@ -105,6 +120,7 @@ def _agreed(engine: "Persistence", choose: Callable[[], Path], doing: str) -> Pa
 
 
 def _target(engine: "Persistence", output_dir: str | Path | None) -> Path:
+    engine._background.wait()
     if output_dir is not None:
         return state_folder(output_dir)
     project = _named_automatically(engine, "save_state")
@@ -149,6 +165,7 @@ def _is_latest(input_dir: str | Path) -> bool:
 
 
 def _source(engine: "Persistence", input_dir: str | Path | None) -> Path:
+    engine._background.wait()
     if input_dir is not None:
         return find_state(input_dir)
     return newest_state(_named_automatically(engine, "load_state"))
@@ -202,33 +219,39 @@ def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folde
         _logger.warning("The state in %s has a %s, which nothing here takes up.", folder, name)
 
 
-def _tell_of_another_world(engine: "Persistence", manifest: Manifest, folder: Path) -> None:
-    then, now = manifest.world_size, engine.num_processes
-    if then == now:
+def _write(
+    saving: Saving,
+    files: Mapping[str, Content],
+    manifest: Manifest,
+    clear_up: Callable[[], None] | None,
+    group: ProcessGroup,
+    note_written: Callable[[], None] | None = None,
+) -> None:
+    with together(group, "save_state"):
+        saving.write(files)
+        if note_written is not None:
+            note_written()
+    saving.commit(manifest)
+    if clear_up is not None:
+        clear_up()
+        group.barrier()
+
+
+def _in_context(context: ExitStack, write: Callable[..., None], group: ProcessGroup, saves: BackgroundSaves) -> None:
+    with context:
+        write(group, saves.note_written)
+
+
+def _clear_up(leads: bool, folder: Path, keep: int | None) -> None:
+    """Delete what is not kept: once the new state is there, which what cannot be deleted takes nothing from."""
+    if not leads:
         return
-    new = f"{then} to {now - 1}" if now - then > 1 else f"{then}"
-    _logger.warning(
-        "The state in %s was saved by %d processes and is taken up by %d: each sample still comes once, in the same "
-        "order.%s",
-        folder,
-        then,
-        now,
-        f" New processes ({new}) derive their random generators from (seed, process, step)." if now > then else "",
-    )
-
-
-def _go_on_numbering(engine: "Persistence", folder: Path) -> None:
-    project = engine.project_configuration
-    project.iteration += 1
-    if engine.should_save_model:
-        # The new state is there; what cannot be deleted is no reason to stop training.
-        try:
-            retention.delete_debris(folder)
-            if project.total_limit is not None:
-                retention.delete_oldest(folder, project.total_limit)
-        except OSError as error:
-            _logger.warning("Older states in %s could not be deleted: %s", folder, error)
-    engine.wait_for_everyone()
+    try:
+        retention.delete_debris(folder)
+        if keep is not None:
+            retention.delete_oldest(folder, keep)
+    except OSError as error:
+        _logger.warning("Older states in %s could not be deleted: %s", folder, error)
 
 
 def _find_number(engine: "Persistence", manifest: Manifest) -> None:

@@ -56,6 +56,10 @@ class Saving:
                     raise _cannot_write(self.folder, error) from error
         return self
 
+    def hand_over(self, group: ProcessGroup) -> None:
+        """Go on in another thread, where the same processes talk in a group of its own."""
+        self._group = group
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -1,0 +1,389 @@
+"""Saves behind the training: what is written is what was there at the call, and nothing is lost or kept quiet."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpointing.test_faults import failing_disk, full_disk, train, trained, unlimited
+from tests.strategies.sharded import stack
+from trainer_lib import Accelerator, CheckpointError, FullyShardedDataParallelPlugin, ProjectConfiguration
+from trainer_lib.checkpointing.reader import open_state
+from trainer_lib.checkpointing.retention import automatic_states
+from trainer_lib.checkpointing.snapshot import Snapshots
+from trainer_lib.checkpointing.writer import Saving
+from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.tensor_files.contents import Json, PickledTensors, Tensors
+
+for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
+    import_module(module)  # here, so that not each forked process imports it
+
+
+def contents(folder: str | Path) -> dict[str, bytes]:
+    """Return all that a state says, but for what says when and by whom."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.name != "manifest.json")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def spoil(accelerator: Accelerator) -> None:
+    """Change all tensors of a training, in place."""
+    with torch.no_grad():
+        for model in accelerator._models:
+            for value in model.state_dict().values():
+                value.fill_(7)
+        for optimizer in accelerator._optimizers:
+            for values in optimizer.state.values():
+                for value in values.values():
+                    value.fill_(7)
+    torch.rand(1)
+
+
+# -- the snapshot ----------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_of_values_not_of_tensors() -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    tensors = {
+        "whole": whole,
+        "again": whole,
+        "turned": whole.T,
+        "part": whole[1:3, ::2],
+        "scalar": torch.tensor(3),
+        "flags": torch.tensor([True, False]),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "nothing": torch.empty(0, 4),
+        "conjugate": torch.tensor([1 + 2j], dtype=torch.complex64).conj(),
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    files = {"a": Tensors(tensors, {"said": "so"}), "b": PickledTensors({"whole": whole}), "c": Json([1])}
+    taken: dict[str, Any] = Snapshots().take(files)
+    for tensor in tensors.values():
+        tensor.detach().fill_(9)
+    assert {name: tensor.tolist() for name, tensor in taken["a"].tensors.items()} == {
+        name: tensor.tolist() for name, tensor in expected.items()
+    }
+    assert all(tensor.is_contiguous() and not tensor.is_conj() for tensor in taken["a"].tensors.values())
+    assert taken["a"].tensors["again"] is taken["a"].tensors["whole"]
+    assert taken["a"].metadata == {"said": "so"}
+    assert torch.equal(taken["b"].tensors["whole"], expected["whole"])
+    assert taken["c"] is files["c"]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_copied_in_pieces(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr("trainer_lib.checkpointing.snapshot._PIECE", 1000)
+    tensors = {"long": torch.randn(1237), "short": torch.randn(3)}
+    taken: Any = Snapshots().take({"a": Tensors(tensors)})["a"]
+    assert all(torch.equal(taken.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+def test_memory_is_taken_once_and_more_only_where_a_state_has_grown() -> None:
+    snapshots = Snapshots()
+    places: list[int] = []
+    for size in (100, 100, 60, 100, 200):
+        taken: Any = snapshots.take({"a": Tensors({"x": torch.ones(size)})})["a"]
+        assert taken.tensors["x"].tolist() == [1.0] * size
+        places.append(taken.tensors["x"].untyped_storage().data_ptr())
+    assert len(set(places[:4])) == 1
+    assert taken.tensors["x"].untyped_storage().nbytes() < 900
+
+
+# -- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_what_was_there_at_the_call(tmp_path: Path) -> None:
+    accelerator, model, optimizer = trained(tmp_path, updates=2)
+    for _ in range(3):  # in new memory, and in memory that is used again
+        train(accelerator, model, optimizer)
+        expected = contents(accelerator.save_state(tmp_path / "now"))
+        folder = accelerator.save_state(tmp_path / "behind", background=True)
+        spoil(accelerator)
+        accelerator.wait_for_save()
+        assert not accelerator.is_saving
+        assert contents(folder) == expected
+        accelerator.load_state(tmp_path / "now")
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have the thread that writes wait until the event that is returned is set."""
+    may_go, write = threading.Event(), Saving.write
+
+    def wait(self: Saving, *arguments: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_go.wait(30)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(Saving, "write", wait)
+    return may_go
+
+
+def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer = trained(tmp_path)
+    may_go = held_up(monkeypatch)
+    folder = Path(accelerator.save_state(tmp_path / "state", background=True))
+    train(accelerator, model, optimizer)
+    assert accelerator.is_saving
+    assert not folder.exists()
+    may_go.set()
+    accelerator.wait_for_save()
+    open_state(folder)
+
+
+@pytest.mark.parametrize(
+    "then", ["save_state", "save_state in the background", "load_state", "end_training", "free_memory"]
+)
+def test_what_comes_next_waits(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, *_ = trained(tmp_path)
+    may_go = held_up(monkeypatch)
+    folder = Path(accelerator.save_state(tmp_path / "state", background=True))
+    threading.Timer(0.2, may_go.set).start()
+    if then.startswith("save_state"):
+        accelerator.save_state(tmp_path / "next", background=then != "save_state")
+    elif then == "load_state":
+        accelerator.load_state(folder)
+    else:
+        getattr(accelerator, then)()
+    assert may_go.is_set()
+    open_state(folder)
+    accelerator.wait_for_save()
+
+
+def test_numbers_and_limits_under_automatic_naming(tmp_path: Path) -> None:
+    accelerator, model, optimizer = trained(tmp_path, total_limit=2)
+    folders = [
+        accelerator.save_state(background=True) for _ in range(4) if train(accelerator, model, optimizer) is None
+    ]
+    accelerator.wait_for_save()
+    assert [Path(folder).name for folder in folders] == [f"checkpoint_{number}" for number in range(4)]
+    assert list(automatic_states(tmp_path / "checkpoints")) == [2, 3]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_what_cannot_be_saved_at_all_is_told_at_once(tmp_path: Path) -> None:
+    accelerator, *_ = trained(tmp_path)
+
+    class Odd:
+        def state_dict(self) -> Any:
+            return {"odd": object()}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    accelerator.register_for_checkpointing(Odd())
+    with pytest.raises(CheckpointError, match="odd"):
+        accelerator.save_state(tmp_path / "state", background=True)
+    assert list(tmp_path.iterdir()) == []
+    accelerator.wait_for_save()
+
+
+# -- errors of the thread --------------------------------------------------------------------------------------------
+
+
+def told_later(project: Path, spoil_disk: Any, rank: int, then: str) -> tuple[str, bool]:
+    accelerator, model, optimizer = trained(project)
+    accelerator.save_state(project / "state")
+    before = [parameter.tolist() for parameter in model.parameters()]
+    train(accelerator, model, optimizer)
+    fsync = os.fsync
+    if accelerator.process_index == rank:
+        spoil_disk(project)
+    accelerator.save_state(project / "state", background=True)
+    train(accelerator, model, optimizer)
+    folders = {"load_state": [project / "state"], "save_state": [project / "other"]}
+    with pytest.raises(CheckpointError) as told:
+        getattr(accelerator, then)(*folders.get(then, []))
+    unlimited()
+    os.fsync = fsync
+    accelerator.wait_for_save()  # told once
+    if then != "end_training":
+        accelerator.save_state(project / "next", background=True)
+        accelerator.load_state(project / "state")
+        assert (project / "next").is_dir()
+    return str(told.value), then == "end_training" or before == [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("then", ["wait_for_save", "save_state", "load_state", "end_training"])
+def test_an_error_of_the_thread_is_told_by_what_comes_next(then: str, tmp_path: Path) -> None:
+    ((said, is_as_before),) = run_forked(told_later, (tmp_path, full_disk, 0, then), 1, timeout=60)
+    assert said.startswith(f"The state {tmp_path / 'state'} could not be saved in the background. ")
+    assert re.search(r"could not be written: File too large", said)
+    assert is_as_before
+    assert "other" not in {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("then", ["wait_for_save", "save_state"])
+def test_an_error_on_one_process_is_told_on_all(rank: int, then: str, tmp_path: Path) -> None:
+    runs = run_forked(told_later, (tmp_path, failing_disk, rank, then), timeout=60)
+    for process, (said, is_as_before) in enumerate(runs):
+        assert f"The state {tmp_path / 'state'} could not be saved in the background" in said
+        assert "Input/output error" in said
+        assert ("failed on process" in said) == (process != rank)
+        assert is_as_before
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_processes_agree_while_they_train(tmp_path: Path) -> None:
+    def body() -> bool:
+        accelerator, model, optimizer = trained(tmp_path)
+        is_same: list[bool] = []
+        for number in range(4):
+            expected = accelerator.save_state(tmp_path / f"now_{number}")
+            folder = accelerator.save_state(tmp_path / f"behind_{number}", background=True)
+            train(accelerator, model, optimizer, updates=5)  # with messages of its own
+            accelerator.wait_for_save()
+            is_same.append(contents(folder) == contents(expected))
+        accelerator.end_training()
+        return all(is_same)
+
+    assert run_forked(body, timeout=60) == [True, True]
+
+
+def test_saves_of_two_kinds_at_once_are_named(tmp_path: Path) -> None:
+    def body() -> str:
+        accelerator, *_ = trained(tmp_path)
+        with pytest.raises(CheckpointError) as told:
+            accelerator.save_state(tmp_path / "state", background=accelerator.is_main_process)
+        return str(told.value)
+
+    assert "save_state(background=True)" in run_forked(body, timeout=60)[0]
+
+
+def sharded(project: Path) -> tuple[Accelerator, nn.Module, Any]:
+    configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True)
+    plugin = FullyShardedDataParallelPlugin(
+        state_dict_type="SHARDED_STATE_DICT", transformer_cls_names_to_wrap=["Block"]
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, project_config=configuration)
+    model, optimizer = accelerator.prepare(network := stack(), torch.optim.AdamW(network.parameters(), lr=0.01))
+    train(accelerator, model, optimizer)
+    return accelerator, model, optimizer
+
+
+def test_shards_are_of_the_moment_of_the_call(tmp_path: Path) -> None:
+    def body() -> bool:
+        accelerator, model, optimizer = sharded(tmp_path)
+        expected = accelerator.save_state(tmp_path / "now")
+        folder = accelerator.save_state(tmp_path / "behind", background=True)
+        spoil(accelerator)
+        accelerator.wait_for_save()
+        train(accelerator, model, optimizer)
+        return contents(folder) == contents(expected)
+
+    assert run_forked(body, timeout=60) == [True, True]
+
+
+# -- the end of the process ------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, torch
+from trainer_lib import Accelerator
+from trainer_lib.checkpointing.writer import Saving
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(4, 2))
+write = Saving.write
+def slowly(self, files):
+    import time
+    time.sleep(0.5)
+    if sys.argv[2] == "fails":
+        raise OSError("no such luck")
+    return write(self, files)
+Saving.write = slowly
+accelerator.save_state(sys.argv[1], background=True)
+if sys.argv[2] == "raises":
+    raise ZeroDivisionError
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("raises", 1)])
+@pytest.mark.parametrize("processes", [0, 2], ids=["by hand", "launched"])
+def test_a_process_that_ends_finishes_its_save_first(how: str, code: int, processes: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = ["-m", "trainer_lib.commands.main", "launch", "--cpu", "--num_processes", str(processes)]
+    command = [sys.executable, *(launch if processes else []), "script.py", "state", how]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code, done.stderr
+    open_state(tmp_path / "state")
+
+
+def test_a_failure_that_nobody_asked_for_is_told_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "script.py", "state", "fails"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert f"The state {tmp_path / 'state'} could not be saved in the background. no such luck" in done.stderr
+
+
+def test_a_forked_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:
+    def body() -> None:
+        accelerator, *_ = trained(tmp_path)
+        accelerator.save_state(tmp_path / "state", background=True)
+
+    run_forked(body, timeout=60)
+    open_state(tmp_path / "state")
+
+
+# -- kills -----------------------------------------------------------------------------------------------------------
+
+
+def total(accelerator: Accelerator) -> float:
+    values: list[Any] = [value.detach() for value in accelerator._models[0].parameters()]
+    return sum(getattr(value, "full_tensor", lambda value=value: value)().double().sum().item() for value in values)
+
+
+def trains_until_killed(make: Any, project: Path, after: float, rank: int) -> None:
+    """Save in the background again and again; process `rank` is killed so many seconds after the first save."""
+    accelerator, model, optimizer = make(project)
+    accelerator.project_configuration.total_limit = 2
+    accelerator.save_state()
+    (project / "total_0").write_text(str(total(accelerator)))
+    if accelerator.process_index == rank:
+        # Not by a handler, which would wait for the next line of Python.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, after)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        train(accelerator, model, optimizer)
+        (project / f"total_{accelerator.save_iteration}").write_text(str(total(accelerator)))
+        accelerator.save_state(background=True)
+
+
+def newest_is_whole(make: Any, project: Path) -> tuple[bool, int]:
+    newest = max(automatic_states(project / "checkpoints"))
+    accelerator, *_ = make(project)
+    accelerator.load_state()
+    expected = float((project / f"total_{newest}").read_text())
+    return total(accelerator) == expected and accelerator.save_iteration == newest + 1, newest
+
+
+@pytest.mark.parametrize(
+    ("make", "processes", "kills"), [(trained, 1, 6), (trained, 2, 3), (sharded, 2, 3)], ids=["one", "two", "shards"]
+)
+def test_killed_at_any_moment_the_newest_state_is_whole(make: Any, processes: int, kills: int, tmp_path: Path) -> None:
+    choose = random.Random(processes)
+    for number in range(kills):
+        project = tmp_path / str(number)
+        after = choose.uniform(0.005, 0.15)
+        with pytest.raises(ProcessFailedError):
+            run_forked(trains_until_killed, (make, project, after, number % processes), processes, timeout=60)
+        for is_whole, newest in run_forked(newest_is_whole, (make, project), processes, timeout=60):
+            assert is_whole, f"killed after {after:.3f} seconds, the newest is {newest}"

@@ -1,0 +1,129 @@
+"""This file is saves behind the training: a thread writes one at a time, and who waits for it hears of its failure."""
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator
+from multiprocessing import util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.logging import get_logger
+from trainer_lib.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from trainer_lib.checkpointing.snapshot import Snapshots
+
+_logger = get_logger(__name__)
+
+# Seconds that the others have to answer when this process ends with an error: they may never do.
+_PATIENCE_AFTER_AN_ERROR = 10.0
+
+
+class BackgroundSaves:
+    """The thread that writes, and what it needs: a snapshot, and a group of processes of its own."""
+
+    def __init__(self) -> None:
+        self._snapshots: Snapshots | None = None
+        self._thread: threading.Thread | None = None
+        self._target: Path | None = None
+        self._error: BaseException | None = None
+        self._written_at: float | None = None
+        self._groups: tuple[ProcessGroup, ProcessGroup] | None = None
+
+    @property
+    def snapshots(self) -> "Snapshots":
+        """Where the tensors of a state are copied to before it is written."""
+        from trainer_lib.checkpointing.snapshot import Snapshots
+
+        if self._snapshots is None:
+            self._snapshots = Snapshots()
+        return self._snapshots
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a save is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def group(self, beside: ProcessGroup) -> ProcessGroup:
+        """Return a group of the same processes for the thread; made at the first call, of all of them."""
+        if self._groups is None or self._groups[0] is not beside:
+            self._groups = beside, beside.another()
+        return self._groups[1]
+
+    def start(self, target: Path, work: Callable[[], object]) -> None:
+        """Have a thread do the work that makes `target`; the one before has to be waited for."""
+        _wait_at_exit(self)
+        self._target, self._error, self._written_at = target, None, None
+        # A daemon, as Python waits for any other thread for ever: `at_exit` knows better.
+        self._thread = threading.Thread(target=self._do, args=(work,), name=f"save of {target.name}", daemon=True)
+        self._thread.start()
+
+    def note_written(self) -> None:
+        """Note that the part of this process is on the disk: now it depends on the others."""
+        self._written_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait until the state is there.
+
+        Raises:
+            CheckpointError: If it could not be written; once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(f"The state {self._target} could not be saved in the background. {error}") from error
+
+    def release(self) -> None:
+        """Wait, and give back the memory; a failure is told by the log, as nobody asks for the state here."""
+        with self._told():
+            self.wait()
+        self._snapshots = None
+
+    def at_exit(self) -> None:
+        """Wait as the process ends; not for ever for the others, if that is with an error."""
+        while self.is_running and hasattr(sys, "last_value"):
+            if self._written_at is not None and time.monotonic() > self._written_at + _PATIENCE_AFTER_AN_ERROR:
+                _logger.error("The state %s is not saved: the other processes did not answer.", self._target)
+                return
+            time.sleep(0.05)
+        with self._told():
+            self.wait()
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - the main thread has to hear of it
+            self._error = error
+
+    @contextlib.contextmanager
+    def _told(self) -> Generator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            _logger.error("%s", error, main_process_only=False)
+
+
+_known: "weakref.WeakSet[BackgroundSaves]" = weakref.WeakSet()
+_waiting: set[int] = set()  # the processes, of which one may be a fork of another, that wait as they end
+
+
+def _wait_at_exit(saves: BackgroundSaves) -> None:
+    _known.add(saves)
+    if os.getpid() not in _waiting:
+        _waiting.add(os.getpid())
+        # After the world has formed, and so before it is left. A forked process runs multiprocessing's functions only.
+        atexit.register(_at_exit)
+        util.Finalize(None, _at_exit, exitpriority=100)
+
+
+def _at_exit() -> None:
+    for saves in list(_known):
+        saves.at_exit()
