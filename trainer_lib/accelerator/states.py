@@ -14,7 +14,7 @@ from trainer_lib.checkpointing.fallback import open_checked, put_aside
 from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, automatic_name, committed, state_folder
 from trainer_lib.checkpointing.manifest import Manifest
 from trainer_lib.checkpointing.parts import Part, Weights, Words, check_counts, check_kinds, kinds_of
-from trainer_lib.checkpointing.reader import check_world, find_state, newest_state
+from trainer_lib.checkpointing.reader import find_state, newest_state
 from trainer_lib.checkpointing.writer import Saving
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError, UnsupportedError, unknown
 from trainer_lib.logging import get_logger
@@ -83,11 +83,11 @@ def load(
     """Load a state, as `Persistence.load_state` says."""
     words = _words_of_load(engine, load_kwargs, others, allow_pickle, safe_serialization)
     folder, manifest = _found(engine, input_dir)
-    parts = engine_parts.collect(engine, words.strict)
+    parts = engine_parts.collect(engine, words.strict, manifest)
     with together(engine.group, "load_state"):
-        check_world(manifest, folder, engine.num_processes)
         check_counts(manifest.parts, [part.name for part in parts], str(folder))
         check_kinds(manifest.kinds, kinds_of(parts), str(folder))
+    _tell_of_another_world(engine, manifest, folder)
     with together(engine.group, "load_state"):
         _restore(engine, parts, manifest, folder, words)
     _find_number(engine, manifest)
@@ -217,6 +217,21 @@ def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folde
         part.stateful.load_state_dict(state)
     for name in sorted(set(manifest.parts) - {part.name for part in parts}):
         _logger.warning("The state in %s has a %s, which nothing here takes up.", folder, name)
+
+
+def _tell_of_another_world(engine: "Persistence", manifest: Manifest, folder: Path) -> None:
+    then, now = manifest.world_size, engine.num_processes
+    if then == now:
+        return
+    new = f"{then} to {now - 1}" if now - then > 1 else f"{then}"
+    _logger.warning(
+        "The state in %s was saved by %d processes and is taken up by %d: each sample still comes once, in the same "
+        "order.%s",
+        folder,
+        then,
+        now,
+        f" New processes ({new}) derive their random generators from (seed, process, step)." if now > then else "",
+    )
 
 
 def _write(
