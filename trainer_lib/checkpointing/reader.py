@@ -13,7 +13,7 @@ from trainer_lib.checkpointing.layout import (
 )
 from trainer_lib.checkpointing.manifest import Manifest, read_manifest
 from trainer_lib.checkpointing.retention import automatic_states
-from trainer_lib.checkpointing.verification import check_sizes
+from trainer_lib.checkpointing.verification import check_bytes, check_sizes
 from trainer_lib.foundation.errors import CheckpointError, did_you_mean
 
 # What Accelerate writes and this library does not.
@@ -74,6 +74,17 @@ def open_state(folder: Path) -> Manifest:
     """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
+    return manifest
+
+
+def verify_state(folder: Path) -> Manifest:
+    """Return the manifest of a state of which this process has read every byte.
+
+    Raises:
+        DamagedError: If it is not as it was written.
+    """
+    manifest = open_state(folder)
+    check_bytes(folder, manifest)
     return manifest
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.checkpointing.layout import is_committed
+from trainer_lib.checkpointing.manifest import read_manifest
+from trainer_lib.checkpointing.verification import check_bytes
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.foundation.files import replace_file, sync
 from trainer_lib.foundation.sizes import convert_bytes, convert_file_size_to_int
@@ -107,6 +110,7 @@ def load_checkpoint_in_model(
     chosen = _dtype(dtype)
     model = inner_module(model)
     _refuse_sharded(model)
+    check_weights(Path(checkpoint).expanduser())
     weights = read_weights(Path(checkpoint).expanduser())
     check_fits(model, {name: tensor.shape for name, tensor in weights.items()}, strict)
     ties = find_tied_parameters(model)
@@ -116,6 +120,14 @@ def load_checkpoint_in_model(
         model.to(device)
     if not strict:
         _tell_differences(model, loaded, weights, checkpoint)
+
+
+def check_weights(checkpoint: Path) -> None:
+    """Raise if weights lie in a state, and are not as they were written."""
+    if is_committed(checkpoint):
+        manifest = read_manifest(checkpoint)
+        stems = tuple(f"{weights_stem(safe=safe)}{after}" for safe in (True, False) for after in ".-")
+        check_bytes(checkpoint, manifest, [name for name in manifest.files if name.startswith(stems)])
 
 
 def _refuse_sharded(model: nn.Module) -> None:
