@@ -7,7 +7,7 @@ from trainer_lib.commands.main import main
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "launch    start a script" in capsys.readouterr().out
+    assert "launch      start a script" in capsys.readouterr().out
 
 
 def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,5 +18,5 @@ def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lunch"]) == 2
     assert capsys.readouterr().err == (
-        "trainer-lib lunch: error: Unknown command 'lunch'. Known: launch. Did you mean 'launch'?\n"
+        "trainer-lib lunch: error: Unknown command 'lunch'. Known: checkpoint, launch. Did you mean 'launch'?\n"
     )

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, UnsupportedError, unknown
 
 # Each names the module whose `run(arguments)` does it, and which is imported only then.
-_COMMANDS = {"launch": ("trainer_lib.commands.launch", "start a script on one or several processes")}
+_COMMANDS = {
+    "launch": ("trainer_lib.commands.launch", "start a script on one or several processes"),
+    "checkpoint": ("trainer_lib.commands.checkpoint", "list, verify, inspect and prune what was saved"),
+}
 
 _WRONG_USE = 2
 _INTERRUPTED = 130
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:10}{what}" for name, (_, what) in _COMMANDS.items())
+    commands = "\n".join(f"  {name:12}{what}" for name, (_, what) in _COMMANDS.items())
     return f"usage: trainer-lib COMMAND …\n\n{commands}\n\n`trainer-lib COMMAND -h` tells more."
 
 

@@ -1,0 +1,109 @@
+"""This file is the tests of `trainer-lib checkpoint`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpointing.test_damage import spoil
+from tests.checkpointing.test_sharded import SHARDED, engine, run
+from tests.trainer.tasks import arguments, points, trainer
+from trainer_lib.commands.main import main
+from trainer_lib.launchers import run_forked
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the folder of a run with three checkpoints, of which the first is the best."""
+    options: dict[str, Any] = {"keep_last": None, "metric_for_best": "loss", "greater_is_better": True}
+    trainer(arguments(output_dir=tmp_path, num_train_epochs=3, **options), eval_dataset=points(16)).fit()
+    return next(tmp_path.iterdir())
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, Any]:
+    code = main(["checkpoint", *map(str, arguments)])
+    text = capsys.readouterr().out
+    return code, json.loads(text) if "--json" in arguments else text
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, states = told(capsys, "list", folder, "--json")
+    assert code == 0
+    assert [state["step"] for state in states] == [5, 10, 15]
+    assert [state["kept"] for state in states] == [["best"], [], ["newest"]]
+    assert [state["status"] for state in states] == ["complete"] * 3
+    assert all(state["metrics"]["eval_loss"] > 0 and 0 <= state["age"] < 60 for state in states)
+    files = (folder / "checkpoints" / "checkpoint-00000005").rglob("*")
+    assert states[0]["size"] == sum(path.stat().st_size for path in files)
+    for place in (folder.parent, folder / "checkpoints"):
+        assert [state["path"] for state in told(capsys, "list", place, "--json")[1]] == [one["path"] for one in states]
+    _, text = told(capsys, "list", folder)
+    assert "checkpoint-00000015  step 15" in text
+    assert f"eval_loss {states[2]['metrics']['eval_loss']:.4g}" in text
+
+
+def test_verify_names_the_bad_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(capsys, "verify", folder, "--all")[1].count("whole") == 3
+    spoil(folder / "checkpoints" / "checkpoint-00000005" / "model.safetensors")
+    assert told(capsys, "verify", folder)[0] == 0  # the newest
+    code, text = told(capsys, "verify", folder, "--all")
+    assert code == 1
+    assert "DAMAGED" in text
+    assert "model.safetensors has the checksum" in text
+    code, results = told(capsys, "verify", folder / "checkpoints" / "checkpoint-00000005", "--json")
+    assert (code, [result["is_whole"] for result in results]) == (1, [False])
+
+
+def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, facts = told(capsys, "inspect", folder, "--json")
+    assert (code, facts["step"], facts["manifest"]["schema"]) == (0, 15, 2)
+    code, text = told(capsys, "inspect", folder / "checkpoints" / "checkpoint-00000005")
+    assert "saved by 1 processes" in text
+    assert "model.safetensors" in text
+
+
+def test_prune_keeps_the_newest_the_best_and_the_last_that_is_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(folder / "checkpoints" / "checkpoint-00000015" / "model.safetensors")
+    assert told(capsys, "prune", folder, "--keep-last", 1)[1] == ""
+    assert names(folder) == [f"checkpoint-000000{step}" for step in ("05", "10", "15")]
+    (folder / "checkpoints" / "checkpoint-00000015").rename(folder / "checkpoints" / "checkpoint-00000015.damaged")
+    assert told(capsys, "list", folder, "--json")[1][2]["status"] == "put aside"
+    trainer(arguments(output_dir=folder.parent, resume=str(folder), num_train_epochs=4), eval_dataset=points(16)).fit()
+    _, text = told(capsys, "prune", folder, "--keep-last", 1)
+    assert "deleted" in text
+    assert "checkpoint-00000015.damaged" in names(folder)
+    assert names(folder)[-1] == "checkpoint-00000020"
+    assert not {"checkpoint-00000010", "checkpoint-00000015"} & set(names(folder))
+
+
+def test_consolidate_puts_shards_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = run_forked(lambda: run(engine(SHARDED), 1, save={1: tmp_path / "state"})["state"], (), 2, timeout=60)[0]
+    assert told(capsys, "consolidate", tmp_path / "state", tmp_path / "whole")[0] == 0
+    found = load_file(tmp_path / "whole" / "model.safetensors")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["verify", "nowhere"], 1, "There is no state in"),
+        (["prune", "nowhere"], 2, "--keep-last"),
+        (["prune", "nowhere", "--keep-last", "0"], 2, "0 must be 1 or more"),
+        (["lst", "nowhere"], 2, "invalid choice"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["checkpoint", *arguments]) == code
+    assert words in capsys.readouterr().err

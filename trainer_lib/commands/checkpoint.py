@@ -1,0 +1,194 @@
+"""This file is the command `trainer-lib checkpoint`: what was saved, whether it is whole, and what can go."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.foundation.sizes import convert_bytes
+
+_EPILOG = """\
+DIR is a checkpoint, or a folder of checkpoints, a run's folder, or a folder of runs.
+exit codes: 0 if all is well; 1 if something is damaged or not there; 2 for a wrong option.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what is asked for and return the exit code."""
+    options = _parser().parse_args(list(arguments))
+    return options.verb(options)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise in the library's words instead of ending the process."""
+        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="trainer-lib checkpoint",
+        description="Look after checkpoints.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(required=True, metavar="list | verify | inspect | prune | consolidate")
+    _add(verbs, "list", _list, "what is there: step, size, age, metrics, why it is kept")
+    verify = _add(verbs, "verify", _verify, "read every byte of the newest checkpoint, and name what is damaged")
+    verify.add_argument("--all", action="store_true", help="of all checkpoints")
+    _add(verbs, "inspect", _inspect, "what a checkpoint (or the newest) is made of")
+    prune = _add(verbs, "prune", _prune, "delete old ones; never the newest, the best, or the last that is whole")
+    prune.add_argument("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest stay")
+    consolidate = _add(verbs, "consolidate", _consolidate, "write the weights, whole, to a folder")
+    consolidate.add_argument("target", metavar="TARGET", type=Path, help="the folder to write to")
+    consolidate.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
+    return parser
+
+
+def _add(verbs: Any, name: str, verb: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument("folder", metavar="DIR", type=lambda text: Path(text).expanduser().absolute())
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(verb=verb)
+    return parser
+
+
+def _list(options: argparse.Namespace) -> int:
+    groups = _groups(options.folder)
+    states = [one for group in groups for one in group]
+    if options.json:
+        _print_json([_facts(one) for one in states])
+    else:
+        for group in groups:
+            print(group[0].path.parent)
+            _print_table([_row(one) for one in group])
+    return int(any(one.status == "damaged" for one in states))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from trainer_lib.checkpointing.reader import verify_state
+
+    present = [[one for one in group if not one.is_aside] for group in _groups(options.folder)]
+    chosen = [one for group in present for one in (group if options.all else group[-1:])]
+    results: list[dict[str, Any]] = []
+    for one in chosen:
+        began, problem = time.monotonic(), None
+        try:
+            verify_state(one.path)
+        except CheckpointError as error:
+            problem = str(error)
+        seconds = time.monotonic() - began
+        results.append({"path": str(one.path), "is_whole": problem is None, "problem": problem, "seconds": seconds})
+        if not options.json:
+            told = f"{convert_bytes(one.size)} in {seconds:.1f} s" if problem is None else problem
+            print(f"{'whole  ' if problem is None else 'DAMAGED'}  {one.path}: {told}")
+    if options.json:
+        _print_json(results)
+    return int(not results or not all(result["is_whole"] for result in results))
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    one = _newest(options.folder)
+    if one.manifest is None:
+        raise CheckpointError(one.problem)
+    if options.json:
+        _print_json({**_facts(one), "manifest": one.manifest.content()})
+        return int(one.problem is not None)
+    print(f"{one.path}\n  {one.status}, step {one.step}, {convert_bytes(one.size)}, {_age(one.saved)} ago")
+    print(f"  saved by {one.manifest.world_size} processes, precision {one.manifest.precision}")
+    print(f"  with {', '.join(f'{name} {version}' for name, version in one.manifest.versions.items())}")
+    print(f"  parts: {', '.join(one.manifest.parts)}")
+    for name, facts in one.manifest.files.items():
+        print(f"  {convert_bytes(facts['size']):>12}  {name}")
+    return int(one.problem is not None)
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from trainer_lib.checkpointing.listing import superfluous
+    from trainer_lib.checkpointing.retention import delete_state
+
+    going = [one for group in _groups(options.folder) for one in superfluous(group, options.keep_last)]
+    for one in going:
+        delete_state(one.path)
+        if not options.json:
+            print(f"deleted {one.path} ({convert_bytes(one.size)})")
+    if options.json:
+        _print_json([_facts(one) for one in going])
+    return 0
+
+
+def _consolidate(options: argparse.Namespace) -> int:
+    from trainer_lib.checkpointing.weights import check_weights, save_weights
+    from trainer_lib.tensor_files.weights import read_weights
+
+    one = _newest(options.folder)
+    check_weights(one.path)
+    save_weights(read_weights(one.path), options.target, options.max_shard_size, safe=True)
+    if options.json:
+        _print_json({"path": str(one.path), "target": str(options.target)})
+    else:
+        print(f"The weights in {one.path} are in {options.target}.")
+    return 0
+
+
+def _groups(folder: Path) -> Any:
+    from trainer_lib.checkpointing.listing import groups_of_states
+
+    return groups_of_states(folder)
+
+
+def _newest(folder: Path) -> Any:
+    present = [one for group in _groups(folder) for one in group if not one.is_aside]
+    if not present:
+        raise CheckpointError(f"All checkpoints in {folder} were put aside, as damaged.")
+    return max(present, key=lambda one: one.saved)
+
+
+def _facts(one: Any) -> dict[str, Any]:
+    return {
+        "path": str(one.path),
+        "step": one.step,
+        "size": one.size,
+        "age": time.time() - one.saved,
+        "saved": one.saved,
+        "status": one.status,
+        "problem": one.problem,
+        "metrics": one.metrics,
+        "kept": list(one.kept),
+        "world_size": None if one.manifest is None else one.manifest.world_size,
+    }
+
+
+def _row(one: Any) -> list[str]:
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in one.metrics.items() if isinstance(value, float))
+    step = "" if one.step is None else f"step {one.step}"
+    notes = one.problem if one.status == "damaged" else ", ".join(one.kept) or ""
+    return [one.path.name, step, convert_bytes(one.size), f"{_age(one.saved)} ago", one.status, notes or "", metrics]
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _age(moment: float) -> str:
+    seconds = max(time.time() - moment, 0.0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return value
