@@ -89,9 +89,9 @@ class BatchSamplerShard(BatchSampler):
     def __len__(self) -> int:
         return self._batches_of(self.sharing)
 
-    def length_of(self, rank: int) -> int:
-        """Return how many batches a process reads, whoever's are read here."""
-        return self._batches_of(replace(self.sharing, ranks=(rank,)))
+    def length_of(self, rank: int, behind: int = 0) -> int:
+        """Return how many batches a process reads, whoever's are read here, once so many units are behind it."""
+        return self._batches_of(replace(self.sharing, ranks=(rank,)), behind)
 
     def read_for_all(self) -> None:
         """Read the parts of all processes, one after the other, on this one."""
@@ -137,10 +137,11 @@ class BatchSamplerShard(BatchSampler):
         """Whether ready batches are cut into slices."""
         return self.split_batches and not self.shares_samples
 
-    def _batches_of(self, sharing: Sharing) -> int:
+    def _batches_of(self, sharing: Sharing, behind: int = 0) -> int:
         length = self.order.length()
         if length is None:
             raise TypeError(f"{type(self.batch_sampler).__name__} has no length, and so its share has none.")
+        length = max(0, length - behind)
         return length * len(sharing.ranks) if self.cuts_batches else sharing.batches(length)
 
     def _sharing(self) -> Sharing:

@@ -100,9 +100,9 @@ class IterableReader(Reader):
         own = Ending()
         return evened(self._batches(place, seed, own), own, ending, self._group)
 
-    def length(self) -> int:
-        """Return how many batches the process reads in a pass."""
-        return self._own.batches(len(self.attribute("dataset")))
+    def length(self, behind: int = 0) -> int:
+        """Return how many batches the process reads in a pass, of which so many units are behind it."""
+        return self._own.batches(max(0, len(self.attribute("dataset")) - behind))
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset the epoch."""

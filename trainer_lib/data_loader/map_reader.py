@@ -86,9 +86,9 @@ class MapReader(Reader):
         self._shard.enter(seed, place.epoch, place.consumed, own)
         return ahead(iter(self.loader), ending, own, by=len(self.sharing.ranks))
 
-    def length(self) -> int:
-        """Return how many batches the process reads in a pass."""
-        return self._shard.length_of(self.rank)
+    def length(self, behind: int = 0) -> int:
+        """Return how many batches the process reads in a pass, of which so many units are behind it."""
+        return self._shard.length_of(self.rank, behind)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch to the samplers and the dataset."""

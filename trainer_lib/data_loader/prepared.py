@@ -189,6 +189,14 @@ class PreparedLoader(DataLoader[Any]):
         return max(0, (len(loader) if own_way else self._reader.length()) - self._skip_batches)
 
     @property
+    def batches_left(self) -> int:
+        """The batches that this process still reads of the pass it is in; all of them between two passes."""
+        behind = self._progress.where().consumed
+        if type(self._reader.loader).__len__ is not DataLoader.__len__:
+            return max(0, len(self) - behind // self._reader.step)
+        return self._reader.length(behind)
+
+    @property
     def total_batch_size(self) -> int | None:
         """The samples of a round over all processes; `None` where that is not known."""
         return self._reader.total_batch_size

@@ -77,8 +77,8 @@ class Reader(ABC):
         """Return the batches from a place on; `ending` is told the end before the last batch comes."""
 
     @abstractmethod
-    def length(self) -> int:
-        """Return how many batches the process reads in a pass."""
+    def length(self, behind: int = 0) -> int:
+        """Return how many batches the process reads in a pass, of which so many units are behind it."""
 
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:

@@ -171,8 +171,10 @@ def _batch_size(args: "TrainingArguments") -> None:
 def _files(args: "TrainingArguments") -> None:
     if args.output_dir is not None:
         return
-    if args.resume == "auto":
-        raise ConfigurationError('resume="auto" looks for a run in output_dir, and there is none. Give output_dir.')
+    if args.resume in ("auto", "extend"):
+        raise ConfigurationError(
+            f'resume="{args.resume}" looks for a run in output_dir, and there is none. Give output_dir.'
+        )
     if args.save_every not in (None, NEVER):
         raise ConfigurationError(f"save_every={args.save_every!r} says when, and nothing says where. Give output_dir.")
     if args.load_best_at_end:

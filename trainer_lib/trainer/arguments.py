@@ -40,7 +40,8 @@ class TrainingArguments:
     Args:
         output_dir: The folder for runs, each in a folder of its own; by default nothing is written.
         run_name: A name for people to know the run by.
-        resume: "never"; "auto": go on with the newest unfinished run in `output_dir`; or the path of a checkpoint.
+        resume: "never"; "auto": go on with the newest unfinished run in `output_dir`; "extend": with a finished one
+            too, as there are more epochs or steps now; or the path of a checkpoint.
         seed: Seeds weights, dropout and the order of the data; `None` seeds nothing.
         data_seed: Seeds the order of the data alone.
 

@@ -117,7 +117,7 @@ def checkpoint_at(path: str | Path) -> Path:
         raise ConfigurationError(
             f"resume={str(path)!r}: no checkpoint is there, nor in its folder {CHECKPOINTS}. Give a folder such as "
             f'output_dir/RUN_ID/{CHECKPOINTS}/checkpoint-00000100, the folder of a run, or "auto".'
-            f"{did_you_mean(path, ('auto', 'never'))}"
+            f"{did_you_mean(path, ('auto', 'extend', 'never'))}"
         )
     return newest
 
@@ -145,7 +145,7 @@ def find_place(root: Path | None, name: str | None, resume: str, group: ProcessG
     Args:
         root: Where runs are kept.
         name: What the user calls the run.
-        resume: "never", "auto", or the path of a checkpoint or of a run.
+        resume: "never", "auto", "extend", or the path of a checkpoint or of a run.
         group: The processes.
         what: What it trains.
 
@@ -185,10 +185,10 @@ def _agreed_place(root: Path | None, name: str | None, resume: str, group: Proce
 
 
 def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
-    checkpoint = None if resume in ("never", "auto") else checkpoint_at(resume)
+    checkpoint = None if resume in ("never", "auto", "extend") else checkpoint_at(resume)
     if root is None:
-        if resume == "auto":
-            raise ConfigurationError('resume="auto" looks for a run in output_dir. Give output_dir.')
+        if resume in ("auto", "extend"):
+            raise ConfigurationError(f'resume="{resume}" looks for a run in output_dir. Give output_dir.')
         return Place(None, checkpoint)
     _check_writable(root)
     if checkpoint is not None:
@@ -203,16 +203,28 @@ def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
                 'The run %s is not finished. This is a new one; resume="auto" would go on with that.',
                 unfinished[-1].path,
             )
+    elif runs and runs[-1].is_finished and resume == "extend":
+        return Place(runs[-1], _checkpoint_of_finished(runs[-1]))
     elif runs and runs[-1].is_finished:
         _logger.warning(
-            "The run %s is finished: there is nothing to train. To train on from it, give its path as resume, and more "
-            'steps; for a new run give resume="never".',
+            'The run %s is finished: there is nothing to train. To go on with it, give resume="extend" and more steps '
+            'or epochs; for a new run give resume="never".',
             runs[-1].path,
         )
         return Place(runs[-1], is_through=True)
     elif unfinished:
         return Place(unfinished[-1], unfinished[-1].newest_checkpoint())
     return Place(new_run(root, name, what))
+
+
+def _checkpoint_of_finished(run: RunFolder) -> Path:
+    newest = run.newest_checkpoint()
+    if newest is None:
+        raise ConfigurationError(
+            f'resume="extend": the run {run.path} is finished and has no checkpoint to go on from. Give resume="never" '
+            "for a new one."
+        )
+    return newest
 
 
 def _check_writable(root: Path) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,11 @@ from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.logging import get_logger
 from trainer_lib.seeding import set_seed
-from trainer_lib.trainer import banner, preflight
+from trainer_lib.trainer import banner, differences, preflight
 from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.checkpoints import RunFolder
 from trainer_lib.trainer.engine import accumulation_steps
+from trainer_lib.trainer.rates import Fresh
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saving import write_beside
 from trainer_lib.trainer.schedules import is_metric_driven, moves_each_update
@@ -53,6 +54,7 @@ class Fitting:
         self._set_limits(state)
         self.schedule_length = args.schedule_steps or state.max_steps
         schedulers = trainer.make_schedulers(optimizers, self.schedule_length)
+        self.saved_state: Mapping[str, Any] = {}  # that of the checkpoint that is gone on from
         self.run = Run(
             trainer=trainer,
             args=args,
@@ -177,7 +179,13 @@ class Fitting:
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint."""
         self.events.fire("on_load_begin", self.run, checkpoint)
-        self.run.accelerator.load_state(checkpoint)
+        changed = differences.changed_arguments(self.trainer.args, checkpoint, self.run.accelerator.group)
+        differences.tell(changed, checkpoint)
+        fresh = Fresh(self.run)
+        with differences.told_of_groups(changed):
+            self.run.accelerator.load_state(checkpoint)
+        self._count_anew(fresh, changed)
+        self._forget_best_of_another_metric(changed)
         self._saved_at = self.run.state.step
         self.events.fire("on_load_end", self.run, checkpoint)
 
@@ -219,6 +227,36 @@ class Fitting:
         self._began = now
 
     # -- private -------------------------------------------------------------------------------------------------
+    def _count_anew(self, fresh: Fresh, changed: Collection[str]) -> None:
+        """Count in the updates of now, if they are of another size than those of the checkpoint."""
+        state, saved, args = self.run.state, self.saved_state, self.trainer.args
+        moved, length = 0, state.steps_per_epoch
+        if length is not None:
+            left = math.ceil(self.loader.batches_left / self.trainer.accelerator.gradient_accumulation_steps)
+            state.steps_in_epoch = length - left
+            behind = state.epoch * length + state.steps_in_epoch
+            if state.max_epochs is not None:
+                of_epochs = state.step + math.ceil(state.max_epochs * length - 1e-9) - behind
+                is_longest = args.max_steps is None or of_epochs < args.max_steps
+                state.max_steps = of_epochs if is_longest else args.max_steps
+                if is_longest and args.schedule_steps is None and saved["steps_per_epoch"]:
+                    # A schedule of epochs stays where it is in the samples, which are more or fewer updates now.
+                    moved = behind - (saved["epoch"] * saved["steps_per_epoch"] + saved["steps_in_epoch"])
+        fresh.apply(changed, moved, length != saved["steps_per_epoch"])
+
+    def _forget_best_of_another_metric(self, changed: Collection[str]) -> None:
+        state, metric = self.run.state, self.trainer.default_metric
+        if state.best is None or metric is None:
+            return
+        if state.best.metric != metric or "greater_is_better" in changed:
+            _logger.warning(
+                "The best evaluation so far, of step %d, was that by %s: the search begins anew, by %s.",
+                state.best.step,
+                state.best.metric,
+                metric,
+            )
+            state.best = None
+
 
     def _is_better(self, value: float, than: float) -> bool:
         args, name = self.trainer.args, self.trainer.default_metric
@@ -251,6 +289,7 @@ class _Saved:
         return {"run": fitting.run.state.state_dict(), "callbacks": fitting.events.state_dict(), "averages": averages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._fitting.saved_state = state["run"]
         """Take them up."""
         self._fitting.run.state.load_state_dict(state["run"])
         self._fitting.events.load_state_dict(state["callbacks"])

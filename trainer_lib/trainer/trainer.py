@@ -137,7 +137,7 @@ class Trainer:
         """Train.
 
         Args:
-            resume: "never", "auto" or a checkpoint's folder; by default as the arguments say.
+            resume: "never", "auto", "extend" or a checkpoint's folder; by default as the arguments say.
 
         Returns:
             What became of it.
