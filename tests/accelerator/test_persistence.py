@@ -561,7 +561,11 @@ def test_another_precision_is_told(saved: Path, tmp_path: Path, caplog: pytest.L
         (lambda folder: edit(folder, files={"model.safetensors": {"size": "1", CHECKSUM: ""}}), "have to be numbers"),
         (lambda folder: edit(folder, files={"model.safetensors": {"size": 1}}), "manifest.json is damaged"),
         (lambda folder: edit(folder, more=1), "manifest.json is damaged"),
-        (lambda folder: edit(folder, kinds=["AdamW"]), "manifest.json is damaged"),
+        (lambda folder: edit(folder, kinds=["AdamW"]), r"manifest.json is damaged: kinds is \['AdamW'\]"),
+        (lambda folder: edit(folder, world_size="2"), r"manifest.json is damaged: world_size is '2'"),
+        (lambda folder: edit(folder, parts=[["model"]]), r"manifest.json is damaged: \['model'\] is no text"),
+        (lambda folder: edit(folder, files=["model"]), r"manifest.json is damaged: files is \['model'\]"),
+        (lambda folder: edit(folder, files={"model": 1}), r"manifest.json is damaged"),
         (
             lambda folder: flip_header(folder / "optimizer.safetensors"),
             r"is damaged: optimizer.safetensors has the checksum \w{32} instead of \w{32}",

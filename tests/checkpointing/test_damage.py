@@ -7,26 +7,29 @@ import random
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.accelerator import toy
 from tests.checkpointing.test_faults import full_disk, loaded, state_of, train, trained, unlimited
 from tests.checkpointing.test_sharded import SHARDED, engine, run
+from tests.strategies.sharded import Stack, stack
 from tests.trainer.tasks import arguments, network, trainer
 from tests.trainer.test_resume import Dies
-from trainer_lib import CheckpointError, load_checkpoint_in_model
+from trainer_lib import CheckpointError, ProjectConfiguration, load_checkpoint_in_model
 from trainer_lib.checkpointing.manifest import read_manifest, sealed
 from trainer_lib.checkpointing.reader import open_state, verify_state
 from trainer_lib.checkpointing.retention import automatic_states
 from trainer_lib.checkpointing.verification import share
 from trainer_lib.foundation.checksums import checksum_of, checksum_of_bytes
 from trainer_lib.foundation.errors import DamagedError
-from trainer_lib.launchers import run_forked
+from trainer_lib.launchers import ProcessFailedError, run_forked
 
 
 @pytest.fixture(scope="module")
@@ -379,6 +382,31 @@ def test_killed_at_random_moments_of_saves_nothing_is_unloadable(tmp_path: Path)
         accelerator.load_state()
     assert loaded(tmp_path) == state_of(accelerator)
     assert not [path for path in folder.iterdir() if path.name.endswith("damaged")]
+
+
+def test_killed_at_random_moments_two_processes_leave_whole_shards(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def saves_until_killed(seed: int) -> None:
+        accelerator = engine(SHARDED)
+        options: dict[str, Any] = {"automatic_checkpoint_naming": True, "total_limit": 2}
+        accelerator.project_configuration = ProjectConfiguration(project_dir=tmp_path, **options)
+        network = stack(Stack)
+        accelerator.prepare(network, torch.optim.AdamW(network.parameters()))
+        if seed:
+            accelerator.load_state()
+        accelerator.save_state()
+        if accelerator.process_index == seed % 2:
+            threading.Timer(random.Random(seed).random() * 0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        while True:
+            accelerator.save_state()
+
+    for seed in range(4):
+        with pytest.raises(ProcessFailedError, match="SIGKILL"):
+            run_forked(saves_until_killed, (seed,), 2, timeout=60)
+        assert automatic_states(folder)
+        for path in automatic_states(folder).values():
+            verify_state(path)
 
 
 def test_a_full_disk_leaves_the_state_before_and_no_debris(tmp_path: Path) -> None:

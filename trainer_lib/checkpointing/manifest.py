@@ -16,6 +16,16 @@ from trainer_lib.foundation.errors import CheckpointError, DamagedError
 SCHEMA = 2  # 1 had the sizes of files and no checksums
 CHECKSUM = "xxh3_128"  # what a file's checksum is called by
 _FORMAT = "trainer_lib state"
+_TYPES: dict[str, Any] = {
+    "world_size": int,
+    "step": int,
+    "iteration": int | None,
+    "precision": str,
+    "parts": list,
+    "kinds": dict,
+    "files": dict,
+    "versions": dict,
+}
 _UNSEALED = "0" * 32
 
 
@@ -92,14 +102,24 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         manifest = Manifest(**content)
+        _check_types(manifest)
         sizes_are_numbers = all(isinstance(facts["size"], int) for facts in manifest.files.values())
         has_checksums = schema < 2 or all(isinstance(facts[CHECKSUM], str) for facts in manifest.files.values())
-        manifest.kinds.items()
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
     if not sizes_are_numbers or not has_checksums:
         raise DamagedError(f"{path} is damaged: sizes have to be numbers, and checksums texts.")
     return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    for name, kind in _TYPES.items():
+        value = getattr(manifest, name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}")
+    for name in (*manifest.parts, *manifest.kinds.values(), *manifest.versions.values()):
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r} is no text")
 
 
 def _check_seal(path: Path, text: bytes, digest: Any, schema: int) -> None:
