@@ -16,9 +16,11 @@ import torch
 from tests.accelerator import toy
 from tests.conftest import forget
 from trainer_lib import Accelerator, CheckpointError, ProjectConfiguration, load_checkpoint_in_model
+from trainer_lib.checkpointing.agreement import together
 from trainer_lib.checkpointing.layout import replaced_beside
 from trainer_lib.checkpointing.reader import open_state
 from trainer_lib.checkpointing.retention import automatic_states
+from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.modules.state import module_state
 
@@ -219,7 +221,7 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
     train(accelerator, model, optimizer)
     if accelerator.process_index == rank:
         spoil(project)
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(UnwritableError) as told:
         accelerator.save_state(project / "state")
     unlimited()
     train(accelerator, model, optimizer)  # training goes on
@@ -264,6 +266,16 @@ def test_a_full_or_failing_disk_on_one_process_is_told_on_all(
         assert "are free there. What was saved before is as it was." in said
         assert before == after
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
+
+
+def test_what_is_not_only_the_disks_fault_is_laid_to_it_by_no_process(tmp_path: Path) -> None:
+    def body() -> str:
+        group = trained(tmp_path, updates=0)[0].group
+        with pytest.raises(CheckpointError) as told, together(group, "save_state"):
+            raise (UnwritableError, CheckpointError)[group.rank]("no")
+        return type(told.value).__name__
+
+    assert run_forked(body, (), 2, timeout=60) == ["CheckpointError", "CheckpointError"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="root may write anywhere")

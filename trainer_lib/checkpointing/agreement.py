@@ -5,7 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.errors import CheckpointError, UnwritableError
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 
@@ -25,18 +25,24 @@ def together(group: ProcessGroup, doing: str) -> Generator[None]:
 
     Raises:
         CheckpointError: Where another process failed; the one that failed raises what it was.
+        UnwritableError: The same, if it is the disk that failed.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:  # noqa: BLE001 - whatever it is, the others wait for this process
         error = caught
-    reports = exchange(group, None if error is None else f"{type(error).__name__}: {error}", doing)
+    told = None if error is None else (isinstance(error, UnwritableError), f"{type(error).__name__}: {error}")
+    reports = exchange(group, told, doing)
+    failures = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
+    # All do the same about it: only what every failure lays to the disk is laid to it.
+    kind = UnwritableError if all(is_unwritable for _, is_unwritable, _ in failures) else CheckpointError
+    if isinstance(error, UnwritableError) and kind is CheckpointError:
+        raise CheckpointError(str(error)) from error
     if error is not None:
         raise error
-    for rank, report in enumerate(reports):
-        if report is not None:
-            raise CheckpointError(f"{doing} failed on process {rank}. {report}")
+    for rank, _, report in failures:
+        raise kind(f"{doing} failed on process {rank}. {report}")
 
 
 def exchange(group: ProcessGroup, value: Any, doing: str) -> list[Any]:

@@ -22,7 +22,7 @@ from trainer_lib.checkpointing.layout import (
 )
 from trainer_lib.checkpointing.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
 from trainer_lib.foundation.checksums import checksum_of
-from trainer_lib.foundation.errors import CheckpointError, TrainerLibError
+from trainer_lib.foundation.errors import CheckpointError, TrainerLibError, UnwritableError
 from trainer_lib.foundation.files import sync
 from trainer_lib.foundation.sizes import convert_bytes
 from trainer_lib.process_group import ProcessGroup
@@ -163,12 +163,12 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _cannot_write(path: Path, error: Exception, needed: int | None = None) -> CheckpointError:
+def _cannot_write(path: Path, error: Exception, needed: int | None = None) -> UnwritableError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
     free = convert_bytes(shutil.disk_usage(parent).free)
     takes = "" if needed is None else f" This process's part of the state takes about {convert_bytes(needed)};"
-    return CheckpointError(
+    return UnwritableError(
         f"{path} could not be written: {reason}.{takes} {free} are free there. What was saved before is as it was. "
         "(On several machines without a common file system, say ProjectConfiguration(save_on_each_node=True).)"
     )

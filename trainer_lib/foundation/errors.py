@@ -43,6 +43,10 @@ class DamagedError(CheckpointError):
     """A state on disk that is not as it was written: a file of it is missing, has other bytes, or cannot be read."""
 
 
+class UnwritableError(CheckpointError):
+    """A state that the disk does not take: it is full, read-only, failing or not there."""
+
+
 class SignatureError(TrainerLibError, TypeError):
     """A function that cannot be called with what it would be given."""
 
