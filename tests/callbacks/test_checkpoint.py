@@ -102,7 +102,7 @@ def test_what_all_count_alike_all_know_and_of_clocks_that_of_the_first_counts() 
             timed.control.send(),
         )
 
-    nothing, save = [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]
+    nothing, save = [0.0] * 5, [0.0, 0.0, 1.0, 0.0, 0.0]
     assert run_forked(body, timeout=60) == [(True, nothing, True, save), (True, nothing, False, nothing)]
 
 

@@ -1,5 +1,6 @@
 """`fit`: how long it goes, what happens in which order, and what is asked of it on the way."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -129,7 +130,7 @@ def test_the_last_step_is_logged_evaluated_and_saved_once(tmp_path: Path) -> Non
     trainer(args, eval_dataset=points(8), callbacks=[recorder]).fit()
     assert recorder.events == ["log 5", "evaluate_end 5", "save_end 5"]
     other = Recorder("on_log", "on_evaluate_end", "on_save_end")
-    args = arguments(output_dir=tmp_path, num_train_epochs=1, log_every=3, eval_every=3, save_every=3)
+    args = dataclasses.replace(args, log_every=3, eval_every=3, save_every=3, save_in_background=False)
     trainer(args, eval_dataset=points(8), callbacks=[other]).fit()
     expected = [f"{event} {step}" for step in (3, 5) for event in ("log", "evaluate_end", "save_end")]
     # The evaluation after step 3 was the best, which is saved with the others of its step.

@@ -22,6 +22,7 @@ class Control:
     """
 
     NAMES = ("log", "evaluate", "save", "stop")
+    _SENT = (*NAMES, "settle")  # and what only the loop asks for
 
     __slots__ = ("_agreed", "_asked", "_sent", "reason")
 
@@ -71,6 +72,10 @@ class Control:
 
     # -- for the loop --------------------------------------------------------------------------------------------
 
+    def ask(self, name: str) -> None:
+        """Ask for something that no callback asks for: "settle", to hear of a checkpoint that is written."""
+        self._asked.add(name)
+
     def agree(self, name: str) -> None:
         """Note a request that each process comes to by itself, such as one for each 100 steps."""
         self._agreed.add(name)
@@ -83,7 +88,7 @@ class Control:
 
     def send(self) -> list[float]:
         """Return what was asked for as the processes reduce it; from now on it is on its way."""
-        numbers = [1.0 if name in self._asked else 0.0 for name in self.NAMES]
+        numbers = [1.0 if name in self._asked else 0.0 for name in self._SENT]
         self._sent |= self._asked
         self._asked.clear()
         return numbers
@@ -95,7 +100,7 @@ class Control:
 
     def hear(self, numbers: Sequence[float]) -> None:
         """Agree to what any process asked for; nothing, if nothing came."""
-        for name, number in zip(self.NAMES, numbers, strict=False):
+        for name, number in zip(self._SENT, numbers, strict=False):
             if number:
                 self._agreed.add(name)
                 self._sent.discard(name)

@@ -92,6 +92,7 @@ CHECKS: dict[str, Check] = {
     "eval_every": optional(values.interval),
     "eval_on_start": values.flag,
     "save_every": optional(values.interval),
+    "save_in_background": values.flag,
     "keep_last": optional(values.whole(hint=" To keep all, give None.")),
     "keep_best": values.whole(at_least=0),
     "metric_for_best": optional(values.text),

@@ -83,6 +83,7 @@ class TrainingArguments:
         eval_every: How often to evaluate, or "never"; by default each epoch, if there is something to evaluate on.
         eval_on_start: Evaluate before the first step too.
         save_every: How often to save, or "never"; by default each epoch, if there is an `output_dir`.
+        save_in_background: Whether a thread writes checkpoints, from a copy in host memory, while training goes on.
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
         keep_best: How many of the best checkpoints to keep besides.
         metric_for_best: The metric that says which is the best; by default the loss of the evaluation.
@@ -164,6 +165,7 @@ class TrainingArguments:
     eval_every: int | str | timedelta | Every | None = None
     eval_on_start: bool = False
     save_every: int | str | timedelta | Every | None = None
+    save_in_background: bool = True
     keep_last: int | None = 3
     keep_best: int = 1
     metric_for_best: str | None = None

@@ -20,6 +20,7 @@ from trainer_lib.trainer.checkpoints import RunFolder
 from trainer_lib.trainer.engine import accumulation_steps
 from trainer_lib.trainer.rates import Fresh
 from trainer_lib.trainer.result import FitResult
+from trainer_lib.trainer.saves import Saves
 from trainer_lib.trainer.saving import write_beside
 from trainer_lib.trainer.schedules import is_metric_driven, moves_each_update
 
@@ -53,8 +54,8 @@ class Fitting:
         state = RunState(run_id="" if folder is None else folder.run_id, status="running")
         self._set_limits(state)
         self.schedule_length = args.schedule_steps or state.max_steps
-        schedulers = trainer.make_schedulers(optimizers, self.schedule_length)
         self.saved_state: Mapping[str, Any] = {}  # that of the checkpoint that is gone on from
+        schedulers = trainer.make_schedulers(optimizers, self.schedule_length)
         self.run = Run(
             trainer=trainer,
             args=args,
@@ -68,6 +69,7 @@ class Fitting:
         self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
         accelerator.register_for_checkpointing(_Saved(self))
         self._hook = accelerator.register_save_state_pre_hook(self._write_beside)
+        self.saves = Saves(self)
         self._evaluated_at = self._saved_at = -1
         self._began = time.monotonic()
         self.cadences: Cadences
@@ -168,12 +170,7 @@ class Fitting:
         self.tell_time()
         target = self.folder.checkpoint(state.step)
         self._saved_at = state.step
-        metrics = dict(run.metrics) if self._evaluated_at == state.step else {}
-        state.checkpoints = [one for one in state.checkpoints if one["path"] != str(target)]
-        state.checkpoints.append({"path": str(target), "step": state.step, "metrics": metrics})
-        self.events.fire("on_save_begin", run, target)
-        run.accelerator.save_state(target)
-        self.events.fire("on_save_end", run, target)
+        self.saves.save(target, dict(run.metrics) if self._evaluated_at == state.step else {})
         self._began = time.monotonic()
 
     def load(self, checkpoint: Path) -> None:
@@ -200,6 +197,7 @@ class Fitting:
         is_best = trainer.args.keep_best > 0 and state.best is not None and state.best.step == state.step
         if self.folder is not None and (trainer.args.save_interval is not None or is_best):
             self.save()
+        self.saves.settle()
         if trainer.args.load_best_at_end and state.best is not None:
             self._load_best()
 
@@ -210,6 +208,7 @@ class Fitting:
         self.tell_time()
         run.state.status = status
         run.batch = run.outputs = run.loss_sum = None
+        self.saves.close()
         try:
             self.events.fire("on_fit_end", run)
         finally:
@@ -227,6 +226,7 @@ class Fitting:
         self._began = now
 
     # -- private -------------------------------------------------------------------------------------------------
+
     def _count_anew(self, fresh: Fresh, changed: Collection[str]) -> None:
         """Count in the updates of now, if they are of another size than those of the checkpoint."""
         state, saved, args = self.run.state, self.saved_state, self.trainer.args
@@ -256,7 +256,6 @@ class Fitting:
                 metric,
             )
             state.best = None
-
 
     def _is_better(self, value: float, than: float) -> bool:
         args, name = self.trainer.args, self.trainer.default_metric
@@ -289,8 +288,8 @@ class _Saved:
         return {"run": fitting.run.state.state_dict(), "callbacks": fitting.events.state_dict(), "averages": averages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._fitting.saved_state = state["run"]
         """Take them up."""
+        self._fitting.saved_state = state["run"]
         self._fitting.run.state.load_state_dict(state["run"])
         self._fitting.events.load_state_dict(state["callbacks"])
         self._fitting.trainer.averages.load_state_dict(state["averages"])

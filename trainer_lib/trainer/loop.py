@@ -185,6 +185,8 @@ class Loop:
         if loader.end_of_dataloader and not loader.others_read_on:
             self.finish_pass()
         self.fitting.cadences.ask(run)
+        if self.fitting.saves.pending is not None:
+            self.fitting.saves.ask_when_written()
         if self.is_alone:
             run.control.agree_alone()
         if not run.control.is_empty or self.is_over:
@@ -201,6 +203,8 @@ class Loop:
     def act(self) -> None:
         """Do what was asked for."""
         fitting, control = self.fitting, self.run.control
+        if control.take("settle"):
+            fitting.saves.settle()
         if control.take("log") or control.is_due("stop") or self.is_over:
             fitting.log()
         if control.take("evaluate"):

@@ -1,0 +1,80 @@
+"""This file is a run's checkpoints while they are saved: announced, written, and told of once they are there."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.logging import get_logger
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.fitting import Fitting
+
+_logger = get_logger(__name__)
+
+
+class Saves:
+    """Saves checkpoints, one at a time.
+
+    Args:
+        fitting: Whose run they are of.
+
+    Attributes:
+        pending: The entry of a checkpoint that is being written, or that was and has not been told of.
+    """
+
+    def __init__(self, fitting: "Fitting") -> None:
+        self._fitting = fitting
+        self._has_asked = False
+        self.pending: dict[str, Any] | None = None
+
+    def save(self, target: Path, metrics: dict[str, float]) -> None:
+        """Save a checkpoint; in the background it is told of later, by `settle`."""
+        self.settle()
+        run = self._fitting.run
+        state = run.state
+        there = [one for one in state.checkpoints if one["path"] != str(target)]
+        entry = {"path": str(target), "step": state.step, "metrics": metrics}
+        self._fitting.events.fire("on_save_begin", run, target)
+        state.checkpoints = [*there, entry]  # what goes on from it knows that it is there
+        try:
+            run.accelerator.save_state(target, background=run.args.save_in_background)
+        finally:
+            state.checkpoints = there
+        self.pending, self._has_asked = entry, False
+        if not run.args.save_in_background:
+            self.settle()
+
+    def ask_when_written(self) -> None:
+        """Ask for `settle`, once, when the checkpoint in the background is written."""
+        run = self._fitting.run
+        if not (self._has_asked or run.control.is_due("settle") or run.accelerator.is_saving):
+            self._has_asked = True
+            run.control.ask("settle")
+
+    def settle(self) -> None:
+        """Wait for the checkpoint in the background, if there is one, and tell that it is there.
+
+        Raises:
+            CheckpointError: If it could not be written.
+        """
+        if self.pending is not None:
+            entry = self._written()
+            self._fitting.events.fire("on_save_end", self._fitting.run, Path(entry["path"]))
+
+    def close(self) -> None:
+        """Wait, however the run ended, and give back the memory; callbacks hear of nothing after an error."""
+        if self.pending is not None:
+            try:
+                self._written()
+            except CheckpointError as error:
+                _logger.error("%s", error)
+        self._fitting.run.accelerator._background.release()
+
+    def _written(self) -> dict[str, Any]:
+        """Wait, note the checkpoint as one that is there, and return its entry."""
+        entry, self.pending = self.pending, None
+        assert entry is not None
+        run = self._fitting.run
+        run.accelerator.wait_for_save()
+        run.state.checkpoints = [*run.state.checkpoints, entry]
+        return entry
