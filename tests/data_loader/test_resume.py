@@ -140,6 +140,17 @@ def test_another_world_and_batch_size_go_on_where_the_first_was(
             assert read_all(resumed) == by_hand(order, after[1], after[0], rank, start=consumed)
 
 
+@pytest.mark.parametrize("kind", [lambda: Numbers(SIZE), lambda: SizedStream(SIZE)])
+def test_what_is_left_of_a_pass_is_counted_in_the_batches_of_now(kind: Any) -> None:
+    for behind, left in ((0, [3, 3]), (1, [2, 2]), (3, [1, 1]), (6, [3, 3])):
+        (saving,) = worlds(DataLoader(kind(), batch_size=4), 1, data_seed=5)
+        resumed = worlds(DataLoader(kind(), batch_size=5), 2, data_seed=5)
+        for one in resumed:
+            one.load_state_dict(_saved_after(saving, behind))
+        assert [one.batches_left for one in resumed] == left
+        assert [len(read(one)) for one in resumed] == left
+
+
 class Placed(Stream):
     """A stream that keeps its place itself."""
 

@@ -37,7 +37,13 @@ class Generators:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"].cpu())
-        for kind, of_device in state.get("device", {}).items():
+        devices = state.get("device", {})
+        if not devices and self._device_type != "cpu":
+            _logger.warning(
+                "The state was saved on a CPU and has no generator of %s, which draws from where it stands.",
+                self._device_type,
+            )
+        for kind, of_device in devices.items():
             if kind == self._device_type:
                 torch.get_device_module(kind).set_rng_state(of_device.cpu())
             else:
