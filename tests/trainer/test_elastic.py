@@ -167,6 +167,13 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(run: Path, options: dict
         small(at(run, 15), **options)
 
 
+def test_as_many_limited_batches_of_another_size_are_other_samples(tmp_path: Path) -> None:
+    small("never", output_dir=tmp_path, limit_train_batches=5, save_every=2)
+    (run,) = tmp_path.iterdir()
+    with pytest.raises(StateError, match=r"saved with 20 samples a pass.* has 40 now.*limit them to as many samples"):
+        small(at(run, 8), limit_train_batches=5, per_device_train_batch_size=8)
+
+
 @pytest.mark.parametrize("schedule", ["linear", "constant", "plateau"])
 def test_another_learning_rate_takes_effect_at_once(schedule: str, tmp_path: Path) -> None:
     small("never", output_dir=tmp_path, save_every=5, lr_scheduler=schedule, keep_last=None)

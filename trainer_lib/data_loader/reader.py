@@ -140,7 +140,8 @@ class Reader(ABC):
         if None not in (length, state["length"]) and length != state["length"]:
             raise StateError(
                 f"This state was saved with {state['length']} {self.unit} a pass, and the loader has {length} now; "
-                "another number of samples gives another order. Load it into a loader of the same dataset."
+                "another number of samples gives another order. Load it into a loader of the same dataset; where "
+                "batches are limited (limit_train_batches) and of another size now, limit them to as many samples."
             )
 
 
