@@ -9,7 +9,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ from tests.accelerator import toy
 from tests.checkpointing.test_faults import full_disk, loaded, state_of, train, trained, unlimited
 from tests.checkpointing.test_sharded import SHARDED, engine, run
 from tests.strategies.sharded import Stack, stack
-from tests.trainer.tasks import arguments, network, trainer
+from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import Dies
 from trainer_lib import CheckpointError, ProjectConfiguration, load_checkpoint_in_model
 from trainer_lib.checkpointing.manifest import read_manifest, sealed
 from trainer_lib.checkpointing.reader import open_state, verify_state
 from trainer_lib.checkpointing.retention import automatic_states
 from trainer_lib.checkpointing.verification import share
+from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.checksums import checksum_of, checksum_of_bytes
-from trainer_lib.foundation.errors import DamagedError
+from trainer_lib.foundation.errors import DamagedError, UnwritableError
 from trainer_lib.launchers import ProcessFailedError, run_forked
 
 
@@ -407,6 +409,67 @@ def test_killed_at_random_moments_two_processes_leave_whole_shards(tmp_path: Pat
         assert automatic_states(folder)
         for path in automatic_states(folder).values():
             verify_state(path)
+
+
+class FullDisk(Transformer):
+    """Fills the disk of one process before a save, and makes room after it."""
+
+    def __init__(self, save: int, rank: int) -> None:
+        self._save, self._rank = save, rank
+
+    def on_save_begin(self, run: Run, folder: Path) -> None:
+        unlimited()
+        if run.state.step == self._save and run.accelerator.process_index == self._rank:
+            full_disk(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_run_goes_on_when_the_disk_is_full(in_background: bool, rank: int, tmp_path: Path) -> None:
+    def body() -> tuple[list[int], list[str]]:
+        unlimited()
+        args = arguments(output_dir=tmp_path, save_every=2, max_steps=8, save_in_background=in_background)
+        one = trainer(args, train_dataset=points(64), callbacks=[FullDisk(4, rank)])
+        with warned() as said:
+            one.fit()
+        return [entry["step"] for entry in one.state.checkpoints], said
+
+    for process, (steps, said) in enumerate(run_forked(body, (), 2, timeout=60)):
+        assert steps == [2, 6, 8]
+        told = [line for line in said if "Training goes on" in line]
+        assert len(told) == (process == 0), said
+        assert all("could not be written" in line and "File too large" in line for line in told)
+    (folder,) = tmp_path.glob("*/checkpoints")
+    assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-0000000{step}" for step in (2, 6, 8)]
+    for path in folder.iterdir():
+        verify_state(path)
+
+
+def test_a_full_disk_ends_a_run_that_says_so(tmp_path: Path) -> None:
+    def body() -> int:
+        args = arguments(output_dir=tmp_path, save_every=2, max_steps=8, on_save_error="raise")
+        one = trainer(args, callbacks=[FullDisk(4, 0)])
+        with pytest.raises(UnwritableError, match=r"could not be written: File too large"):
+            one.fit()
+        unlimited()
+        return one.state.step
+
+    assert run_forked(body, (), 1, timeout=60)[0] in (4, 5, 6)
+    (folder,) = tmp_path.glob("*/checkpoints")
+    assert [path.name for path in folder.iterdir()] == ["checkpoint-00000002"]
+
+
+@contextmanager
+def warned() -> Generator[list[str]]:
+    """Collect what is warned of."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("trainer_lib").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("trainer_lib").removeHandler(handler)
 
 
 def test_a_full_disk_leaves_the_state_before_and_no_debris(tmp_path: Path) -> None:

@@ -187,8 +187,10 @@ def _files(engine: "Persistence", parts: list[Part], folder: Path, words: Words)
     states = {part.name: part.stateful.state_dict() for part in parts if part.kind in ("model", "optimizer")}
     weights = [part for part in parts if isinstance(part, Weights)]
     remaining = [states[part.name] for part in weights]
-    for hook in list(engine._save_hooks.values()):
-        hook(list(engine._models), remaining, str(folder))
+    # A hook may fail on one process, and what comes after may be put together by all.
+    with together(engine.group, "save_state"):
+        for hook in list(engine._save_hooks.values()):
+            hook(list(engine._models), remaining, str(folder))
     files: dict[str, Content] = {}
     for position, state in enumerate(remaining):
         part = next((part for part in weights if states[part.name] is state), weights[position])

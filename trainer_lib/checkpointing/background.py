@@ -12,7 +12,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.errors import CheckpointError, UnwritableError
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 
@@ -79,7 +79,8 @@ class BackgroundSaves:
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            raise CheckpointError(f"The state {self._target} could not be saved in the background. {error}") from error
+            kind = UnwritableError if isinstance(error, UnwritableError) else CheckpointError
+            raise kind(f"The state {self._target} could not be saved in the background. {error}") from error
 
     def release(self) -> None:
         """Wait, and give back the memory; a failure is told by the log, as nobody asks for the state here."""

@@ -93,6 +93,7 @@ CHECKS: dict[str, Check] = {
     "eval_on_start": values.flag,
     "save_every": optional(values.interval),
     "save_in_background": values.flag,
+    "on_save_error": values.choice("continue", "raise"),
     "keep_last": optional(values.whole(hint=" To keep all, give None.")),
     "keep_best": values.whole(at_least=0),
     "metric_for_best": optional(values.text),

@@ -84,6 +84,8 @@ class TrainingArguments:
         eval_on_start: Evaluate before the first step too.
         save_every: How often to save, or "never"; by default each epoch, if there is an `output_dir`.
         save_in_background: Whether a thread writes checkpoints, from a copy in host memory, while training goes on.
+        on_save_error: What follows when the disk does not take a checkpoint: "continue" warns, trains on and saves when
+            that is due again; "raise" ends the run.
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
         keep_best: How many of the best checkpoints to keep besides.
         metric_for_best: The metric that says which is the best; by default the loss of the evaluation.
@@ -166,6 +168,7 @@ class TrainingArguments:
     eval_on_start: bool = False
     save_every: int | str | timedelta | Every | None = None
     save_in_background: bool = True
+    on_save_error: str = "continue"
     keep_last: int | None = 3
     keep_best: int = 1
     metric_for_best: str | None = None

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_lib.callbacks.jsonl import JsonlLog
 from trainer_lib.events import Best, Run, RunState
-from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.errors import ConfigurationError, UnwritableError, did_you_mean
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.logging import get_logger
 from trainer_lib.seeding import set_seed
@@ -173,6 +173,10 @@ class Fitting:
         self.saves.save(target, dict(run.metrics) if self._evaluated_at == state.step else {})
         self._began = time.monotonic()
 
+    def forget_save(self) -> None:
+        """Let the same step be saved again."""
+        self._saved_at = -1
+
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint."""
         self.events.fire("on_load_begin", self.run, checkpoint)
@@ -213,7 +217,10 @@ class Fitting:
             self.events.fire("on_fit_end", run)
         finally:
             if self.folder is not None and run.is_main_process:
-                self.folder.write(status=status, state=run.state.state_dict(), metrics=dict(run.metrics))
+                try:
+                    self.folder.write(status=status, state=run.state.state_dict(), metrics=dict(run.metrics))
+                except OSError as error:  # what was trained is there all the same
+                    _logger.warning("How the run ended could not be written to %s: %s.", self.folder.path, error)
 
     def result(self) -> FitResult:
         """Return what became of the run."""
@@ -264,7 +271,10 @@ class Fitting:
     def _write_beside(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         del models, weights
         if self.run.is_main_process:
-            write_beside(self.trainer, Path(folder))
+            try:
+                write_beside(self.trainer, Path(folder))
+            except OSError as error:
+                raise UnwritableError(f"{folder} could not be written: {error.strerror or error}.") from error
 
     def _load_best(self) -> None:
         best = self.result().best_checkpoint

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.errors import CheckpointError, UnwritableError
 from trainer_lib.logging import get_logger
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class Saves:
         state.checkpoints = [*there, entry]  # what goes on from it knows that it is there
         try:
             run.accelerator.save_state(target, background=run.args.save_in_background)
+        except UnwritableError as error:
+            self._go_on_after(error)
+            return
         finally:
             state.checkpoints = there
         self.pending, self._has_asked = entry, False
@@ -55,10 +58,15 @@ class Saves:
         """Wait for the checkpoint in the background, if there is one, and tell that it is there.
 
         Raises:
-            CheckpointError: If it could not be written.
+            CheckpointError: If it could not be saved, and that ends the run.
         """
-        if self.pending is not None:
+        if self.pending is None:
+            return
+        try:
             entry = self._written()
+        except UnwritableError as error:
+            self._go_on_after(error)
+        else:
             self._fitting.events.fire("on_save_end", self._fitting.run, Path(entry["path"]))
 
     def close(self) -> None:
@@ -69,6 +77,12 @@ class Saves:
             except CheckpointError as error:
                 _logger.error("%s", error)
         self._fitting.run.accelerator._background.release()
+
+    def _go_on_after(self, error: UnwritableError) -> None:
+        if self._fitting.run.args.on_save_error == "raise":
+            raise error
+        self._fitting.forget_save()
+        _logger.warning('%s Training goes on; on_save_error="raise" would end it.', error)
 
     def _written(self) -> dict[str, Any]:
         """Wait, note the checkpoint as one that is there, and return its entry."""
