@@ -36,4 +36,5 @@ def _work(
     comparison = compare(scenario, contestants, rounds, steps)
     if rank == 0:
         (folder / "comparison").write_bytes(pickle.dumps(comparison))
+    dist.barrier()  # nobody closes a connection that another still needs
     dist.destroy_process_group()

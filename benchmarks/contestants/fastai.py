@@ -44,7 +44,7 @@ class Fastai(Contestant):
                 training.GradientClip(MAX_NORM),
                 *([training.GradientAccumulation(task.accumulation * BATCH_SIZE)] if task.accumulation > 1 else []),
                 own(),
-                around(callback.Callback, "before_epoch", "after_fit", meter),
+                around(callback.Callback, "before_epoch", "after_train", meter),
             ],
         )
         shows = any(isinstance(one, progress) for one in learn.cbs)

@@ -50,7 +50,7 @@ class HuggingFace(Contestant):
                 ),
                 train_dataset=task.loader().dataset,
                 optimizers=optimization(model),
-                callbacks=[around(transformers.TrainerCallback, "on_epoch_begin", "on_train_end", meter)],
+                callbacks=[around(transformers.TrainerCallback, "on_epoch_begin", "on_epoch_end", meter)],
             )
             trainer.compute_loss = compute_loss
             trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(task.loader())

@@ -44,7 +44,7 @@ class Ignite(Contestant):
 
         engine, events = engine_module.Engine(step), engine_module.Events
         engine.add_event_handler(events.EPOCH_STARTED, meter.start)
-        engine.add_event_handler(events.COMPLETED, meter.stop)
+        engine.add_event_handler(events.EPOCH_COMPLETED, meter.stop)
         engine.add_event_handler(events.ITERATION_COMPLETED(every=LOG_EVERY), lambda: print(total.item()))
         if task.bar:
             import_module("ignite.handlers").ProgressBar(persist=True).attach(engine)

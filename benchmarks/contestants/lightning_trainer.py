@@ -40,7 +40,7 @@ class LightningTrainer(Contestant):
             accumulate_grad_batches=task.accumulation,
             gradient_clip_val=MAX_NORM,
             log_every_n_steps=LOG_EVERY,
-            callbacks=[around(lightning.Callback, "on_train_epoch_start", "on_train_end", meter)],
+            callbacks=[around(lightning.Callback, "on_train_epoch_start", "on_train_epoch_end", meter)],
         )
         trainer.fit(module, shared_by_hand(task, task.loader()))
         return weights_norm(module.model)

@@ -30,7 +30,7 @@ class PytorchAccelerated(Contestant):
             model,
             loss_func=cross_entropy,
             optimizer=optimization(model)[0],
-            callbacks=[*shown, around(callbacks.TrainerCallback, "on_train_epoch_start", "on_training_run_end", meter)],
+            callbacks=[*shown, around(callbacks.TrainerCallback, "on_train_epoch_start", "on_train_epoch_end", meter)],
         )
 
         def optimizer_step() -> None:

@@ -36,7 +36,7 @@ class Skorch(Contestant):
                 callbacks.GradientNormClipping(MAX_NORM),
                 callbacks.LRScheduler(LambdaLR, lr_lambda=rate, step_every="batch"),
                 *([callbacks.ProgressBar(detect_notebook=False)] if task.bar else []),
-                around(callbacks.Callback, "on_epoch_begin", "on_train_end", meter),
+                around(callbacks.Callback, "on_epoch_begin", "on_epoch_end", meter),
             ],
             callbacks__print_log=None,
         )

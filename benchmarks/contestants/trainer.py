@@ -67,7 +67,7 @@ class Trainer(Contestant):
             use_cpu=True,
             **options,
         )
-        around = LambdaCallback(on_epoch_begin=lambda _: meter.start(), on_fit_end=lambda _: meter.stop())
+        around = LambdaCallback(on_epoch_begin=lambda _: meter.start(), on_epoch_end=lambda _: meter.stop())
         trainer = Trainer(
             model, arguments, train_dataset=train_dataset, loss_fn=cross_entropy, callbacks=[around], **objects
         )
