@@ -160,6 +160,7 @@ class Accelerator(Persistence):
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
+        self._nominal: tuple[Any, int, float] = (None, 0, 1.0)  # a loader, the steps of a window, and what that weighs
         self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
         self._background = BackgroundSaves()
 
@@ -543,6 +544,7 @@ class Accelerator(Persistence):
         self._schedulers.clear()
         self._dataloaders.clear()
         self._custom_objects.clear()
+        self._nominal = (None, 0, 1.0)
         self._window.reset()
         self.gradient_state.sync_gradients = True
         self.strategy.release()
@@ -640,21 +642,26 @@ class Accelerator(Persistence):
                 raise ConfigurationError(
                     f"optimizer={type(one).__name__} is not prepared. Give what prepare() returned."
                 )
-            if not self._window.has_weights(one) and len(self._optimizers) == 1 and one.holds_gradients:
+        share = self._window.share_of(optimizers)
+        if share is None:
+            if len(self._optimizers) == 1 and optimizers[0].holds_gradients:
                 raise ConfigurationError(
                     "A weighted loss joins ones without weight= in one update. Weigh all, or none."
                 )
-        return self._window.share_of(optimizers, self.nominal_weight)
+            share = self._window.open_share(optimizers, self.nominal_weight())
+        return share
 
     def nominal_weight(self) -> float:
         """Return what weighted losses of this process are divided by before it is known what a window weighs.
 
         A model that takes the number of items its loss is divided by is given this one.
         """
-        loader = self.gradient_state.active_dataloader
-        processes = self.group.size
-        batch = (getattr(loader, "total_batch_size", None) or processes) / processes
-        return batch * self.gradient_state.num_steps
+        loader, steps = self.gradient_state.active_dataloader, self.gradient_state.num_steps
+        if self._nominal[:2] != (loader, steps):  # else as in the last window
+            processes = self.group.size
+            batch = (getattr(loader, "total_batch_size", None) or processes) / processes
+            self._nominal = (loader, steps, batch * steps)
+        return self._nominal[2]
 
     def _finalize_gradients_of(self, parameters: list[Tensor]) -> None:
         if len(self._optimizers) == 1:

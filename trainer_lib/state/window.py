@@ -4,7 +4,7 @@ Gradients are made with a nominal weight that is known before the first micro-ba
 is known with its last one; the quotient of the two is the factor that the gradients are still to be multiplied by.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,17 +161,19 @@ class GradientWindow:
         thrown_away = updates and not zeroes_first and self.backwards > self._backwards_before
         return self.size == 1 or thrown_away
 
-    def share_of(self, optimizers: tuple[Hashable, ...], nominal_weight: Callable[[], float]) -> Share:
-        """Return what the losses of `optimizers` weigh so far."""
-        share = self._shares.get(optimizers)
-        if share is None:
-            for other in self._shares:
-                if not set(other).isdisjoint(optimizers):
-                    raise ConfigurationError(
-                        "One optimizer takes part in weighted losses of different optimizers within one update, so "
-                        "its gradients have no single weight. Name the same optimizers in each backward(…, weight=…)."
-                    )
-            share = self._shares[optimizers] = Share(nominal_weight())
+    def share_of(self, optimizers: tuple[Hashable, ...]) -> Share | None:
+        """Return what the losses of `optimizers` weigh so far, if there were any."""
+        return self._shares.get(optimizers)
+
+    def open_share(self, optimizers: tuple[Hashable, ...], nominal_weight: float) -> Share:
+        """Begin to count what the losses of `optimizers` weigh."""
+        for other in self._shares:
+            if not set(other).isdisjoint(optimizers):
+                raise ConfigurationError(
+                    "One optimizer takes part in weighted losses of different optimizers within one update, so "
+                    "its gradients have no single weight. Name the same optimizers in each backward(…, weight=…)."
+                )
+        share = self._shares[optimizers] = Share(nominal_weight)
         return share
 
     def factor(self, optimizer: Hashable) -> Weight:
@@ -190,7 +192,7 @@ class GradientWindow:
 
     def forget_weights(self, optimizer: Hashable) -> None:
         """Start anew with the weights of `optimizer`: its gradients are used or thrown away."""
-        if not self._shares:
+        if not self._shares or self._shares.pop((optimizer,), None) is not None:  # alone, as most are
             return
         for optimizers in [key for key in self._shares if optimizer in key]:
             remaining = tuple(other for other in optimizers if other is not optimizer)

@@ -12,7 +12,7 @@ Weight = float | Tensor
 
 
 class Averages:
-    """Weighted means by name. Nothing is read from the device before `collect`.
+    """Weighted means by name. Nothing is read from an accelerator before `collect`.
 
     Args:
         group: The processes whose values are put together.
@@ -31,7 +31,7 @@ class Averages:
         self._group, self._device = group, device
         # Sums of thousands of float32 values lose digits; some devices have nothing better.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, float | Tensor] = {}
         self._weights: dict[str, Weight] = {}
         self.weightless: set[str] = set()  # what had nothing to it at the last `collect`
 
@@ -53,12 +53,13 @@ class Averages:
 
     def add_sum(self, name: str, total: float | Tensor, weight: Weight) -> None:
         """Add a sum over `weight` items, detached."""
-        so_far = self._sums.get(name)
-        if so_far is None:
-            so_far = self._sums[name] = torch.zeros((), dtype=self._dtype, device=self._device)
-            self._weights[name] = 0.0
-        so_far.add_(total)
-        self._weights[name] = self._weights[name] + weight
+        if isinstance(total, Tensor) and total.is_cpu:  # there is nothing to wait for, and numbers are added faster
+            total = total.item()
+        so_far = self._sums.get(name, 0.0)
+        if isinstance(total, Tensor) and not isinstance(so_far, Tensor):
+            so_far = torch.full((), so_far, dtype=self._dtype, device=self._device)
+        self._sums[name] = so_far.add_(total) if isinstance(so_far, Tensor) else so_far + total
+        self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def clear(self) -> None:
         """Forget what was added."""

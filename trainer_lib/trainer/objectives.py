@@ -60,7 +60,8 @@ class LossFunction:
     def __call__(self, model: Any, batch: Any) -> LossResult:
         """Return the loss of a batch."""
         inputs, targets = split(batch, self._label_names)
-        self._check(inputs)
+        if not self._is_checked:
+            self._check(inputs)
         outputs = call_model(model, inputs)
         if self._summed is not None:
             predictions = outputs if type(outputs) is Tensor else predictions_of(outputs)
