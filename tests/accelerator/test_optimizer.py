@@ -69,6 +69,24 @@ def test_gradients_are_dropped_as_asked() -> None:
     assert network[0].weight.grad is None
 
 
+def test_an_optimizer_that_drops_gradients_in_its_own_way_is_asked() -> None:
+    class Counting(torch.optim.SGD):
+        calls = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.calls += 1
+            super().zero_grad(set_to_none)
+
+    _, network, optimizer = _prepared(Counting)
+    network(torch.ones(1, 8)).sum().backward()
+    optimizer.zero_grad()
+    assert (optimizer.calls, network[0].weight.grad) == (1, None)
+    optimizer.optimizer.zero_grad = lambda: None  # as other libraries put something in its place
+    network(torch.ones(1, 8)).sum().backward()
+    optimizer.zero_grad()
+    assert network[0].weight.grad is not None
+
+
 def test_modes_of_schedule_free_optimizers_are_passed_on() -> None:
     class Moded(torch.optim.SGD):
         mode = "none"

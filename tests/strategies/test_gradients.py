@@ -90,3 +90,18 @@ def test_powers_that_a_float_cannot_hold() -> None:
     parameter.grad = torch.full((3,), 1e-5)
     small = gradients.norm([parameter], 2.0, CPU)
     assert float(small) == pytest.approx(3**0.5 * 1e-5, rel=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 5, [torch.float32, torch.bfloat16] * 2 + [torch.float32], []])
+def test_whole_gradients_are_clipped_as_by_torch_to_the_last_digit(norm_type: float, dtypes: list[torch.dtype]) -> None:
+    def clipped(clip: Any) -> list[Tensor]:
+        parameters = [nn.Parameter(tensor.to(dtype)) for tensor, dtype in zip(_tensors(), dtypes, strict=False)]
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        parameters.append(nn.Parameter(torch.ones(2)))  # without a gradient
+        norm = clip(iter(parameters), 0.7, norm_type)
+        return [norm, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+
+    ours, theirs = clipped(gradients.clip_whole), clipped(nn.utils.clip_grad_norm_)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainer_lib.modules.state import inner_module, load_module_state, module_state
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.strategies import gradients
 from trainer_lib.strategies.optimizer_names import load_named_state, named_state
 
 _NOTHING = nullcontext()  # one for all: it is entered on each micro-batch that does not update
@@ -123,7 +124,7 @@ class SingleProcess:
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Shrink the gradients to a norm of at most `max_norm` over all of them, and return the norm before."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return gradients.clip_whole(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Cut each gradient to at most `clip_value` in size."""
@@ -131,8 +132,8 @@ class SingleProcess:
 
     def grad_norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         """Return the norm over all gradients."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, norm_type)
+        present = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(present, norm_type)
 
     def bare(self, model: nn.Module) -> nn.Module:
         """Return the user's module inside whatever distributes or compiles it."""

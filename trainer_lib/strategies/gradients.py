@@ -25,6 +25,24 @@ def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float, d
 
 
 @torch.no_grad()
+def clip_whole(parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Do the same for gradients that are whole.
+
+    With the operations of torch's `clip_grad_norm_`, to the last digit. That sorts them by device and type first, which
+    takes longer than the operations and is of no use where all are alike.
+    """
+    parameters = list(parameters)
+    gradients = _gradients(parameters)
+    kinds = {(type(gradient), gradient.device, gradient.dtype) for gradient in gradients}
+    kind, device, _ = next(iter(kinds)) if len(kinds) == 1 else (None, None, None)
+    if kind is not Tensor or device is None or device.type not in ("cpu", "cuda"):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
+    torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+@torch.no_grad()
 def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients in place, without waiting for the device that they and the factor are on."""
     values = local_values(gradients)
