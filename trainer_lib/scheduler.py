@@ -45,7 +45,10 @@ class AcceleratedScheduler:
         elif not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
                 self.scheduler._step_count += 1
-        elif not any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
+        else:
+            for optimizer in self.optimizers:
+                if getattr(optimizer, "step_was_skipped", False):
+                    return
             for _ in range(self._moves):
                 # A schedule with a fixed length would raise if it were moved past its end.
                 if self._moves == 1 or self._has_steps_left():

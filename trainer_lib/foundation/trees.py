@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NOTHING: frozenset[str] = frozenset()
 # Leaves that a walk leaves alone without asking anything else about them.
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 
@@ -156,8 +157,9 @@ def send_to_device(
         non_blocking: Do not wait for the copy; of use where the source is pinned memory.
         skip_keys: Keys of mappings whose values stay where they are.
     """
-    skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
-    return _sent(tensor, device, non_blocking, skipped)
+    if skip_keys is None:
+        return _sent(tensor, device, non_blocking, _NOTHING)
+    return _sent(tensor, device, non_blocking, frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys))
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -248,7 +250,12 @@ def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
     if kind in _PLAIN:
         return tree
     if kind is tuple or kind is list:
-        return kind([_sent(value, device, non_blocking, skipped) for value in tree])
+        return kind([
+            value.to(device, non_blocking=non_blocking)  # here too, as this is done to each batch
+            if type(value) is Tensor
+            else _sent(value, device, non_blocking, skipped)
+            for value in tree
+        ])  # fmt: skip
     if kind is dict and not skipped:
         return {key: _sent(value, device, non_blocking, skipped) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)):
