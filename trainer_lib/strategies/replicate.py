@@ -89,7 +89,7 @@ class Replicate(SingleProcess):
         # Only now: a loop that never weighs its losses keeps DDP's own reduction, which needs no Python.
         self._register_hooks()
         self._carried = ()
-        self._cargo = torch.stack([_on_device(value, self.device) for value in values]) if values else None
+        self._cargo = _packed(values, self.device) if values else None
 
     def carried(self) -> Sequence[float | Tensor]:
         """Return the averages; by a message of their own if no bucket took them along."""
@@ -100,7 +100,7 @@ class Replicate(SingleProcess):
                     "Inside join_uneven_inputs, weight= travels with the gradients of a model that is named there, and "
                     "this backward shared none. Name the model, and register no communication hook on it yourself."
                 )
-            self._carried = list(self.group.all_reduce(cargo) / self.group.size)
+            self._carried = _unpacked(self.group.all_reduce(cargo) / self.group.size)
         return super().carried()
 
     def join(
@@ -186,10 +186,20 @@ def _averaged_with_cargo(strategy: Replicate, gradients: Tensor, cargo: Tensor) 
 
     def unload(future: Future[list[Tensor]]) -> Tensor:
         average = future.value()[0].div_(strategy.group.size)
-        strategy._carried = list(average[gradients.numel() :])
+        strategy._carried = _unpacked(average[gradients.numel() :])
         return average[: gradients.numel()]
 
     return summed(freight).then(unload)
+
+
+def _packed(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    if device.type == "cpu" and not any(isinstance(value, Tensor) for value in values):
+        return torch.tensor(values, dtype=torch.float32)
+    return torch.stack([_on_device(value, device) for value in values])
+
+
+def _unpacked(values: Tensor) -> Sequence[float | Tensor]:
+    return values.tolist() if values.is_cpu else list(values)  # what is on the host waits for nothing
 
 
 def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
