@@ -175,21 +175,27 @@ def _send(route: _Route, bucket: dist.GradBucket) -> Future[Tensor]:
     elif strategy._cargo is not None and route.travel is averaged:
         gradients = bucket.buffer()
         if not gradients.is_sparse and gradients.dtype in _EXACT:
-            return _averaged_with_cargo(strategy, gradients, strategy._cargo)
+            return _averaged_with_cargo(strategy, gradients, strategy._cargo, is_last=bucket.is_last())
     return route.travel(bucket)
 
 
-def _averaged_with_cargo(strategy: Replicate, gradients: Tensor, cargo: Tensor) -> Future[Tensor]:
+def _averaged_with_cargo(strategy: Replicate, gradients: Tensor, cargo: Tensor, is_last: bool) -> Future[Tensor]:
     strategy._cargo = None
     # The first bucket is the small one, so the copy costs less than a second message.
     freight = torch.cat([gradients, cargo.to(gradients)])
 
-    def unload(future: Future[list[Tensor]]) -> Tensor:
-        average = future.value()[0].div_(strategy.group.size)
+    def unload(total: Tensor) -> Tensor:
+        average = total.div_(strategy.group.size)
         strategy._carried = _unpacked(average[gradients.numel() :])
         return average[: gradients.numel()]
 
-    return summed(freight).then(unload)
+    if not is_last or not freight.is_cpu:
+        return summed(freight).then(lambda future: unload(future.value()[0]))
+    # There is nothing to do meanwhile, and having another thread call Python takes longer.
+    dist.all_reduce(freight)
+    arrived: Future[Tensor] = Future()
+    arrived.set_result(unload(freight))
+    return arrived
 
 
 def _packed(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
