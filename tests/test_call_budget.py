@@ -35,7 +35,7 @@ SCENARIOS = [
     pytest.param(PENDING, id="no micro-batch updates"),
 ]
 
-TRAINER_BUDGET, TRAINER_MARGIN, BAR_MARGIN = 700, 120, 4
+TRAINER_BUDGET, TRAINER_MARGIN, BAR_MARGIN = 700, 60, 4
 FITTING = Scenario(name="fit", title="", loop="fit")
 FITTING_WITH_BAR = Scenario(name="fit-bar", title="", loop="fit", settings={"bar": True})
 FITTING_IN_WINDOWS = Scenario(name="fit-accumulation", title="", loop="fit", settings={"accumulation": 4})
