@@ -13,10 +13,10 @@ from trainer_lib.events import Best, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, UnwritableError, did_you_mean
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.logging import get_logger
+from trainer_lib.runs import RunFolder
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import banner, differences, preflight
 from trainer_lib.trainer.cadence import Cadences
-from trainer_lib.trainer.checkpoints import RunFolder
 from trainer_lib.trainer.engine import accumulation_steps
 from trainer_lib.trainer.rates import Fresh
 from trainer_lib.trainer.result import FitResult

@@ -21,7 +21,6 @@ from trainer_lib.trainer.argument_checks import CHECKS
 from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.averages import Averages
 from trainer_lib.trainer.batches import count_items, is_scalar
-from trainer_lib.trainer.checkpoints import checkpoint_at, find_place
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
 from trainer_lib.trainer.fitting import Fitting
@@ -30,6 +29,7 @@ from trainer_lib.trainer.loss_checks import check_loss, check_weight
 from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
 from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss, is_shifted
 from trainer_lib.trainer.outputs import EvaluationOutput
+from trainer_lib.trainer.places import checkpoint_at, find_place
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saving import read_arguments, save_model
 

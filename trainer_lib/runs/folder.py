@@ -1,0 +1,111 @@
+"""This file is a run's folder: who it is, its checkpoints, and the other runs beside it.
+
+output_dir/RUN_ID/run.json
+output_dir/RUN_ID/history.jsonl
+output_dir/RUN_ID/checkpoints/checkpoint-00000500/
+"""
+
+import json
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.checkpointing.codec import Encoded, decode, encode
+from trainer_lib.checkpointing.layout import committed
+from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.files import replace_file
+
+_NAME = re.compile(r"checkpoint-\d+(\.replaced)?")
+RUN_FILE, HISTORY_FILE, CHECKPOINTS = "run.json", "history.jsonl", "checkpoints"
+
+
+@dataclass
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: Where it is.
+        facts: What its file says: its id, what it trains, how it ended.
+    """
+
+    path: Path
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.facts.get("status") in ("finished", "stopped")
+
+    @property
+    def history_file(self) -> Path:
+        """Where what is logged goes."""
+        return self.path / HISTORY_FILE
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint after `step` updates."""
+        return self.path / CHECKPOINTS / f"checkpoint-{step:08d}"
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the checkpoint of the most updates; one that has no manifest is one too, and damaged."""
+        found = [path for path in (self.path / CHECKPOINTS).glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+        names = {path.name.removesuffix(".replaced") for path in found if path.is_dir()}
+        if not names:
+            return None
+        newest = self.path / CHECKPOINTS / max(names, key=lambda name: (len(name), name))
+        return committed(newest) or newest
+
+    def write(self, **facts: Any) -> None:
+        """Write down what is known of the run; one process does."""
+        self.facts.update(facts)
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(encode(self.facts, told_as=RUN_FILE).tree, indent=1, allow_nan=False) + "\n"
+        replace_file(self.path / RUN_FILE, lambda path: _write(path, text))
+
+
+def new_run(root: Path, name: str | None, what: dict[str, Any]) -> RunFolder:
+    """Return the folder of a new run; nothing is made yet.
+
+    Args:
+        root: Where runs are kept.
+        name: What the user calls it.
+        what: What it trains, by which `resume="auto"` knows it.
+    """
+    run_id = f"{name or time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return RunFolder(root.resolve() / run_id, {"run_id": run_id, "created": time.time(), "what": what})
+
+
+def runs_in(output_dir: Path, what: dict[str, Any]) -> list[RunFolder]:
+    """Return the runs that train the same, the oldest first."""
+    found: list[RunFolder] = []
+    for file in output_dir.glob(f"*/{RUN_FILE}"):
+        try:
+            facts = _facts(file)
+        except (OSError, ValueError, CheckpointError) as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error}). Move its folder away, or resume by path."
+            ) from error
+        if facts.get("what") == what:
+            found.append(RunFolder(file.parent, facts))
+    return sorted(found, key=lambda run: run.facts.get("created", 0.0))
+
+
+def read_run(folder: Path, what: Any) -> RunFolder:
+    """Return the run of a folder, which may have lost the file that tells of it."""
+    file = folder / RUN_FILE
+    return RunFolder(folder, _facts(file) if file.is_file() else {"run_id": folder.name, "what": what})
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    return decode(Encoded(json.loads(file.read_text())))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
