@@ -14,8 +14,8 @@ from trainer_lib.checkpointing.layout import numbered
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.sizes import convert_file_size_to_int
 from trainer_lib.tensor_files.contents import Content, Json, Tensors
+from trainer_lib.tensor_files.loading import load_tensors
 from trainer_lib.tensor_files.names import SAFE_MODEL_NAME
-from trainer_lib.tensor_files.safetensors import read_tensors
 from trainer_lib.tensor_files.shards import SHARDS_ENDING, read_whole
 from trainer_lib.tensor_files.weights import find_weights, read_weights, weight_files
 
@@ -193,16 +193,11 @@ def read_state(folder: Path, name: str, words: Words) -> Any:
     tensors, shards = folder / f"{name}.safetensors", folder / f"{name}{SHARDS_ENDING}"
     read: dict[str, Tensor] = {}
     if tensors.is_file():
-        read = _in_memory(read_tensors(tensors, words.device))
+        # Not where they lie in the file: what is deleted while it is in use keeps its space on the disk taken.
+        read = load_tensors(tensors, words.device)
     elif shards.is_dir():
         read = read_whole(shards)
     return decode(Encoded(Json.read(folder / f"{name}.json"), read), words.allow_pickle, f"the state of {name}")
-
-
-def _in_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies: what lies in a file would keep its space on the disk taken once it is deleted."""
-    copies = {id(tensor): tensor.clone() for tensor in tensors.values()}
-    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
 def check_counts(saved: Sequence[str], present: Sequence[str], where: str) -> None:

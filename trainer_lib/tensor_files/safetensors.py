@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,6 +36,20 @@ _NAMES = {
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _METADATA = {"format": "pt"}  # who wrote it; transformers refuses files that do not say so
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a file.
+
+    Args:
+        dtype: Its type.
+        shape: Its shape.
+        start: Its first byte, counted from that of the file.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
 
 
 def why_not(tensor: Tensor) -> str | None:
@@ -86,11 +100,14 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
             tensors = {name: file.get_tensor(name) for name in names}
             aliases: dict[str, str] = file.metadata() or {}
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-    for name, first in aliases.items():
-        if name not in _METADATA and first in tensors:
-            tensors.setdefault(name, tensors[first])
-    return tensors
+        raise _unreadable(path, error) from error
+    return with_aliases(tensors, aliases)
+
+
+def with_aliases(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return tensors under all their names, those that the texts beside them tell included."""
+    further = {name: tensors[first] for name, first in metadata.items() if name not in _METADATA and first in tensors}
+    return {**further, **tensors}
 
 
 def read_shapes(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -105,13 +122,32 @@ def read_header(path: Path) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], 
     Raises:
         CheckpointError: If it is no such file.
     """
+    places, metadata = read_places(path)
+    return {name: (place.dtype, place.shape) for name, place in places.items()}, metadata
+
+
+def read_places(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
+    """Return what a file stores, and where in it, and the texts beside.
+
+    Raises:
+        CheckpointError: If it is no such file.
+    """
     try:
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", {})
-        return {name: (_TYPES[info["dtype"]], torch.Size(info["shape"])) for name, info in header.items()}, metadata
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        places = {
+            name: Place(_TYPES[info["dtype"]], torch.Size(info["shape"]), 8 + length + info["data_offsets"][0])
+            for name, info in header.items()
+        }
+        return places, metadata
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError, IndexError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read as safetensors: {error}")
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -13,6 +13,7 @@ from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
 from trainer_lib.foundation.files import inside
 from trainer_lib.foundation.sizes import convert_file_size_to_int
 from trainer_lib.tensor_files.contents import Content, Json, PickledTensors, Tensors
+from trainer_lib.tensor_files.loading import load_tensors
 from trainer_lib.tensor_files.names import weights_ending, weights_stem
 from trainer_lib.tensor_files.safetensors import read_shapes, read_tensors
 from trainer_lib.tensor_files.shards import SHARDS_ENDING, read_whole
@@ -72,7 +73,7 @@ def read_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[s
         return read_whole(shards)
     weights: dict[str, Tensor] = {}
     for path in files_of_weights(checkpoint):
-        weights |= read_tensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path)
+        weights |= load_tensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path)
     return weights
 
 
