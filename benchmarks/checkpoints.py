@@ -77,12 +77,19 @@ def measure(parameters: float, rounds: int, folder: Path) -> None:
                 floors.append(timed(lambda: safetensors(tensors, folder / "floor"))[0])
     report("save", min(saves), min(floors), "safetensors and fsync", "at most 1.11")
 
-    loads: list[float] = []
-    reads: list[float] = []
-    for _ in range(rounds):
-        reads.append(timed(lambda: read(folder / "state"))[0])
-        loads.append(timed(lambda: accelerator.load_state(folder / "state"))[0])
-    report("load", min(loads), min(reads), "reading every byte", "at most 1.25")
+    for is_cold in (True, False):
+        loads: list[float] = []
+        reads: list[float] = []
+        for number in range(2 * rounds):
+            for is_load in (number % 2 == 0, number % 2 == 1):
+                if is_cold:
+                    forget(folder / "state")
+                if is_load:
+                    loads.append(timed(lambda: accelerator.load_state(folder / "state"))[0])
+                else:
+                    reads.append(timed(lambda: read(folder / "state"))[0])
+        where = "the disk" if is_cold else "the system's memory"
+        report(f"load from {where}", min(loads), min(reads), "reading every byte", "at most 1.25")
 
 
 def trained(layers: int) -> tuple[Accelerator, dict[str, Tensor]]:
@@ -116,14 +123,17 @@ def safetensors(tensors: dict[str, Tensor], folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-def read(folder: Path) -> None:
-    """Read every byte of a folder."""
-    block = bytearray(16 << 20)
+def read(folder: Path) -> list[bytes]:
+    """Read every byte of a folder, into memory as a load has to."""
+    return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+
+
+def forget(folder: Path) -> None:
+    """Have the system forget what it holds of files in memory, so that they are read from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(block):
-                    continue
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def timed(do: Callable[[], Any]) -> tuple[float, Any]:
