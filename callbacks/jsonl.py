@@ -1,76 +1,164 @@
-"""This file is a log of a run as a file of JSON, a line for each log and each evaluation."""
+"""This file is the history of a run as a file of JSON: a line for each log, each evaluation and each event."""
 
 import json
 import math
-from collections.abc import Mapping
+import platform
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.checkpointing.manifest import library_versions
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.files import replace_file
+from trainer_lib.runs.environment import memory_in_use
+
+# What tells of the processes that trained stays, whatever is trained again after a restart.
+_STAYING = ("started", "resumed", "ended", "died")
+_PLACE = ("step", "epoch", "samples", "seconds")
 
 
 class JsonlLog(Callback):
-    """Writes a line of JSON for each log and each evaluation; the main process does.
+    """Writes a line of JSON for each log, each evaluation and each event of a run; the main process does.
 
-    Each line is written at once. A resumed run takes out what was logged after the step it goes on from. A new run puts
-    an older file of this name aside, as `<name>.old`. What JSON has no number for is written as "NaN", "Infinity" or
-    "-Infinity", which `float()` reads.
+    The events are "started", "resumed", "save", "best", "skipped" and "ended", and what callbacks tell by `run.note`.
+    Each line is written at once. A resumed run takes out what came after the step it goes on from, but for the lines
+    that tell how it started and ended, and says by a line "died" that it was killed. A new run puts an older file of
+    this name aside, as `<name>.old`. What JSON has no number for is written as "NaN", "Infinity" or "-Infinity", which
+    `float()` reads.
 
     Args:
         path: The file.
+        skipped_steps: Whether to write a line for each update that overflowed (fp16); the loop then looks after each.
 
     Example:
         >>> from trainer_lib.events import RunState
         >>> log = JsonlLog("history.jsonl")
-        >>> log.on_log(Run(state=RunState(step=10, epoch=1, seconds=2.5)), {"loss": float("nan")})
+        >>> log.on_log(Run(state=RunState(step=10, epoch=1, samples=80, seconds=2.5)), {"loss": float("nan")})
         >>> print(Path("history.jsonl").read_text(), end="")
-        {"event": "log", "step": 10, "epoch": 1.0, "seconds": 2.5, "loss": "NaN"}
+        {"event": "log", "step": 10, "epoch": 1.0, "samples": 80, "seconds": 2.5, "time": ..., "loss": "NaN"}
     """
 
     order = 100  # after those who add to what is logged
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, skipped_steps: bool = False) -> None:
         self.path = Path(path).expanduser()
+        self._saving_since = 0.0
+        self._error: str | None = None
+        if skipped_steps:
+            self.on_step_skipped = self._note_skipped
 
     def on_fit_begin(self, run: Run) -> None:
+        self._error = None
         if not run.is_main_process:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            return
-        if run.state.step == 0:
-            self.path.replace(self.path.with_name(f"{self.path.name}.old"))
-            return
-        kept = [line for line in self.path.read_text("utf-8").splitlines() if _is_until(line, run.state.step)]
-        replace_file(self.path, lambda path: _write_lines(path, kept))
+        if run.state.step:
+            self._go_on(run)
+        else:
+            if self.path.exists():
+                self.path.replace(self.path.with_name(f"{self.path.name}.old"))
+            self._write(run, "started", _settings(run))
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
-        self._write(run, "log", values)
+        if run.is_main_process:
+            self._write(run, "log", {**memory_in_use(_device_type(run)), **values})
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         self._write(run, "evaluation", metrics)
 
-    def _write(self, run: Run, event: str, values: Mapping[str, Any]) -> None:
+    def on_best(self, run: Run, metric: str, value: float) -> None:
+        self._write(run, "best", {"metric": metric, "value": value})
+
+    def on_save_begin(self, run: Run, folder: Path) -> None:
+        self._saving_since = time.monotonic()
+
+    def on_save_end(self, run: Run, folder: Path) -> None:
+        entry: Mapping[str, Any] = next((one for one in run.state.checkpoints if one["path"] == str(folder)), {})
+        # In the background the run went on meanwhile: the line says where it stood when it was saved.
+        place = {name: entry[name] for name in _PLACE if name in entry}
+        took = round(time.monotonic() - self._saving_since, 3)
+        self._write(run, "save", {"path": str(folder), "why": entry.get("reasons", []), "took": took}, place)
+
+    def on_note(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
+        self._write(run, name, facts)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._error = f"{type(error).__name__}: {error}"
+
+    def on_fit_end(self, run: Run) -> None:
+        self._write(run, "ended", {"status": run.state.status, "reason": self._error or run.state.reason})
+
+    def _note_skipped(self, run: Run) -> None:
+        self._write(run, "skipped", {"why": "the gradients overflowed"})
+
+    def _go_on(self, run: Run) -> None:
+        """Take out what came after the step that the run goes on from, and tell of it."""
+        step, there = run.state.step, self._lines()
+        kept = [line for line, entry in there if entry["step"] <= step or entry.get("event") in _STAYING]
+        of_last_process = _of_last_process([entry for _, entry in there])
+        if of_last_process and not any(entry.get("event") == "ended" for entry in of_last_process):
+            last = max(of_last_process, key=lambda entry: entry["step"])
+            died = {"event": "died", **{name: last[name] for name in (*_PLACE, "time") if name in last}}
+            kept.append(json.dumps(died))
+        if self.path.exists():
+            replace_file(self.path, lambda path: _write_lines(path, kept))
+        furthest = max((entry["step"] for entry in of_last_process), default=step)
+        self._write(run, "resumed", {**_settings(run), "steps_lost": max(furthest - step, 0)})
+
+    def _lines(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the lines that are whole, with what they say."""
+        if not self.path.exists():
+            return []
+        read = [(line, _entry(line)) for line in self.path.read_text("utf-8").splitlines()]
+        return [(line, entry) for line, entry in read if entry is not None]
+
+    def _write(self, run: Run, event: str, values: Mapping[str, Any], place: Mapping[str, Any] | None = None) -> None:
         if not run.is_main_process:
             return
         state = run.state
-        place = {"event": event, "step": state.step, "epoch": state.epochs, "seconds": round(state.seconds, 3)}
-        line = json.dumps(_plain({**place, **values, **place}), ensure_ascii=False, allow_nan=False)
+        there = {"step": state.step, "epoch": state.epochs, "samples": state.samples, "seconds": state.seconds}
+        told: dict[str, Any] = {"event": event, **there, **(place or {})}
+        told |= {"seconds": round(told["seconds"], 3), "time": round(time.time(), 3)}
+        line = json.dumps(_plain({**told, **values, **told}), ensure_ascii=False, allow_nan=False)
         # Opened anew for each line: logs are rare, and no file is left open by whatever ends the run.
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 
-def _is_until(line: str, step: int) -> bool:
-    """Whether a line is whole, and was logged at this step or before."""
+def _settings(run: Run) -> dict[str, Any]:
+    """Return what the process that trains is, as far as that may be another one after a restart."""
+    accelerator = run.accelerator
+    return {
+        "processes": 1 if accelerator is None else accelerator.num_processes,
+        "precision": "no" if accelerator is None else accelerator.mixed_precision,
+        "device": _device_type(run),
+        "host": platform.node(),
+        **library_versions(),
+        "max_steps": run.state.max_steps,
+        "max_epochs": run.state.max_epochs,
+    }
+
+
+def _device_type(run: Run) -> str:
+    return "cpu" if run.accelerator is None else run.accelerator.device.type
+
+
+def _of_last_process(entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    begins = [index for index, entry in enumerate(entries) if entry.get("event") in ("started", "resumed")]
+    return entries[begins[-1] :] if begins else entries
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """Return what a line says; `None` if it is not whole."""
     try:
-        return json.loads(line)["step"] <= step
+        entry = json.loads(line)
+        return entry if isinstance(entry["step"], int) else None
     except (ValueError, TypeError, KeyError):
-        return False
+        return None
 
 
-def _write_lines(path: Path, lines: list[str]) -> None:
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

@@ -13,6 +13,8 @@ from trainer_lib.events import Callback, Run
 class Throughput(Callback):
     """Adds samples and steps a second to what is logged: since the last log, without evaluations and saving.
 
+    Beside them `data_wait` is the share of that time in which training waited for batches.
+
     It does nothing in a step, so that it costs nothing there (with `tokens`: one call a batch).
 
     Args:
@@ -32,6 +34,7 @@ class Throughput(Callback):
         self._tokens_of, self._per_device = tokens, per_device
         self._tokens: float | Tensor = 0
         self._processes = 1
+        self._waited: float | None = None  # for batches; not known without a loader of the library's
         self._pauses = {"evaluation_seconds": 0.0, "saving_seconds": 0.0}
         self._paused_at = 0.0
         self._is_training = False
@@ -55,6 +58,7 @@ class Throughput(Callback):
         self._pauses = dict.fromkeys(self._pauses, 0.0)
         self._processes = 1 if run.accelerator is None else run.accelerator.num_processes
         self._tokens = 0
+        self._waited = None
         self._first = self._last = self._now = self._place(run)
         self._is_training = True
 
@@ -90,7 +94,10 @@ class Throughput(Callback):
 
     def _place(self, run: Run) -> "_Place":
         seconds = time.perf_counter() - sum(self._pauses.values())
-        return _Place(run.state.step, run.state.samples, seconds, float(self._tokens) * self._processes)
+        loader = None if run.accelerator is None else run.accelerator.gradient_state.active_dataloader
+        self._waited = getattr(loader, "seconds_waited", self._waited)
+        tokens = float(self._tokens) * self._processes
+        return _Place(run.state.step, run.state.samples, seconds, tokens, self._waited or 0.0)
 
     def _speeds(self, since: "_Place") -> dict[str, float]:
         now, seconds = self._now, self._now.seconds - since.seconds
@@ -102,6 +109,8 @@ class Throughput(Callback):
         }
         if self._tokens_of is not None:
             speeds["tokens_per_second"] = (now.tokens - since.tokens) / seconds
+        if self._waited is not None:
+            speeds["data_wait"] = min((now.waited - since.waited) / seconds, 1.0)
         if self._per_device:
             speeds["samples_per_second_per_device"] = speeds["samples_per_second"] / self._processes
         return speeds
@@ -114,3 +123,4 @@ class _Place(NamedTuple):
     samples: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
+    waited: float = 0.0

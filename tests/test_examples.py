@@ -48,7 +48,8 @@ def history(folder: Path) -> list[dict[str, Any]]:
     """Return what the one run in a folder logged, without its times."""
     (file,) = folder.glob("*/history.jsonl")
     entries = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-    timed = ("seconds", "samples_per_second", "steps_per_second")
+    timed = ("seconds", "time", "samples_per_second", "steps_per_second", "data_wait", "host_memory")
+    entries = [entry for entry in entries if entry["event"] in ("log", "evaluation")]
     return [{name: value for name, value in entry.items() if name not in timed} for entry in entries]
 
 

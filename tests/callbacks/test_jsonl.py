@@ -1,16 +1,20 @@
 """This file is the tests of the log in lines of JSON."""
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from tests.callbacks.loops import go_through, running
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import JsonlLog
+from trainer_lib.events import Dispatcher
 from trainer_lib.launchers import run_forked
 
 
@@ -23,8 +27,14 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def entries(path: Path) -> list[dict[str, Any]]:
     return [strict(line) for line in path.read_text().splitlines()]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Return what was logged and evaluated, without what is another number each time."""
+    logged = [entry for entry in entries(path) if entry["event"] in ("log", "evaluation")]
+    return [{name: value for name, value in entry.items() if name not in ("time", "host_memory")} for entry in logged]
 
 
 def test_each_log_and_each_evaluation_is_a_line(tmp_path: Path) -> None:
@@ -32,17 +42,22 @@ def test_each_log_and_each_evaluation_is_a_line(tmp_path: Path) -> None:
     run = running(steps_per_epoch=4, seconds=1.23456)
     go_through([JsonlLog(str(path))], 4, run, log_every=2, evaluations={4: {"eval_loss": 0.5}})
     assert lines(path) == [
-        {"event": "log", "step": 2, "epoch": 0.5, "seconds": 1.235, "loss": 0.5},
-        {"event": "log", "step": 4, "epoch": 1.0, "seconds": 1.235, "loss": 0.25},
-        {"event": "evaluation", "step": 4, "epoch": 1.0, "seconds": 1.235, "eval_loss": 0.5},
+        {"event": "log", "step": 2, "epoch": 0.5, "samples": 8, "seconds": 1.235, "loss": 0.5},
+        {"event": "log", "step": 4, "epoch": 1.0, "samples": 16, "seconds": 1.235, "loss": 0.25},
+        {"event": "evaluation", "step": 4, "epoch": 1.0, "samples": 16, "seconds": 1.235, "eval_loss": 0.5},
     ]
-    assert list(lines(path)[0]) == ["event", "step", "epoch", "seconds", "loss"]
+    assert [entry["event"] for entry in entries(path)] == ["started", "log", "log", "evaluation", "ended"]
+    first, second = entries(path)[1:3]
+    assert list(first)[:6] == ["event", "step", "epoch", "samples", "seconds", "time"]
+    assert first["time"] <= second["time"] <= time.time() + 1e-3
+    assert first["host_memory"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.5)
 
 
 def test_a_line_is_there_at_once_and_where_it_is_counts(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "log")
     log.on_log(running(step=3), {"loss": 1.0, "step": 99.0})
-    assert lines(tmp_path / "log") == [{"event": "log", "step": 3, "epoch": 0.0, "seconds": 0.0, "loss": 1.0}]
+    place = {"event": "log", "step": 3, "epoch": 0.0, "samples": 0, "seconds": 0.0}
+    assert lines(tmp_path / "log") == [{**place, "loss": 1.0}]
 
 
 def test_what_json_has_no_number_for_is_text(tmp_path: Path) -> None:
@@ -65,7 +80,7 @@ def test_what_json_has_no_number_for_is_text(tmp_path: Path) -> None:
     }
     JsonlLog(tmp_path / "log").on_log(running(), values)
     [line] = lines(tmp_path / "log")
-    for name in ("event", "step", "epoch", "seconds"):
+    for name in ("event", "step", "epoch", "samples", "seconds"):
         del line[name]
     assert line == {
         "nan": "NaN",
@@ -90,14 +105,74 @@ def test_what_json_has_no_number_for_is_text(tmp_path: Path) -> None:
 def test_a_resumed_run_takes_out_what_came_later(tmp_path: Path) -> None:
     path = tmp_path / "log"
     go_through([JsonlLog(path)], 6, log_every=2, evaluations={4: {"eval_loss": 0.5}})
-    whole = path.read_text()
-    path.write_text(whole + '{"event": "log", "st')  # cut short by a kill
-    go_through([JsonlLog(path)], 6, running(step=4), log_every=2, evaluations={4: {"eval_loss": 0.5}})
-    assert path.read_text() == whole
+    whole = lines(path)
+    with path.open("a") as file:
+        file.write('{"event": "log", "st')  # cut short by a kill
+    go_through([JsonlLog(path)], 6, running(step=4, samples=16), log_every=2, evaluations={4: {"eval_loss": 0.5}})
+    assert lines(path) == whole
     assert sorted(tmp_path.iterdir()) == [path]
-    path.write_text(whole + "5\n[]\n{}\n\n")
+    with path.open("a") as file:
+        file.write("5\n[]\n{}\n\n")
     go_through([JsonlLog(path)], 4, running(step=4))
     assert [line["step"] for line in lines(path)] == [2, 4, 4]
+
+
+def test_how_each_process_ended_stays_in_the_history(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    stopped = go_through([JsonlLog(path)], 4, log_every=2)
+    log, run = JsonlLog(path), running(step=2)  # goes on, and is killed at step 8
+    log.on_fit_begin(run)
+    run.state.step = 8
+    log.on_log(run, {"loss": 0.5})
+    go_through([JsonlLog(path)], 4, running(step=2), log_every=2)
+    told = [(entry["event"], entry["step"]) for entry in entries(path)]
+    assert told == [
+        ("started", 0),
+        ("log", 2),
+        ("ended", 4),
+        ("resumed", 2),
+        ("died", 8),
+        ("resumed", 2),
+        ("log", 4),
+        ("ended", 4),
+    ]
+    assert [entry["steps_lost"] for entry in entries(path) if entry["event"] == "resumed"] == [2, 6]
+    assert entries(path)[2]["status"] == stopped.state.status == "finished"
+
+
+def test_what_else_happens_is_a_line_too(tmp_path: Path) -> None:
+    log, run = JsonlLog(tmp_path / "log", skipped_steps=True), running(step=7, samples=28)
+    events = Dispatcher([log])
+    run.trainer = SimpleNamespace(events=events)
+    events.fire("on_fit_begin", run)
+    run.note("rewound", to=3, loss=float("inf"))
+    events.fire("on_step_skipped", run)
+    events.fire("on_best", run, "eval_loss", 0.25)
+    folder = tmp_path / "checkpoint-7"
+    events.fire("on_save_begin", run, folder)
+    place = {"step": 7, "epoch": 0.5, "samples": 28, "seconds": 1.0}
+    run.state.checkpoints = [{"path": str(folder), **place, "reasons": ["best"]}]
+    run.state.step, run.state.samples = 9, 36  # in the background
+    events.fire("on_save_end", run, folder)
+    run.state.status = "failed"
+    events.fire("on_exception", run, ValueError("no such thing"))
+    events.fire("on_fit_end", run)
+    begun, *told = entries(tmp_path / "log")
+    assert begun["torch"] == torch.__version__
+    assert (begun["event"], begun["processes"], begun["steps_lost"]) == ("resumed", 1, 0)
+    assert 0 <= told[3].pop("took") < 10
+    for entry in told:
+        del entry["time"]
+    now = {"step": 9, "epoch": 0.0, "samples": 36, "seconds": 0.0}
+    then = {"step": 7, "epoch": 0.0, "samples": 28, "seconds": 0.0}
+    assert told == [
+        {"event": "rewound", **then, "to": 3, "loss": "Infinity"},
+        {"event": "skipped", **then, "why": "the gradients overflowed"},
+        {"event": "best", **then, "metric": "eval_loss", "value": 0.25},
+        {"event": "save", **place, "path": str(folder), "why": ["best"]},
+        {"event": "ended", **now, "status": "failed", "reason": "ValueError: no such thing"},
+    ]
+    assert not Dispatcher([JsonlLog(tmp_path / "log")]).listens("on_step_skipped")  # costs a look in each step
 
 
 def test_a_cut_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,4 +215,5 @@ def test_the_main_process_alone_writes(tmp_path: Path) -> None:
 
     run_forked(body, timeout=60)
     assert len(lines(path)) == 4
+    assert entries(path)[0]["processes"] == 2
     assert list(path.parent.iterdir()) == [path]

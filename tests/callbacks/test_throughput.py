@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from tests.callbacks.loops import running
 from trainer_lib import Accelerator
@@ -52,6 +53,30 @@ def test_speeds_are_those_since_the_last_log(clock: Clock) -> None:
     advance(run, clock, 10, 1.0)
     assert log(events, run) == {"samples_per_second": 80.0, "steps_per_second": 10.0}
     assert log(events, run) == {}  # nothing was done since
+
+
+def test_the_share_of_time_that_batches_are_waited_for(clock: Clock) -> None:
+    class Slow(Dataset[int]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            clock.now += 0.25
+            return index
+
+    run = running()
+    run.accelerator = Accelerator(cpu=True)
+    loader = run.accelerator.prepare(DataLoader(Slow(), batch_size=1))
+    throughput = Throughput()
+    events, shares = Dispatcher([throughput]), list[float]()
+    events.fire("on_fit_begin", run)
+    for _ in loader:
+        advance(run, clock, 1, 0.75)
+        if run.state.step % 4 == 0:
+            shares.append(log(events, run)["data_wait"])
+    assert shares == [0.25, 0.25]
+    events.fire("on_fit_end", run)
+    assert throughput.summary()["data_wait"] == 0.25
 
 
 def test_evaluations_and_saving_do_not_count(clock: Clock) -> None:

@@ -25,10 +25,16 @@ class Pass:
 
 
 class Progress:
-    """The passes over a loader: which is being read, how far it has come, and where the next one starts."""
+    """The passes over a loader: which is being read, how far it has come, and where the next one starts.
+
+    Attributes:
+        now: The pass that is being read, or was.
+        waited: How many seconds batches were waited for.
+    """
 
     def __init__(self) -> None:
         self.now: Pass | None = None
+        self.waited = 0.0
         self._following = Place()
         self._readers = 0
 

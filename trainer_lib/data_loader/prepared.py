@@ -1,5 +1,6 @@
 """This file is what prepared loaders have in common: the face of the user's loader, a position, a loop over batches."""
 
+import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,9 +88,10 @@ class PreparedLoader(DataLoader[Any]):
             self.end_of_dataloader, self.others_read_on, self.remainder, self.rows = before
 
     def _delivered(self, batches: Iterator[Any], reading: Pass, ending: Ending) -> Iterator[Any]:
-        progress, step = self._progress, self._reader.step
+        progress, step, clock = self._progress, self._reader.step, time.perf_counter
         device, non_blocking = self._delivery.device, self._delivery.non_blocking
         counted = False
+        asked = clock()
         for handed_out, batch in enumerate(batches, 1):
             if type(batch) is Counted:
                 batch, self.rows, self.remainder = batch
@@ -102,7 +104,9 @@ class PreparedLoader(DataLoader[Any]):
             progress.now = reading
             if handed_out == ending.batches:
                 self._reach_end(batch, reading, ending)
+            progress.waited += clock() - asked
             yield batch
+            asked = clock()
 
     def _reach_end(self, batch: Any, reading: Pass, ending: Ending) -> None:
         """Note that the batch about to be handed out is the last."""
@@ -127,6 +131,11 @@ class PreparedLoader(DataLoader[Any]):
             from trainer_lib.seeding import synchronize_rng_states
 
             synchronize_rng_states(self._delivery.rng_types, self._delivery.generator)
+
+    @property
+    def seconds_waited(self) -> float:
+        """How long those who read this loader waited for batches, over all passes."""
+        return self._progress.waited
 
     # -- position ------------------------------------------------------------------------------------------------
 

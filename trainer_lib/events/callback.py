@@ -117,6 +117,9 @@ class Callback:
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         """Values are logged; one may add some, for the callbacks that come later."""
 
+    def on_note(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
+        """Something happened that belongs into the run's history: what `run.note` was told."""
+
     def on_save_begin(self, run: Run, folder: Path) -> None:
         """A checkpoint is about to be written."""
 
