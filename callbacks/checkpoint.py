@@ -56,7 +56,9 @@ class Checkpoint(Callback):
 
     def on_best(self, run: Run, metric: str, value: float) -> None:
         # With a metric of one's own, `_ask_when_best` sees to it.
-        run.control.save = self.metric is None and self.keep_best > 0
+        if self.metric is None and self.keep_best > 0:
+            run.control.save = True
+            run.control.save_reasons.add("best")
 
     def on_save_end(self, run: Run, folder: Path) -> None:
         checkpoints = run.state.checkpoints
@@ -79,6 +81,7 @@ class Checkpoint(Callback):
     def _ask_when_due(self, run: Run) -> None:
         if not self._interval.opens_at_end(run.state):
             return
+        run.control.save_reasons.add("interval")
         if not self._interval.is_timed:
             run.control.agree("save")  # all processes count alike
         elif run.is_main_process:
@@ -91,6 +94,7 @@ class Checkpoint(Callback):
         if math.isfinite(value) and (self._best is None or self._sign(run) * (value - self._best) > 0):
             self._best = value
             run.control.save = True
+            run.control.save_reasons.add("best")
 
     def _steps_kept(self, run: Run) -> set[int]:
         steps = sorted(one["step"] for one in run.state.checkpoints)

@@ -551,7 +551,7 @@ def test_another_precision_is_told(saved: Path, tmp_path: Path, caplog: pytest.L
             r"is damaged: optimizer.json has 2 bytes instead of \d+",
         ),
         (lambda folder: (folder / "manifest.json").write_text('{"format'), "manifest.json is no manifest of a state"),
-        (lambda folder: edit(folder, schema=99), "has the format 99, and this version .* reads up to 2"),
+        (lambda folder: edit(folder, schema=99), "has the format 99, and this version .* reads up to 3"),
         (lambda folder: edit(folder, format="other"), "is no manifest of a state: it is of something else"),
         (
             lambda folder: edit(folder, files={"../../x": {"size": 1, "xxh3_128": ""}}),

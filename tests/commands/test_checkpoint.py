@@ -63,7 +63,7 @@ def test_verify_names_the_bad_file(folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, facts = told(capsys, "inspect", folder, "--json")
-    assert (code, facts["step"], facts["manifest"]["schema"]) == (0, 15, 2)
+    assert (code, facts["step"], facts["manifest"]["schema"]) == (0, 15, 3)
     code, text = told(capsys, "inspect", folder / "checkpoints" / "checkpoint-00000005")
     assert "saved by 1 processes" in text
     assert "model.safetensors" in text

@@ -161,7 +161,7 @@ class Accelerator(Persistence):
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
         self._nominal: tuple[Any, int, float] = (None, 0, 1.0)  # a loader, the steps of a window, and what that weighs
-        self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
+        self._save_hooks, self._load_hooks, self._facts = OrderedDict(), OrderedDict(), OrderedDict()
         self._background = BackgroundSaves()
 
     # -- settings ------------------------------------------------------------------------------------------------

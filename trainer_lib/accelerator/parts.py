@@ -108,7 +108,7 @@ def collect(engine: "Persistence", strict: bool = True, saved_by: Manifest | Non
     )
     generators = Generators(engine.device)
     if is_new and saved_by is not None:
-        generators = DerivedGenerators(engine.device, rank, saved_by.step)
+        generators = DerivedGenerators(engine.device, rank, saved_by.backwards)
     parts.append(State(kind=RNG_STATE_NAME, stateful=generators, file_name=f"{RNG_STATE_NAME}_{own_file}"))
     return parts
 

@@ -17,6 +17,7 @@ from trainer_lib.strategies import SingleProcess
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
+Facts = Callable[[], Mapping[str, Any]]
 
 
 class Persistence(Processes):
@@ -33,6 +34,7 @@ class Persistence(Processes):
     _custom_objects: list[Any]
     _save_hooks: dict[int, SaveHook]
     _load_hooks: dict[int, LoadHook]
+    _facts: dict[int, Facts]
     _background: BackgroundSaves
 
     # -- settings ------------------------------------------------------------------------------------------------
@@ -97,6 +99,22 @@ class Persistence(Processes):
         _check_hook(hook, "register_load_state_pre_hook", "models, input_dir")
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
+        return handle
+
+    def register_state_facts(self, facts: Facts) -> RemovableHandle:
+        """Have what `facts()` returns written into the manifests of states, for `trainer-lib checkpoint list`.
+
+        `save_state` calls it on all processes. What it may tell: run_id, step, epoch, samples, items, arguments,
+        reasons, metrics, best. Its handle has `remove()`.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> handle = accelerator.register_state_facts(lambda: {"run_id": "third try", "samples": 4096})
+        """
+        if not callable(facts):
+            raise ConfigurationError(f"register_state_facts takes a function of nothing, got {facts!r}.")
+        handle = RemovableHandle(self._facts)
+        self._facts[handle.id] = facts
         return handle
 
     def save_state(

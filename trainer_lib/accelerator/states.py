@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.accelerator import parts as engine_parts
+from trainer_lib.accelerator.description import described
 from trainer_lib.checkpointing import retention
 from trainer_lib.checkpointing.agreement import exchange, together
 from trainer_lib.checkpointing.background import BackgroundSaves
@@ -45,19 +46,12 @@ def save(
     doing = "save_state(background=True)" if background else "save_state"
     target = _agreed(engine, lambda: _target(engine, output_dir), doing)
     parts = engine_parts.collect(engine)
-    manifest = Manifest(
-        world_size=engine.num_processes,
-        step=engine._window.backwards,
-        iteration=engine.save_iteration if automatic else None,
-        precision=engine.precision.name,
-        parts=[part.name for part in parts],
-        kinds=kinds_of(parts),
-    )
     clear_up = partial(_clear_up, engine.should_save_model, target.parent, engine.project_configuration.total_limit)
     with ExitStack() as stack:
         saving = stack.enter_context(Saving(target, engine.group, engine._leader))
         with together(engine.group, "save_state"):
             files = _files(engine, parts, saving.folder, words)
+            manifest = described(engine, parts, automatic)
             if background:
                 files = engine._background.snapshots.take(files)
         write = partial(_write, saving, files, manifest, clear_up if automatic else None)

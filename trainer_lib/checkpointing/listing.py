@@ -1,7 +1,7 @@
 """This file is which states lie in a folder, and what can be told of them without reading their tensors."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ class Listed:
         size: The bytes of its files.
         saved: When, in seconds since 1970.
         step: The updates, or for a loop of one's own the backward passes, that were made.
-        run: For a checkpoint of a Trainer the counts of its run.
+        run_id: The run it is of, if that is known.
+        metrics: The evaluation at its step, if there was one.
+        best_step: The step of the best evaluation so far, if there was one.
         kept: Why retention would keep it, as far as that is known.
     """
 
@@ -42,7 +44,9 @@ class Listed:
     size: int
     saved: float
     step: int | None
-    run: dict[str, Any] = field(default_factory=dict[str, Any])
+    run_id: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    best_step: int | None = None
     kept: tuple[str, ...] = ()
 
     @property
@@ -51,12 +55,6 @@ class Listed:
         if self.is_aside:
             return "put aside"
         return "complete" if self.problem is None else "damaged"
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The evaluation at its step, if there was one."""
-        here = [one for one in self.run.get("checkpoints", []) if one["step"] == self.step]
-        return here[0]["metrics"] if here else {}
 
 
 def groups_of_states(folder: Path) -> list[list[Listed]]:
@@ -71,7 +69,7 @@ def groups_of_states(folder: Path) -> list[list[Listed]]:
     if is_committed(folder):
         return [[_listed(folder)]]
     places = [folder, folder / AUTOMATIC_FOLDER, *sorted(folder.glob(f"*/{AUTOMATIC_FOLDER}"))]
-    groups = [states for place in places if (states := _states_in(place))]
+    groups = [states for place in places for states in _states_in(place)]
     if not groups:
         raise CheckpointError(f"There is no state in {folder}. Give the folder of a state, of a run, or of runs.")
     return groups
@@ -93,14 +91,15 @@ def superfluous(states: Sequence[Listed], keep_last: int) -> list[Listed]:
     return [one for one in older if "best" not in one.kept]
 
 
-def _states_in(place: Path) -> list[Listed]:
+def _states_in(place: Path) -> list[list[Listed]]:
+    """Return the states in a folder, those of each run together: whose is not known are with the newest run's."""
     if not place.is_dir():
         return []
     found = [_listed(path) for path in sorted(_folders(place), key=_order)]
-    present = [one for one in found if not one.is_aside]
-    newest = next((one for one in reversed(present) if one.problem is None), None)
-    best = ((newest.run if newest else {}).get("best") or {}).get("step")
-    return [_with_reasons(one, one is newest, best is not None and one.step == best) for one in found]
+    known = [one.run_id for one in found if one.run_id is not None]
+    of_unknown = known[-1] if known else None
+    runs = list(dict.fromkeys(one.run_id or of_unknown for one in found))
+    return [_with_reasons([one for one in found if (one.run_id or of_unknown) == run]) for run in runs]
 
 
 def _folders(place: Path) -> Iterator[Path]:
@@ -119,9 +118,17 @@ def _order(path: Path) -> tuple[int, str]:
     return (int(found[1]) if found else -1, path.name)
 
 
-def _with_reasons(one: Listed, is_newest: bool, is_best: bool) -> Listed:
-    reasons = (("newest", is_newest), ("best", is_best and not one.is_aside))
-    return replace(one, kept=tuple(name for name, holds in reasons if holds))
+def _with_reasons(states: list[Listed]) -> list[Listed]:
+    newest = next((one for one in reversed(states) if not one.is_aside and one.problem is None), None)
+    best = None if newest is None else newest.best_step
+
+    def reasons(one: Listed) -> Iterator[str]:
+        if one is newest:
+            yield "newest"
+        if best is not None and one.step == best and not one.is_aside:
+            yield "best"
+
+    return [replace(one, kept=tuple(reasons(one))) for one in states]
 
 
 def _listed(folder: Path) -> Listed:
@@ -130,10 +137,9 @@ def _listed(folder: Path) -> Listed:
         manifest = open_state(folder)
     except CheckpointError as error:
         problem = str(error)
-    run = {} if manifest is None else _run_of(folder, manifest)
+    facts = {} if manifest is None else _facts(folder, manifest)
     files = [path for path in folder.rglob("*") if path.is_file()]
     written = folder / MANIFEST_NAME
-    step = None if manifest is None else run.get("step", manifest.step)
     return Listed(
         path=folder,
         manifest=manifest,
@@ -141,19 +147,25 @@ def _listed(folder: Path) -> Listed:
         is_aside=_ASIDE.fullmatch(folder.name) is not None,
         size=sum(path.stat().st_size for path in files),
         saved=(written if written.is_file() else folder).stat().st_mtime,
-        step=step,
-        run=run,
+        step=facts.get("step"),
+        run_id=facts.get("run_id"),
+        metrics=facts.get("metrics", {}),
+        best_step=(facts.get("best") or {}).get("step"),
     )
 
 
-def _run_of(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the counts of the Trainer's run that a state is of, if it is of one."""
+def _facts(folder: Path, manifest: Manifest) -> Mapping[str, Any]:
+    """Return what a manifest tells of the run; of one that tells nothing of it yet, what the run's state does."""
+    if manifest.schema >= 3:
+        return {name: getattr(manifest, name) for name in ("step", "run_id", "metrics", "best")}
     for name in manifest.files:
         if name.startswith(CUSTOM_STATE_NAME) and name.endswith(".json"):
             tree = Json.read(folder / name)
             if isinstance(tree, dict) and {"run", "callbacks"} <= tree.keys():
-                return decode(Encoded(tree["run"]))
-    return {}
+                run = decode(Encoded(tree["run"]))
+                here = [one["metrics"] for one in run["checkpoints"] if one["step"] == run["step"]]
+                return {**run, "metrics": here[-1] if here else {}}
+    return {"step": manifest.step}
 
 
 def _is_whole(one: Listed) -> bool:

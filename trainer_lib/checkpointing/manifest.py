@@ -6,27 +6,41 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from trainer_lib.checkpointing.codec import Encoded, decode, encode
 from trainer_lib.checkpointing.layout import MANIFEST_NAME
 from trainer_lib.foundation.checksums import checksum_of_bytes
-from trainer_lib.foundation.errors import CheckpointError, DamagedError
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError
+from trainer_lib.foundation.remote import AnyPath
 
-SCHEMA = 2  # 1 had the sizes of files and no checksums
+SCHEMA = 3  # 1 had the sizes of files and no checksums, 2 nothing of the run
 CHECKSUM = "xxh3_128"  # what a file's checksum is called by
 _FORMAT = "trainer_lib state"
+_NONE = type(None)
 _TYPES: dict[str, Any] = {
     "world_size": int,
     "step": int,
+    "backwards": int,
     "iteration": int | None,
     "precision": str,
+    "run_id": str | None,
+    "epoch": float | int | None,
+    "samples": int | None,
+    "items": float | int | None,
+    "arguments": (dict, _NONE),
+    "reasons": (list, tuple),
+    "metrics": dict,
+    "best": (dict, _NONE),
     "parts": list,
     "kinds": dict,
     "files": dict,
     "versions": dict,
 }
 _UNSEALED = "0" * 32
+# What who trains tells of a state, by the names it has in a manifest.
+TOLD = ("run_id", "step", "epoch", "samples", "items", "arguments", "reasons", "metrics", "best")
+_ENCODED = ("arguments", "metrics", "best")  # which may hold values that JSON has no words for, such as nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +49,18 @@ class Manifest:
 
     Args:
         world_size: How many processes saved it.
-        step: The backward passes that the training had made.
+        step: The updates that the training had made; of a loop that does not tell them, its backward passes.
+        backwards: The backward passes that it had made.
         iteration: Its number under automatic naming, if it has one.
         precision: The precision of the training.
+        run_id: The run it is of; this and the following are known of a Trainer, or of what a loop of one's own tells.
+        epoch: The passes over the data.
+        samples: The samples that updates were made from.
+        items: What the loss counted in them: tokens of a language model, samples of a classifier.
+        arguments: The arguments of the training, as plain values.
+        reasons: Why it was saved: "interval", "best", "end", "asked".
+        metrics: The evaluation at its step, if there was one.
+        best: The best evaluation so far: its metric, value and step.
         parts: The names of what was saved.
         kinds: For the parts of which that matters, the name of their class.
         files: For each file what is known of it: its size and its checksum.
@@ -47,8 +70,17 @@ class Manifest:
 
     world_size: int
     step: int = 0
+    backwards: int = 0
     iteration: int | None = None
     precision: str = "no"
+    run_id: str | None = None
+    epoch: float | None = None
+    samples: int | None = None
+    items: float | None = None
+    arguments: Mapping[str, Any] | None = None
+    reasons: Sequence[str] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    best: Mapping[str, Any] | None = None
     parts: Sequence[str] = ()
     kinds: Mapping[str, str] = field(default_factory=dict[str, str])
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -57,7 +89,8 @@ class Manifest:
 
     def content(self) -> dict[str, Any]:
         """Return what the file says."""
-        return {"format": _FORMAT, **asdict(self)}
+        content = {"format": _FORMAT, **asdict(self)}
+        return content | {name: _plain(name, content[name]) for name in _ENCODED}
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
@@ -73,7 +106,7 @@ def library_versions() -> dict[str, str]:
     return {"trainer_lib": own, "python": platform.python_version(), **others}
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: AnyPath) -> Manifest:
     """Return the manifest of a state folder.
 
     Raises:
@@ -101,15 +134,38 @@ def read_manifest(folder: Path) -> Manifest:
             f"It was written by trainer_lib {content.get('versions', {}).get('trainer_lib', 'of a later version')}."
         )
     try:
+        if schema < 3:
+            content["backwards"] = content["step"]
+        content |= {name: decode(Encoded(content[name]), told_as=name) for name in _ENCODED if name in content}
         manifest = Manifest(**content)
         _check_types(manifest)
         sizes_are_numbers = all(isinstance(facts["size"], int) for facts in manifest.files.values())
         has_checksums = schema < 2 or all(isinstance(facts[CHECKSUM], str) for facts in manifest.files.values())
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, CheckpointError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
     if not sizes_are_numbers or not has_checksums:
         raise DamagedError(f"{path} is damaged: sizes have to be numbers, and checksums texts.")
     return manifest
+
+
+def check_told(manifest: Manifest) -> None:
+    """Raise unless what was told of a state can be written and read back.
+
+    Raises:
+        ConfigurationError: With what cannot.
+    """
+    try:
+        _check_types(manifest)
+        manifest.content()
+    except (TypeError, CheckpointError) as error:
+        raise ConfigurationError(f"What was told of the state (register_state_facts): {error}") from error
+
+
+def _plain(name: str, value: Any) -> Any:
+    encoded = encode(value, told_as=name)
+    if encoded.tensors:
+        raise CheckpointError(f"{name} has tensors or arrays in it: {', '.join(encoded.tensors)}. Give plain values.")
+    return encoded.tree
 
 
 def _check_types(manifest: Manifest) -> None:
@@ -117,12 +173,12 @@ def _check_types(manifest: Manifest) -> None:
         value = getattr(manifest, name)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}")
-    for name in (*manifest.parts, *manifest.kinds.values(), *manifest.versions.values()):
+    for name in (*manifest.parts, *manifest.kinds.values(), *manifest.versions.values(), *manifest.reasons):
         if not isinstance(name, str):
             raise TypeError(f"{name!r} is no text")
 
 
-def _check_seal(path: Path, text: bytes, digest: Any, schema: int) -> None:
+def _check_seal(path: AnyPath, text: bytes, digest: Any, schema: int) -> None:
     if digest is None and schema < 2:
         return
     if digest is None:

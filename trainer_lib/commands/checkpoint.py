@@ -98,12 +98,28 @@ def _inspect(options: argparse.Namespace) -> int:
         _print_json({**_facts(one), "manifest": one.manifest.content()})
         return int(one.problem is not None)
     print(f"{one.path}\n  {one.status}, step {one.step}, {convert_bytes(one.size)}, {_age(one.saved)} ago")
+    _print_run(one)
     print(f"  saved by {one.manifest.world_size} processes, precision {one.manifest.precision}")
     print(f"  with {', '.join(f'{name} {version}' for name, version in one.manifest.versions.items())}")
     print(f"  parts: {', '.join(one.manifest.parts)}")
     for name, facts in one.manifest.files.items():
         print(f"  {convert_bytes(facts['size']):>12}  {name}")
     return int(one.problem is not None)
+
+
+def _print_run(one: Any) -> None:
+    manifest = one.manifest
+    counts = [("epoch", manifest.epoch), ("samples", manifest.samples), ("items of the loss", manifest.items)]
+    told = ", ".join(f"{name} {value:,.10g}" for name, value in counts if value is not None)
+    if manifest.run_id is not None:
+        print(f"  of the run {manifest.run_id}{', ' if told else ''}{told}")
+    if manifest.reasons:
+        print(f"  saved for: {', '.join(manifest.reasons)}")
+    for name, value in one.metrics.items():
+        print(f"  {name} {value:.6g}")
+    for name, value in (manifest.arguments or {}).items():
+        if value is not None:
+            print(f"  {name} = {value!r}")
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -150,22 +166,30 @@ def _newest(folder: Path) -> Any:
 def _facts(one: Any) -> dict[str, Any]:
     return {
         "path": str(one.path),
+        "run_id": one.run_id,
         "step": one.step,
+        **_counts(one.manifest),
         "size": one.size,
         "age": time.time() - one.saved,
         "saved": one.saved,
         "status": one.status,
         "problem": one.problem,
-        "metrics": one.metrics,
+        "metrics": dict(one.metrics),
         "kept": list(one.kept),
         "world_size": None if one.manifest is None else one.manifest.world_size,
     }
 
 
+def _counts(manifest: Any) -> dict[str, Any]:
+    names = ("epoch", "samples", "items", "reasons")
+    return {name: None if manifest is None else getattr(manifest, name) for name in names}
+
+
 def _row(one: Any) -> list[str]:
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in one.metrics.items() if isinstance(value, float))
     step = "" if one.step is None else f"step {one.step}"
-    notes = one.problem if one.status == "damaged" else ", ".join(one.kept) or ""
+    why = [] if one.manifest is None else [f"saved for: {', '.join(one.manifest.reasons)}"] * bool(one.manifest.reasons)
+    notes = one.problem if one.status == "damaged" else "; ".join([*filter(None, [", ".join(one.kept)]), *why])
     return [one.path.name, step, convert_bytes(one.size), f"{_age(one.saved)} ago", one.status, notes or "", metrics]
 
 

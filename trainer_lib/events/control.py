@@ -12,6 +12,7 @@ class Control:
 
     Attributes:
         reason: Why training is to stop, for the result.
+        save_reasons: Why a checkpoint is asked for, on this process: "interval", "best"; for its manifest.
 
     Example:
         >>> control = Control()
@@ -24,13 +25,14 @@ class Control:
     NAMES = ("log", "evaluate", "save", "stop")
     _SENT = (*NAMES, "settle")  # and what only the loop asks for
 
-    __slots__ = ("_agreed", "_asked", "_sent", "reason")
+    __slots__ = ("_agreed", "_asked", "_sent", "reason", "save_reasons")
 
     def __init__(self) -> None:
         self._asked: set[str] = set()  # by someone on this process
         self._sent: set[str] = set()  # and on its way to the others
         self._agreed: set[str] = set()  # and known to all
         self.reason: str | None = None
+        self.save_reasons: set[str] = set()
 
     # -- for callbacks -------------------------------------------------------------------------------------------
 

@@ -26,15 +26,19 @@ class RunState:
         step: The updates made.
         micro_batches: The batches of this process that updates were made from.
         samples: The samples of all processes that updates were made from.
+        items: What the loss counted in them (tokens of a language model, samples of a classifier), up to the last log.
         epoch: The passes over the data that are through.
         steps_in_epoch: The updates made in the pass under way.
+        skipped: The updates that were left out because they, or what led to them, were not finite.
+        left_out: From which to which sample training is not to use the data, as that led astray.
         steps_per_epoch: The updates of a pass; `None` where the data does not tell.
         max_steps: The updates of the run; `None` where that is not known.
         max_epochs: The passes of the run; `None` where it is not they that end it.
         seconds: How long training took, over all restarts, without the time since the last step.
         best: The best evaluation so far.
         history: What was logged, each with the step and the epoch at which it was.
-        checkpoints: The folders saved and still there, the oldest first, each with its step and its metrics.
+        checkpoints: The folders saved and still there, the oldest first, each with its step, epoch, samples and
+            seconds, and its metrics.
         status: How the run stands.
         reason: Why it ended.
     """
@@ -43,8 +47,11 @@ class RunState:
     step: int = 0
     micro_batches: int = 0
     samples: int = 0
+    items: float = 0.0
     epoch: int = 0
     steps_in_epoch: int = 0
+    skipped: int = 0
+    left_out: list[list[int]] = field(default_factory=list[list[int]])
     steps_per_epoch: int | None = None
     max_steps: int | None = None
     max_epochs: float | None = None
@@ -87,8 +94,11 @@ _SURVIVING = (
     "step",
     "micro_batches",
     "samples",
+    "items",
     "epoch",
     "steps_in_epoch",
+    "skipped",
+    "left_out",
     "seconds",
     "best",
     "history",

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer_lib.checkpointing.codec import Encoded, decode, encode
 from trainer_lib.checkpointing.layout import committed
+from trainer_lib.checkpointing.manifest import read_manifest
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.files import replace_file
 
@@ -36,8 +37,8 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """The run's name."""
-        return self.path.name
+        """The run's name, which it keeps if its folder is called otherwise."""
+        return str(self.facts.get("run_id", self.path.name))
 
     @property
     def is_finished(self) -> bool:
@@ -55,16 +56,26 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """Return the checkpoint of the most updates; one that has no manifest is one too, and damaged."""
+        return next(reversed(self.checkpoints()), None)
+
+    def checkpoints(self) -> list[Path]:
+        """Return the checkpoints of this run, the oldest first; those that another run left here are none."""
         found = [path for path in (self.path / CHECKPOINTS).glob("checkpoint-*") if _NAME.fullmatch(path.name)]
         names = {path.name.removesuffix(".replaced") for path in found if path.is_dir()}
-        if not names:
-            return None
-        newest = self.path / CHECKPOINTS / max(names, key=lambda name: (len(name), name))
-        return committed(newest) or newest
+        folders = [self.path / CHECKPOINTS / name for name in sorted(names, key=lambda name: (len(name), name))]
+        present = [committed(folder) or folder for folder in folders]
+        return [folder for folder in present if not self._is_of_another(folder)]
+
+    def _is_of_another(self, folder: Path) -> bool:
+        try:
+            run_id = read_manifest(folder).run_id
+        except CheckpointError:  # whose it is cannot be told
+            return False
+        return None not in (run_id, self.facts.get("run_id")) and run_id != self.run_id
 
     def write(self, **facts: Any) -> None:
         """Write down what is known of the run; one process does."""
-        self.facts.update(facts)
+        self.facts.update({"run_id": self.run_id, **facts})
         self.path.mkdir(parents=True, exist_ok=True)
         text = json.dumps(encode(self.facts, told_as=RUN_FILE).tree, indent=1, allow_nan=False) + "\n"
         replace_file(self.path / RUN_FILE, lambda path: _write(path, text))
@@ -100,7 +111,7 @@ def runs_in(output_dir: Path, what: dict[str, Any]) -> list[RunFolder]:
 def read_run(folder: Path, what: Any) -> RunFolder:
     """Return the run of a folder, which may have lost the file that tells of it."""
     file = folder / RUN_FILE
-    return RunFolder(folder, _facts(file) if file.is_file() else {"run_id": folder.name, "what": what})
+    return RunFolder(folder, _facts(file) if file.is_file() else {"what": what})
 
 
 def _facts(file: Path) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Averages:
         self._sums: dict[str, float | Tensor] = {}
         self._weights: dict[str, Weight] = {}
         self.weightless: set[str] = set()  # what had nothing to it at the last `collect`
+        self.items = 0.0  # what the loss counted, when the sums were last put together
 
     def add(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
         """Add a value, which counts `weight` times.
@@ -58,13 +59,20 @@ class Averages:
         so_far = self._sums.get(name, 0.0)
         if isinstance(total, Tensor) and not isinstance(so_far, Tensor):
             so_far = torch.full((), so_far, dtype=self._dtype, device=self._device)
-        self._sums[name] = so_far.add_(total) if isinstance(so_far, Tensor) else so_far + total
+        self._sums[name] = so_far + total  # not in place: a mark may have the sum so far
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def clear(self) -> None:
         """Forget what was added."""
-        self._sums.clear()
-        self._weights.clear()
+        self._sums, self._weights = {}, {}
+
+    def mark(self) -> tuple[dict[str, float | Tensor], dict[str, Weight]]:
+        """Return what `go_back` can go back to."""
+        return dict(self._sums), dict(self._weights)
+
+    def go_back(self, mark: tuple[dict[str, float | Tensor], dict[str, Weight]]) -> None:
+        """Forget what was added since a mark was made."""
+        self._sums, self._weights = mark
 
     def collect(self) -> dict[str, float]:
         """Return the means over all processes, and start anew. All processes have to ask."""
@@ -82,6 +90,7 @@ class Averages:
                 so_far = sums.setdefault(name, [0.0, 0.0])
                 so_far[0] += total
                 so_far[1] += weight
+        self.items = sums["loss"][1] if "loss" in sums else 0.0
         return sums
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:

@@ -72,9 +72,16 @@ class Cadences:
         for cadence in self._counted:
             if cadence.is_due(run.state):
                 run.control.agree(cadence.name)
+                _give_reason(run, cadence.name)
         for cadence in self._timed:
             if cadence.is_due(run.state):
                 setattr(run.control, cadence.name, True)
+                _give_reason(run, cadence.name)
         if self._ends_at is not None and time.monotonic() >= self._ends_at:
             run.control.reason = "max_time is over"
             run.control.stop = True
+
+
+def _give_reason(run: Run, name: str) -> None:
+    if name == "save":
+        run.control.save_reasons.add("interval")

@@ -18,6 +18,7 @@ from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import banner, differences, preflight
 from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.engine import accumulation_steps
+from trainer_lib.trainer.facts import facts_of
 from trainer_lib.trainer.rates import Fresh
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saves import Saves
@@ -68,7 +69,10 @@ class Fitting:
         self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
         self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
         accelerator.register_for_checkpointing(_Saved(self))
-        self._hook = accelerator.register_save_state_pre_hook(self._write_beside)
+        self._handles = [
+            accelerator.register_save_state_pre_hook(self._write_beside),
+            accelerator.register_state_facts(lambda: facts_of(self.trainer, self.run, self.saves.reasons)),
+        ]
         self.saves = Saves(self)
         self._evaluated_at = self._saved_at = -1
         self._began = time.monotonic()
@@ -124,6 +128,7 @@ class Fitting:
         run, state = self.run, self.run.state
         self.tell_time()
         values = self.trainer.averages.collect()
+        state.items += self.trainer.averages.items
         if "loss" in self.trainer.averages.weightless:
             _logger.warning_once(
                 "Nothing in the batches since the last log counts for the loss, so that nothing is learned from them: "
@@ -168,9 +173,9 @@ class Fitting:
         if self._saved_at == state.step:
             return
         self.tell_time()
-        target = self.folder.checkpoint(state.step)
         self._saved_at = state.step
-        self.saves.save(target, dict(run.metrics) if self._evaluated_at == state.step else {})
+        metrics = dict(run.metrics) if self._evaluated_at == state.step else {}
+        self.saves.save(self.folder.checkpoint(state.step), metrics)
         self._began = time.monotonic()
 
     def forget_save(self) -> None:
@@ -185,6 +190,8 @@ class Fitting:
         fresh = Fresh(self.run)
         with differences.told_of_groups(changed):
             self.run.accelerator.load_state(checkpoint)
+        if self.folder is not None:  # another one than the checkpoint's, if that is of another run
+            self.run.state.run_id = self.folder.run_id
         self._count_anew(fresh, changed)
         self._forget_best_of_another_metric(changed)
         self._saved_at = self.run.state.step
@@ -208,7 +215,8 @@ class Fitting:
     def close(self, status: Any) -> None:
         """Write down how it ended, however that was, and let the callbacks know."""
         run = self.run
-        self._hook.remove()
+        for handle in self._handles:
+            handle.remove()
         self.tell_time()
         run.state.status = status
         run.batch = run.outputs = run.loss_sum = None

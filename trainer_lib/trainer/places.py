@@ -24,7 +24,7 @@ def checkpoint_at(path: str | Path) -> Path:
     folder = Path(path).expanduser().resolve()
     if is_committed(folder):
         return folder
-    newest = RunFolder(folder).newest_checkpoint()
+    newest = read_run(folder, None).newest_checkpoint()
     if newest is None:
         raise ConfigurationError(
             f"resume={str(path)!r}: no checkpoint is there, nor in its folder {CHECKPOINTS}. Give a folder such as "
@@ -104,9 +104,7 @@ def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
         return Place(None, checkpoint)
     _check_writable(root)
     if checkpoint is not None:
-        folder = checkpoint.parent.parent
-        is_own = folder.parent == root.resolve()
-        return Place(read_run(folder, what) if is_own else new_run(root, name, what), checkpoint)
+        return Place(_continued(checkpoint, root, what) or new_run(root, name, what), checkpoint)
     runs = runs_in(root, what)
     unfinished = [run for run in runs if not run.is_finished and run.newest_checkpoint() is not None]
     if resume == "never":
@@ -127,6 +125,19 @@ def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
     elif unfinished:
         return Place(unfinished[-1], unfinished[-1].newest_checkpoint())
     return Place(new_run(root, name, what))
+
+
+def _continued(checkpoint: Path, root: Path, what: Any) -> RunFolder | None:
+    """Return the run that goes on from a checkpoint, if it does not begin a new one."""
+    folder = checkpoint.parent.parent
+    if folder.parent != root.resolve():
+        return None
+    run = read_run(folder, what)
+    if checkpoint == run.newest_checkpoint():
+        return run
+    # It would be two runs in one folder: the later checkpoints are of another training than the one to come.
+    _logger.warning("%s is not the newest checkpoint of its run, which stays as it is: this is a new run.", checkpoint)
+    return None
 
 
 def _checkpoint_of_finished(run: RunFolder) -> Path:

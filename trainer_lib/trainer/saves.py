@@ -20,12 +20,14 @@ class Saves:
 
     Attributes:
         pending: The entry of a checkpoint that is being written, or that was and has not been told of.
+        reasons: Why the last checkpoint was saved.
     """
 
     def __init__(self, fitting: "Fitting") -> None:
         self._fitting = fitting
         self._has_asked = False
         self.pending: dict[str, Any] | None = None
+        self.reasons: set[str] = set()
 
     def save(self, target: Path, metrics: dict[str, float]) -> None:
         """Save a checkpoint; in the background it is told of later, by `settle`."""
@@ -33,7 +35,8 @@ class Saves:
         run = self._fitting.run
         state = run.state
         there = [one for one in state.checkpoints if one["path"] != str(target)]
-        entry = {"path": str(target), "step": state.step, "metrics": metrics}
+        entry = {"path": str(target), "step": state.step, "metrics": metrics, **self._position()}
+        self.reasons = self._reasons()
         self._fitting.events.fire("on_save_begin", run, target)
         state.checkpoints = [*there, entry]  # what goes on from it knows that it is there
         try:
@@ -83,6 +86,18 @@ class Saves:
             raise error
         self._fitting.forget_save()
         _logger.warning('%s Training goes on; on_save_error="raise" would end it.', error)
+
+    def _reasons(self) -> set[str]:
+        run = self._fitting.run
+        reasons = set(run.control.save_reasons)
+        run.control.save_reasons.clear()
+        return reasons | ({"end"} if run.state.status in ("finished", "stopped") else set())
+
+    def _position(self) -> dict[str, Any]:
+        run, state = self._fitting.run, self._fitting.run.state
+        # Clocks differ, and by this time all processes are to come to the same about which checkpoints to keep.
+        (seconds,) = run.accelerator.group.broadcast_objects([state.seconds])
+        return {"epoch": state.epochs, "samples": state.samples, "seconds": seconds}
 
     def _written(self) -> dict[str, Any]:
         """Wait, note the checkpoint as one that is there, and return its entry."""
