@@ -118,13 +118,17 @@ class BatchSamplerShard(BatchSampler):
         order = self.order
         if isinstance(order, ComputedOrder):
             return self._computed(order, order.lookup(seed, epoch), position)
-        at_once = _SAMPLES_AT_ONCE if self.shares_samples else _BATCHES_AT_ONCE
-        return self._replayed(lambda: order.replay(seed, epoch, self.step, at_once), position, ending)
+        return self._replayed(lambda: order.replay(seed, epoch, self.step, self.at_once), position, ending)
 
     @property
     def step(self) -> int:
         """The units that all processes together read while this one reads a batch."""
         return 1 if self.cuts_batches else self.sharing.round_size
+
+    @property
+    def at_once(self) -> int:
+        """How many units a user's sampler is asked for at once."""
+        return _SAMPLES_AT_ONCE if self.shares_samples else _BATCHES_AT_ONCE
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the other sampler has."""

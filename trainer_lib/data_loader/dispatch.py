@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainer_lib.data_loader.position import Place
+from trainer_lib.data_loader.position import Pass, Place
 from trainer_lib.data_loader.prepared import Delivery, PreparedLoader
 from trainer_lib.data_loader.reader import Reader
 from trainer_lib.data_loader.rounds import Counted, Ending
@@ -52,6 +52,16 @@ class DataLoaderDispatcher(PreparedLoader):
         loader._set_up(reader, delivery, seed, group.size)
         loader._group, loader._slicing = group, slicing
         return loader
+
+    def _samples_from(self, reading: Pass, start: int, rows: Rows | None) -> list[Any] | None:
+        rank, cut = self._group.rank, self._slicing
+        if cut is None:
+            return self._reader.samples(self._seed, reading.epoch, start, rank, rows)
+        of_all = self._reader.samples(self._seed, reading.epoch, start, 0, None)
+        if of_all is None:
+            return None
+        share = (cut.batch_size or len(of_all)) // cut.processes
+        return of_all[rank * share : rank * share + (share if rows is None else rows.real)]
 
     def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
         sent = self._sent(place) if self._group.rank == 0 else None

@@ -19,6 +19,7 @@ from trainer_lib.data_loader.reader import Reader, ahead, copied
 from trainer_lib.data_loader.rounds import Counted, Ending, Sharing
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.state.gradients import Rows
 
 _BATCHES_A_BOOKMARK = 16
 
@@ -154,6 +155,18 @@ class IterableReader(Reader):
             return self._shard.bookmark_before(position)
         fitting = [bookmark for bookmark in self._bookmarks if bookmark["position"] <= position]
         return fitting[-1] if fitting else None
+
+    def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
+        """Return the places of a batch's samples in what the pass gives; see `Reader.samples`.
+
+        Where each process has samples of its own, they are places among those.
+        """
+        del seed, epoch
+        if self.iterates_itself or (self.loader.num_workers and not self.loader.in_order):
+            return None
+        share = self._own.share
+        first = start + (0 if self._split_among > 1 else rank * share)
+        return list(range(first, first + (share if rows is None else min(rows.real, share))))
 
     def set_attribute(self, name: str, value: Any) -> None:
         """Set an attribute of the loader."""

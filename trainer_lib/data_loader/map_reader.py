@@ -14,6 +14,8 @@ from trainer_lib.data_loader.randomness import derived_seed
 from trainer_lib.data_loader.reader import Reader, ahead, copied
 from trainer_lib.data_loader.rounds import Ending, Sharing
 from trainer_lib.data_loader.sample_seeds import SeededKeys, SeededSamples
+from trainer_lib.data_loader.samples import samples_of_batch
+from trainer_lib.state.gradients import Rows
 
 
 class MapReader(Reader):
@@ -105,6 +107,12 @@ class MapReader(Reader):
     def check(self, state: dict[str, Any]) -> None:
         """Raise if a position in `state` means nothing here."""
         self._check_length(state, self._shard.order.length())
+
+    def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
+        """Return the indices of the samples in a process's batch; see `Reader.samples`."""
+        del rows
+        is_ours = not self.iterates_itself and (self.loader.in_order or not self.loader.num_workers)
+        return samples_of_batch(self._shard, seed, epoch, start, rank) if is_ours else None
 
     def attribute(self, name: str) -> Any:
         """Return an attribute of the loader as the user knows it; of the batch sampler, our share."""

@@ -132,6 +132,26 @@ class PreparedLoader(DataLoader[Any]):
 
             synchronize_rng_states(self._delivery.rng_types, self._delivery.generator)
 
+    def sample_ids(self) -> list[Any] | None:
+        """Return which samples this process's batch in hand holds, row by row, without those that repeat others.
+
+        Of a map-style dataset they are its indices, of an iterable one the places in what the pass gives. They are
+        worked out from the order when they are asked for. `None` where that cannot be: nothing is being read, or the
+        loader's class, its workers or its sampler have an order of their own that is not seen a second time.
+
+        Example:
+            >>> from trainer_lib.data_loader import prepare_data_loader
+            >>> loader = prepare_data_loader(DataLoader(range(5), batch_size=2), num_processes=2, process_index=1)
+            >>> [loader.sample_ids() for _ in loader]
+            [[2, 3], []]
+        """
+        now = self._progress.now
+        return None if now is None else self._samples_from(now, now.consumed - self._reader.step, self.rows)
+
+    def _samples_from(self, reading: Pass, start: int, rows: Rows | None) -> list[Any] | None:
+        """Return the samples of this process's batch in the round that begins at `start`."""
+        return self._reader.samples(self._seed, reading.epoch, start, self._reader.rank, rows)
+
     @property
     def seconds_waited(self) -> float:
         """How long those who read this loader waited for batches, over all passes."""

@@ -97,6 +97,18 @@ class Reader(ABC):
         """Raise if a position in `state` means nothing here."""
 
     @abstractmethod
+    def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
+        """Return which samples a process's batch holds, without repeats; `None` where that cannot be told.
+
+        Args:
+            seed: The seed of the order.
+            epoch: The pass.
+            start: Where in the pass the batch's round begins.
+            rank: Whose batch.
+            rows: What is known of its rows.
+        """
+
+    @abstractmethod
     def duplicate(self) -> "Reader":
         """Return another one for the same loader."""
 

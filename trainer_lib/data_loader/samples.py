@@ -1,0 +1,48 @@
+"""This file is which samples a batch holds: worked out from the order when somebody asks, and noted down by nobody."""
+
+import copy
+from typing import Any
+
+import numpy as np
+
+from trainer_lib.data_loader.batches import BatchSamplerShard
+from trainer_lib.data_loader.order import ComputedOrder, ReplayedOrder
+
+
+def samples_of_batch(shard: BatchSamplerShard, seed: int, epoch: int, start: int, rank: int) -> list[Any] | None:
+    """Return the indices of the samples in a process's batch, without those that repeat others to fill a round.
+
+    The order of a user's sampler is drawn anew up to there, apart from training's random numbers.
+
+    Args:
+        shard: What shares the batches out.
+        seed: The seed of the order.
+        epoch: The pass.
+        start: Where in the pass the round begins.
+        rank: Whose batch.
+
+    Returns:
+        The indices; `None` where a sampler cannot be read a second time.
+    """
+    order, share = shard.order, shard.sharing.share
+    first, last = start + rank * share, start + (rank + 1) * share
+    if isinstance(order, ComputedOrder):
+        places = np.arange(first, min(last, order.length()))
+        return order.lookup(seed, epoch)(places).tolist()
+    if hasattr(order.source, "__next__"):  # an iterator, which is read once
+        return None
+    if shard.cuts_batches:
+        (batch,) = _units(shard, order, seed, epoch, start, start + 1) or ([],)
+        share = -(-len(batch) // shard.sharing.processes)
+        return list(batch)[rank * share : (rank + 1) * share]
+    units = _units(shard, order, seed, epoch, first, last)
+    if shard.shares_samples:
+        return units
+    return [sample for unit in units for sample in (unit if isinstance(unit, (list, tuple)) else [unit])]
+
+
+def _units(shard: BatchSamplerShard, order: ReplayedOrder, seed: int, epoch: int, first: int, last: int) -> list[Any]:
+    # A copy, since the sampler may count the passes over itself.
+    units = ReplayedOrder(copy.copy(order.source)).replay(seed, epoch, 0, shard.at_once)
+    units.skip(first)
+    return units.draw(last - first)
