@@ -236,6 +236,16 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def variable(name: str) -> str | None:
+    """A variable of another package, which says where to report and as whom; `None` if it is empty, or not set."""
+    return os.environ.get(name) or None
+
+
+def with_defaults(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this process for one that it starts, with others where they are not set."""
+    return {**variables, **os.environ}
+
+
 @contextmanager
 def patch_environment(**kwargs: Any) -> Generator[None]:
     """Set variables (names are upper-cased) for the length of a `with` block.

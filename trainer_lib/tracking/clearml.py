@@ -1,0 +1,127 @@
+"""This file is the tracker that reports to ClearML."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.imports import require
+from trainer_lib.tracking.base import BuiltInTracker, Point, on_main_process
+
+_SERIES = ("eval", "test", "train")
+_OWN = {"auto_connect_frameworks": False, "auto_connect_arg_parser": False, "auto_resource_monitoring": False}
+
+
+class ClearMLTracker(BuiltInTracker):
+    """Reports to ClearML; each program makes a task of its own, those that resume a run too.
+
+    Args:
+        run_name: The project.
+        **kwargs: Arguments of `clearml.Task.init`.
+    """
+
+    name: ClassVar[str] = "clearml"
+    module: ClassVar[str] = "clearml"
+    extra: ClassVar[str] = "clearml"
+    channels_last: ClassVar[bool] = True
+
+    @on_main_process
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self._options = {"project_name": run_name, "task_name": run_name, **_OWN, **kwargs}
+        self.task: Any = None
+
+    @classmethod
+    def is_configured(cls) -> bool:
+        """Whether there is a file of settings or a key, or it is told to stay offline."""
+        named = environment.variable("CLEARML_CONFIG_FILE")
+        keyed = environment.variable("CLEARML_API_ACCESS_KEY")
+        return Path(named or "~/clearml.conf").expanduser().is_file() or bool(keyed) or _is_offline()
+
+    @classmethod
+    def check(cls, project: str, **options: Any) -> None:
+        """Raise if there is no key."""
+        if not cls.is_configured():
+            raise ConfigurationError(
+                "The tracker clearml is not configured. Call `clearml-init`, set CLEARML_API_ACCESS_KEY and "
+                "CLEARML_API_SECRET_KEY, or set CLEARML_OFFLINE_MODE=1 to write files."
+            )
+
+    @classmethod
+    def runs_apart(cls, **options: Any) -> bool:
+        """Always: it waits for its network at the end."""
+        return True
+
+    @property
+    def tracker(self) -> Any:
+        """The task."""
+        return self.task
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the task."""
+        self.task = require(self.module, self.extra).Task.init(**self._options)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Log the settings."""
+        self.task.connect_configuration(values, name="settings")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers, those of a set as series of one plot, and texts into the console of the task."""
+        logger = self.task.get_logger()
+        for name, value in values.items():
+            title, series = _title_and_series(name)
+            if isinstance(value, str):
+                logger.report_text(f"{name}: {value}", print_console=False)
+            elif step is None:
+                logger.report_single_value(name, value, **kwargs)
+            else:
+                logger.report_scalar(title, series, value, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_points(self, points: Sequence[Point]) -> None:
+        """Log the values of several calls."""
+        for point in points:
+            self.log(point.values, step=point.step, **point.kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log pictures, with their channels last."""
+        for name, value in values.items():
+            title, series = _title_and_series(name)
+            for picture in value if value.ndim == 4 else [value]:
+                self.task.get_logger().report_image(title, series, iteration=step, image=picture, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None, **kwargs: Any
+    ) -> None:
+        """Log a table."""
+        title, series = _title_and_series(table_name)
+        self.task.get_logger().report_table(title, series, iteration=step, table_plot=[columns, *data], **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Upload a file or a folder."""
+        self.task.upload_artifact(artifact_path or Path(local_path).name, local_path, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Send what is left, and end."""
+        if self.outcome in ("failed", "interrupted"):
+            self.task.mark_failed(status_reason=self.outcome)
+        self.task.close()
+
+
+def _title_and_series(name: str) -> tuple[str, str]:
+    for series in _SERIES:
+        if name.startswith(f"{series}_"):
+            return name.removeprefix(f"{series}_"), series
+    return name, "train"
+
+
+def _is_offline() -> bool:
+    return (environment.variable("CLEARML_OFFLINE_MODE") or "0").lower() in ("1", "true", "yes")

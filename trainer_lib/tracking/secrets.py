@@ -1,0 +1,73 @@
+"""This file is what in settings nobody else should read, and how it is hidden."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "***"
+
+_SECRET = {"password", "passwd", "passphrase", "secret", "secrets", "token", "credential", "credentials", "apikey"}
+_KEYS = {"api", "access", "private", "secret", "auth", "signing", "encryption"}  # before "key"
+# Tokens of a vocabulary, which have the same name as those that open doors.
+_VOCABULARY = {
+    "pad",
+    "eos",
+    "bos",
+    "unk",
+    "sep",
+    "cls",
+    "mask",
+    "special",
+    "image",
+    "start",
+    "end",
+    "decoder",
+    "padding",
+}
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_USER_IN_ADDRESS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s@]+@")
+_IN_QUERY = re.compile(r"(?P<name>[?&;](?P<key>[\w.-]+)=)[^&;\s#]+")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting of this name is one that opens a door.
+
+    Example:
+        >>> is_secret("hub_token"), is_secret("wandb.apiKey"), is_secret("pad_token"), is_secret("max_tokens")
+        (True, True, False, False)
+    """
+    words = [word.lower() for word in _WORDS.findall(name.rpartition("/")[2])]
+    for before, word in zip(["", *words], words, strict=False):
+        if word == "token" and before in _VOCABULARY:
+            continue
+        if word in _SECRET or (word == "key" and before in _KEYS):
+            return True
+    return False
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Return a setting without its secrets: those that its name tells, and those inside of addresses.
+
+    Example:
+        >>> masked({"api_key": "k", "uri": "https://me:pw@host/x", "steps": 3})
+        {'api_key': '***', 'uri': 'https://***@host/x', 'steps': 3}
+    """
+    if isinstance(value, Mapping):
+        return {key: masked(one, str(key)) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [masked(one, name) for one in value]
+    if isinstance(value, bytes):
+        return MASK if is_secret(name) else value
+    if not isinstance(value, str):
+        return value
+    if value and is_secret(name):
+        return MASK
+    return _in_text(value)
+
+
+def _in_text(text: str) -> str:
+    if "://" not in text:
+        return text
+    hidden = _USER_IN_ADDRESS.sub(rf"\g<scheme>{MASK}@", text)
+    return _IN_QUERY.sub(lambda found: found["name"] + MASK if is_secret(found["key"]) else found[0], hidden)
