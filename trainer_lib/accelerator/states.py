@@ -11,13 +11,23 @@ from trainer_lib.accelerator.description import described
 from trainer_lib.checkpointing import retention
 from trainer_lib.checkpointing.agreement import exchange, together
 from trainer_lib.checkpointing.background import BackgroundSaves
-from trainer_lib.checkpointing.fallback import open_checked, put_aside
+from trainer_lib.checkpointing.fallback import Opened, open_checked, put_aside
 from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, automatic_name, committed, state_folder
 from trainer_lib.checkpointing.manifest import Manifest
 from trainer_lib.checkpointing.parts import Part, Weights, Words, check_counts, check_kinds, kinds_of
 from trainer_lib.checkpointing.reader import find_state, newest_state
+from trainer_lib.checkpointing.storage import storage_of
+from trainer_lib.checkpointing.uploading import RemoteSaving, saving_to
 from trainer_lib.checkpointing.writer import Saving
-from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError, UnsupportedError, unknown
+from trainer_lib.foundation.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DamagedError,
+    UnreachableError,
+    UnsupportedError,
+    unknown,
+)
+from trainer_lib.foundation.remote import AnyPath, is_url, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.tensor_files.contents import Content
@@ -30,12 +40,12 @@ _logger = get_logger(__name__)
 
 def save(
     engine: "Persistence",
-    output_dir: str | Path | None,
+    output_dir: str | AnyPath | None,
     safe_serialization: bool,
     allow_pickle: bool,
     background: bool,
     others: Mapping[str, Any],
-) -> Path:
+) -> AnyPath:
     """Save a state, as `Persistence.save_state` says, and return its folder."""
     known = ("max_shard_size",)
     _check_names(others, known, "save_state")
@@ -48,7 +58,7 @@ def save(
     parts = engine_parts.collect(engine)
     clear_up = partial(_clear_up, engine.should_save_model, target.parent, engine.project_configuration.total_limit)
     with ExitStack() as stack:
-        saving = stack.enter_context(Saving(target, engine.group, engine._leader))
+        saving = stack.enter_context(saving_to(target, engine.group, engine._leader))
         with together(engine.group, "save_state"):
             files = _files(engine, parts, saving.folder, words)
             manifest = described(engine, parts, automatic)
@@ -68,7 +78,7 @@ def save(
 
 def load(
     engine: "Persistence",
-    input_dir: str | Path | None,
+    input_dir: str | AnyPath | None,
     load_kwargs: Mapping[str, Any] | None,
     others: Mapping[str, Any],
     allow_pickle: bool,
@@ -76,14 +86,17 @@ def load(
 ) -> None:
     """Load a state, as `Persistence.load_state` says."""
     words = _words_of_load(engine, load_kwargs, others, allow_pickle, safe_serialization)
-    folder, manifest = _found(engine, input_dir)
-    parts = engine_parts.collect(engine, words.strict, manifest)
-    with together(engine.group, "load_state"):
-        check_counts(manifest.parts, [part.name for part in parts], str(folder))
-        check_kinds(manifest.kinds, kinds_of(parts), str(folder))
-    _tell_of_another_world(engine, manifest, folder)
-    with together(engine.group, "load_state"):
-        _restore(engine, parts, manifest, folder, words)
+    folder, (manifest, files) = _found(engine, input_dir)
+    try:
+        parts = engine_parts.collect(engine, words.strict, manifest)
+        with together(engine.group, "load_state"):
+            check_counts(manifest.parts, [part.name for part in parts], str(folder))
+            check_kinds(manifest.kinds, kinds_of(parts), str(folder))
+        _tell_of_another_world(engine, manifest, folder)
+        with together(engine.group, "load_state"):
+            _restore(engine, parts, manifest, files.folder, words)
+    finally:
+        files.release()
     _find_number(engine, manifest)
 
 
@@ -106,20 +119,20 @@ def _check_words_of_shards(engine: "Persistence", safe_serialization: bool, othe
         )
 
 
-def _agreed(engine: "Persistence", choose: Callable[[], Path], doing: str) -> Path:
+def _agreed(engine: "Persistence", choose: Callable[[], AnyPath], doing: str) -> AnyPath:
     """Return the path that the leader chooses; all have to be able to choose one."""
     with together(engine.group, doing):
         path = choose()
-    return Path(exchange(engine.group, str(path), doing)[engine._leader])
+    return path_at(exchange(engine.group, str(path), doing)[engine._leader])
 
 
-def _target(engine: "Persistence", output_dir: str | Path | None) -> Path:
+def _target(engine: "Persistence", output_dir: str | AnyPath | None) -> AnyPath:
     engine._background.wait()
     if output_dir is not None:
-        return state_folder(output_dir)
-    project = _named_automatically(engine, "save_state")
+        return _common(engine, state_folder(output_dir))
+    project = _common(engine, _named_automatically(engine, "save_state"))
     target = project / AUTOMATIC_FOLDER / automatic_name(engine.save_iteration)
-    if target.exists():
+    if target in storage_of(target.parent).states():
         raise ConfigurationError(
             f"{target} exists already, from another run. Call load_state() to go on with that one, or give "
             "another project_dir, or the number to begin with: ProjectConfiguration(iteration=…)."
@@ -127,7 +140,16 @@ def _target(engine: "Persistence", output_dir: str | Path | None) -> Path:
     return target
 
 
-def _found(engine: "Persistence", input_dir: str | Path | None) -> tuple[Path, Manifest]:
+def _common(engine: "Persistence", folder: AnyPath) -> AnyPath:
+    """Return a folder that all machines write to, unless each has one of its own."""
+    if is_url(folder) and engine.project_configuration.save_on_each_node:
+        raise UnsupportedError(
+            f"save_on_each_node=True with {folder}: what is behind a URL is common to all machines. Leave it out."
+        )
+    return folder
+
+
+def _found(engine: "Persistence", input_dir: str | AnyPath | None) -> tuple[AnyPath, Opened]:
     """Return the state to load, every byte of which was checked; of those named automatically the newest whole one."""
     group = engine.group
     # Processes share the reading of one folder; of a folder of its own each reads all.
@@ -142,7 +164,7 @@ def _found(engine: "Persistence", input_dir: str | Path | None) -> tuple[Path, M
                 raise CheckpointError(" ".join([*damage, str(error)])) from error
             raise
         try:
-            manifest = open_checked(folder, group, "load_state", *readers)
+            opened = open_checked(folder, group, "load_state", *readers)
         except DamagedError as error:
             if is_named:
                 raise
@@ -151,28 +173,28 @@ def _found(engine: "Persistence", input_dir: str | Path | None) -> tuple[Path, M
             continue
         if damage:
             _logger.warning("%s Going on from %s.", " ".join(damage), folder)
-        return folder, manifest
+        return folder, opened
 
 
-def _is_latest(input_dir: str | Path) -> bool:
-    return input_dir == "latest" and committed(Path("latest").absolute()) is None
+def _is_latest(input_dir: str | AnyPath) -> bool:
+    return input_dir == "latest" and committed(path_at("latest").absolute()) is None
 
 
-def _source(engine: "Persistence", input_dir: str | Path | None) -> Path:
+def _source(engine: "Persistence", input_dir: str | AnyPath | None) -> AnyPath:
     engine._background.wait()
     if input_dir is not None:
         return find_state(input_dir)
     return newest_state(_named_automatically(engine, "load_state"))
 
 
-def _named_automatically(engine: "Persistence", verb: str) -> Path:
+def _named_automatically(engine: "Persistence", verb: str) -> AnyPath:
     project = engine.project_configuration
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise ConfigurationError(
             f"{verb}() needs a folder: {verb}(folder), or Accelerator(project_config=ProjectConfiguration("
             "project_dir=…, automatic_checkpoint_naming=True))."
         )
-    return Path(project.project_dir).expanduser().resolve()
+    return path_at(project.project_dir).resolve()
 
 
 def _files(engine: "Persistence", parts: list[Part], folder: Path, words: Words) -> dict[str, Content]:
@@ -215,7 +237,7 @@ def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folde
         _logger.warning("The state in %s has a %s, which nothing here takes up.", folder, name)
 
 
-def _tell_of_another_world(engine: "Persistence", manifest: Manifest, folder: Path) -> None:
+def _tell_of_another_world(engine: "Persistence", manifest: Manifest, folder: AnyPath) -> None:
     then, now = manifest.world_size, engine.num_processes
     if then == now:
         return
@@ -231,7 +253,7 @@ def _tell_of_another_world(engine: "Persistence", manifest: Manifest, folder: Pa
 
 
 def _write(
-    saving: Saving,
+    saving: Saving | RemoteSaving,
     files: Mapping[str, Content],
     manifest: Manifest,
     clear_up: Callable[[], None] | None,
@@ -253,7 +275,7 @@ def _in_context(context: ExitStack, write: Callable[..., None], group: ProcessGr
         write(group, saves.note_written)
 
 
-def _clear_up(leads: bool, folder: Path, keep: int | None) -> None:
+def _clear_up(leads: bool, folder: AnyPath, keep: int | None) -> None:
     """Delete what is not kept: once the new state is there, which what cannot be deleted takes nothing from."""
     if not leads:
         return
@@ -261,7 +283,7 @@ def _clear_up(leads: bool, folder: Path, keep: int | None) -> None:
         retention.delete_debris(folder)
         if keep is not None:
             retention.delete_oldest(folder, keep)
-    except OSError as error:
+    except (OSError, UnreachableError) as error:
         _logger.warning("Older states in %s could not be deleted: %s", folder, error)
 
 

@@ -9,10 +9,10 @@ import time
 import weakref
 from collections.abc import Callable, Generator
 from multiprocessing import util
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_lib.foundation.errors import CheckpointError, UnwritableError
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 
@@ -31,7 +31,7 @@ class BackgroundSaves:
     def __init__(self) -> None:
         self._snapshots: Snapshots | None = None
         self._thread: threading.Thread | None = None
-        self._target: Path | None = None
+        self._target: AnyPath | None = None
         self._error: BaseException | None = None
         self._written_at: float | None = None
         self._groups: tuple[ProcessGroup, ProcessGroup] | None = None
@@ -56,7 +56,7 @@ class BackgroundSaves:
             self._groups = beside, beside.another()
         return self._groups[1]
 
-    def start(self, target: Path, work: Callable[[], object]) -> None:
+    def start(self, target: AnyPath, work: Callable[[], object]) -> None:
         """Have a thread do the work that makes `target`; the one before has to be waited for."""
         _wait_at_exit(self)
         self._target, self._error, self._written_at = target, None, None

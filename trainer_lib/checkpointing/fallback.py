@@ -1,31 +1,39 @@
 """This file is opening a state on all processes, every byte of it checked, and putting one aside that is damaged."""
 
-from pathlib import Path
+from typing import NamedTuple
 
 from trainer_lib.checkpointing.agreement import exchange, together
-from trainer_lib.checkpointing.layout import MANIFEST_NAME, damaged_beside
+from trainer_lib.checkpointing.at_hand import AtHand, at_hand
+from trainer_lib.checkpointing.layout import damaged_beside
 from trainer_lib.checkpointing.manifest import Manifest
 from trainer_lib.checkpointing.reader import open_state
-from trainer_lib.checkpointing.verification import check_bytes, share
+from trainer_lib.checkpointing.storage import storage_of
 from trainer_lib.foundation.errors import CheckpointError, DamagedError
-from trainer_lib.foundation.files import sync
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.process_group import ProcessGroup
 
-_Stamp = list[tuple[str, int, int, int]]
 
-# What was just checked in order to be loaded, and how its files looked then.
-_checked: dict[Path, _Stamp] = {}
+class Opened(NamedTuple):
+    """A state of which every byte is as it was written.
+
+    Attributes:
+        manifest: Its manifest.
+        files: Its files, on this machine.
+    """
+
+    manifest: Manifest
+    files: AtHand
 
 
 def open_checked(
-    folder: Path,
+    folder: AnyPath,
     group: ProcessGroup,
     doing: str,
     reader: int,
     readers: int,
     is_loaded_next: bool = False,
-) -> Manifest:
-    """Return the manifest of a state of which every byte is as it was written; each process reads a part of them.
+) -> Opened:
+    """Return a state of which every byte is as it was written; each process reads a part of them.
 
     Args:
         folder: The state.
@@ -39,20 +47,20 @@ def open_checked(
         DamagedError: If it is damaged.
         CheckpointError: If it cannot be read for another reason.
     """
+    files = at_hand(folder, group, doing, reader, readers)
     manifest, error = None, None
     try:
         manifest = open_state(folder)
-        stamp = _stamp(folder, manifest)
-        if _checked.pop(folder, None) != stamp:
-            check_bytes(folder, manifest, share(manifest.files, reader, readers))
-        if is_loaded_next:
-            _checked[folder] = stamp
+        files.check(manifest)
     except CheckpointError as caught:  # the others wait for an answer
         error = caught
     told = None if error is None else (isinstance(error, DamagedError), str(error))
     reports = [report for report in exchange(group, told, doing) if report is not None]
     if not reports and manifest is not None:
-        return manifest
+        if is_loaded_next:
+            files.keep()
+        return Opened(manifest, files)
+    files.release()
     # All do the same about it: only what every complaint calls damage is damage.
     kind = DamagedError if all(is_damage for is_damage, _ in reports) else CheckpointError
     if type(error) is kind:
@@ -60,7 +68,7 @@ def open_checked(
     raise kind(next(text for is_damage, text in reports if is_damage == (kind is DamagedError))) from error
 
 
-def put_aside(folder: Path, group: ProcessGroup, doing: str, leads: bool) -> Path:
+def put_aside(folder: AnyPath, group: ProcessGroup, doing: str, leads: bool) -> AnyPath:
     """Rename a damaged state, so that nobody takes it for a good one, and return what it is called now.
 
     Args:
@@ -73,15 +81,9 @@ def put_aside(folder: Path, group: ProcessGroup, doing: str, leads: bool) -> Pat
     with together(group, doing):
         if leads:
             try:
-                folder.rename(aside)
-                sync(aside.parent)
+                storage_of(folder).rename(aside.name)
             except OSError as error:
                 raise CheckpointError(
                     f"{folder} is damaged, and could not be renamed to {aside.name}: {error.strerror}. Move it away."
                 ) from error
     return aside
-
-
-def _stamp(folder: Path, manifest: Manifest) -> _Stamp:
-    found = [(name, (folder / name).stat()) for name in (MANIFEST_NAME, *manifest.files)]
-    return [(name, facts.st_ino, facts.st_size, facts.st_mtime_ns) for name, facts in found]

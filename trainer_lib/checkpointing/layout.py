@@ -2,8 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
+
+_Path = TypeVar("_Path", bound=AnyPath)
 
 MANIFEST_NAME = "manifest.json"
 OPTIMIZER_NAME = "optimizer"
@@ -39,9 +43,9 @@ def partial_beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def replaced_beside(folder: Path) -> Path:
+def replaced_beside(folder: _Path) -> _Path:
     """Return where an older state stands until the newer one of the same name is there."""
-    return folder.with_name(f"{folder.name}.replaced")
+    return cast(Any, folder.with_name(f"{folder.name}.replaced"))
 
 
 def deleted_beside(folder: Path) -> Path:
@@ -49,41 +53,47 @@ def deleted_beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.deleted")
 
 
-def damaged_beside(folder: Path) -> Path:
+def damaged_beside(folder: AnyPath) -> AnyPath:
     """Return a free name for a state that is damaged: kept for people to look at, and never looked at again."""
     names = [f"{folder.name}.damaged", *(f"{folder.name}.damaged-{number}" for number in range(2, 1000))]
-    return next(path for name in names if not (path := folder.with_name(name)).exists())
+    return next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
 
 
-def is_committed(folder: Path) -> bool:
+def is_committed(folder: AnyPath) -> bool:
     """Whether a folder holds a state that was written to the end."""
     return (folder / MANIFEST_NAME).is_file()
 
 
-def committed(folder: Path) -> Path | None:
+def committed(folder: _Path) -> _Path | None:
     """Return where the state of this name is: in its folder, or beside it if a rename was cut short."""
     return next((path for path in (folder, replaced_beside(folder)) if is_committed(path)), None)
 
 
-def path_of(given: str | Path) -> Path:
+def path_of(given: str | AnyPath) -> AnyPath:
     """Return what was given as a path.
 
     Raises:
         ConfigurationError: If it is none.
     """
     try:
-        return Path(given).expanduser()
+        return path_at(given)
     except TypeError as error:
         raise ConfigurationError(f"A state is in a folder, given by its path; got {given!r}.") from error
 
 
-def state_folder(given: str | Path) -> Path:
+def state_folder(given: str | AnyPath) -> AnyPath:
     """Return the folder to save to.
 
     Raises:
         ConfigurationError: If it cannot be a folder of its own.
     """
     folder = path_of(given).resolve()
+    if isinstance(folder, RemotePath):
+        if not folder.parent.name:
+            raise ConfigurationError(
+                f"{folder} is a bucket, and a state takes a folder of its own. Give {folder}/state."
+            )
+        return folder
     if folder.is_file():
         raise ConfigurationError(f"{folder} is a file, and a state is a folder. Give another name.")
     if Path.cwd().is_relative_to(folder):

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.codec import Encoded, decode, encode
 from trainer_lib.checkpointing.layout import MANIFEST_NAME
 from trainer_lib.foundation.checksums import checksum_of_bytes
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError
+from trainer_lib.foundation.remote import AnyPath
 
 SCHEMA = 3  # 1 had the sizes of files and no checksums, 2 nothing of the run
 CHECKSUM = "xxh3_128"  # what a file's checksum is called by
@@ -106,7 +106,7 @@ def library_versions() -> dict[str, str]:
     return {"trainer_lib": own, "python": platform.python_version(), **others}
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: AnyPath) -> Manifest:
     """Return the manifest of a state folder.
 
     Raises:
@@ -178,7 +178,7 @@ def _check_types(manifest: Manifest) -> None:
             raise TypeError(f"{name!r} is no text")
 
 
-def _check_seal(path: Path, text: bytes, digest: Any, schema: int) -> None:
+def _check_seal(path: AnyPath, text: bytes, digest: Any, schema: int) -> None:
     if digest is None and schema < 2:
         return
     if digest is None:

@@ -1,7 +1,5 @@
 """This file is finding the state to load, and saying what is there instead if it is not."""
 
-from pathlib import Path
-
 from trainer_lib.checkpointing.layout import (
     AUTOMATIC_FOLDER,
     MANIFEST_NAME,
@@ -13,14 +11,16 @@ from trainer_lib.checkpointing.layout import (
 )
 from trainer_lib.checkpointing.manifest import Manifest, read_manifest
 from trainer_lib.checkpointing.retention import automatic_states
+from trainer_lib.checkpointing.storage import storage_of
 from trainer_lib.checkpointing.verification import check_bytes, check_sizes
 from trainer_lib.foundation.errors import CheckpointError, did_you_mean
+from trainer_lib.foundation.remote import AnyPath
 
 # What Accelerate writes and this library does not.
 _FOREIGN = ("optimizer.bin", "random_states_0.pkl", "scheduler.bin", "pytorch_model_fsdp.bin", "optimizer_0")
 
 
-def find_state(given: str | Path) -> Path:
+def find_state(given: str | AnyPath) -> AnyPath:
     """Return the folder that holds the state of this name.
 
     Raises:
@@ -48,15 +48,17 @@ def find_state(given: str | Path) -> Path:
     )
 
 
-def newest_state(project: Path) -> Path:
-    """Return the newest state of a project under automatic naming; one without a manifest is one too, and damaged.
+def newest_state(project: AnyPath) -> AnyPath:
+    """Return the newest state of a project under automatic naming.
+
+    On a disk one without a manifest is one too, and damaged; behind a URL it never was there.
 
     Raises:
         CheckpointError: If there is none.
     """
     folder = project / AUTOMATIC_FOLDER
-    named = [path for path in folder.iterdir() if automatic_number(path.name) is not None] if folder.is_dir() else []
-    states = [path for path in named if path.is_dir() and not _is_foreign(path)]
+    named = [path for path in storage_of(folder).states() if automatic_number(path.name) is not None]
+    states = [path for path in named if not _is_foreign(path)]
     if not states:
         raise CheckpointError(
             f"There is no state to load yet in {project / AUTOMATIC_FOLDER}. Call save_state first, or give the folder "
@@ -66,7 +68,7 @@ def newest_state(project: Path) -> Path:
     return committed(newest) or newest
 
 
-def open_state(folder: Path) -> Manifest:
+def open_state(folder: AnyPath) -> Manifest:
     """Return the manifest of a state whose files are all there, in full length; what is in them is not read.
 
     Raises:
@@ -77,7 +79,7 @@ def open_state(folder: Path) -> Manifest:
     return manifest
 
 
-def verify_state(folder: Path) -> Manifest:
+def verify_state(folder: AnyPath) -> Manifest:
     """Return the manifest of a state of which this process has read every byte.
 
     Raises:
@@ -88,11 +90,11 @@ def verify_state(folder: Path) -> Manifest:
     return manifest
 
 
-def _is_foreign(folder: Path) -> bool:
+def _is_foreign(folder: AnyPath) -> bool:
     return not is_committed(folder) and any((folder / name).exists() for name in _FOREIGN)
 
 
-def _instead(folder: Path) -> str:
+def _instead(folder: AnyPath) -> str:
     parent = folder.parent
     if not parent.is_dir():
         return ""

@@ -1,15 +1,15 @@
 """This file is whether a state on disk is as it was written: which files, how long, and every byte of them."""
 
-import os
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer_lib.checkpointing.layout import MANIFEST_NAME
 from trainer_lib.checkpointing.manifest import CHECKSUM, Manifest
-from trainer_lib.foundation.checksums import checksum_of, for_each_file
+from trainer_lib.checkpointing.storage import storage_of
+from trainer_lib.foundation.checksums import for_each_file
 from trainer_lib.foundation.errors import CheckpointError, DamagedError
 from trainer_lib.foundation.files import inside
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -17,18 +17,19 @@ _logger = get_logger(__name__)
 _SHOWN = 4
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_sizes(folder: AnyPath, manifest: Manifest) -> None:
     """Raise unless all files are there, in full length, and nothing among them that does not belong; reads none.
 
     Raises:
         DamagedError: With the names of those that are not.
     """
-    complaints = [*_sizes(folder, manifest.files), *_strangers(folder, manifest)]
+    found = storage_of(folder).sizes()
+    complaints = [*_sizes(folder, manifest.files, found), *_strangers(manifest, found)]
     if complaints:
         raise damaged(folder, complaints)
 
 
-def check_bytes(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
+def check_bytes(folder: AnyPath, manifest: Manifest, names: Collection[str] | None = None) -> None:
     """Raise unless all files hold what was written.
 
     Args:
@@ -44,13 +45,14 @@ def check_bytes(folder: Path, manifest: Manifest, names: Collection[str] | None 
         raise damaged(folder, complaints)
 
 
-def differences(folder: Path, manifest: Manifest, names: Collection[str]) -> list[str]:
+def differences(folder: AnyPath, manifest: Manifest, names: Collection[str]) -> list[str]:
     """Return what is wrong with the bytes of files, each with what was expected and what was found."""
     if manifest.schema < 2:
         _logger.info("The state in %s has no checksums (it is of format 1): sizes alone were checked.", folder)
         return []
-    paths = {inside(folder, name, MANIFEST_NAME): name for name in names}
-    complaints = for_each_file(lambda path: _difference(path, paths[path], manifest.files[paths[path]]), paths)
+    for name in names:
+        inside(folder, name, MANIFEST_NAME)
+    complaints = for_each_file(lambda name: _difference(folder, name, manifest.files[name]), names)
     return [complaint for complaint in complaints if complaint is not None]
 
 
@@ -66,46 +68,43 @@ def share(files: Mapping[str, Mapping[str, Any]], rank: int, size: int) -> list[
     return own
 
 
-def damaged(folder: Path, complaints: Sequence[str]) -> DamagedError:
+def damaged(folder: AnyPath, complaints: Sequence[str]) -> DamagedError:
     """Return the error that tells what is wrong with a state."""
     more = f", and {len(complaints) - _SHOWN} more" if len(complaints) > _SHOWN else ""
     return DamagedError(f"The state in {folder} is damaged: {', '.join(complaints[:_SHOWN])}{more}.")
 
 
-def _sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _sizes(folder: AnyPath, files: Mapping[str, Mapping[str, Any]], found: Mapping[str, int]) -> list[str]:
     complaints: list[str] = []
     for name, facts in files.items():
-        path = inside(folder, name, MANIFEST_NAME)
-        if not path.is_file():
+        inside(folder, name, MANIFEST_NAME)
+        if name not in found:
             complaints.append(f"{name} is missing")
-        elif path.stat().st_size != facts["size"]:
-            complaints.append(f"{name} has {path.stat().st_size} bytes instead of {facts['size']}")
+        elif found[name] != facts["size"]:
+            complaints.append(f"{name} has {found[name]} bytes instead of {facts['size']}")
     return complaints
 
 
-def _strangers(folder: Path, manifest: Manifest) -> list[str]:
+def _strangers(manifest: Manifest, found: Iterable[str]) -> list[str]:
     """Return what was put where the files of a part are looked for; other files that people add are theirs."""
     taken = {_stem(name) for name in manifest.files} | set(manifest.parts)
-    found: list[str] = []
-    for parent, _, names in os.walk(folder):
-        paths = [Path(parent, name).relative_to(folder).as_posix() for name in names]
-        found += [
-            path
-            for path in paths
-            if path not in manifest.files and _stem(path) in taken and path.endswith((".json", ".safetensors"))
-        ]
-    return [f"{name} was not written with it" for name in sorted(found)]
+    strangers = [
+        name
+        for name in found
+        if name not in manifest.files and _stem(name) in taken and name.endswith((".json", ".safetensors"))
+    ]
+    return [f"{name} was not written with it" for name in sorted(strangers)]
 
 
 def _stem(name: str) -> str:
     return name.split("/", 1)[0].split(".", 1)[0]
 
 
-def _difference(path: Path, name: str, facts: Mapping[str, Any]) -> str | None:
+def _difference(folder: AnyPath, name: str, facts: Mapping[str, Any]) -> str | None:
     try:
-        found = checksum_of(path)
+        found = storage_of(folder).checksum(name)
     except PermissionError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}.") from error
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     expected = facts[CHECKSUM]

@@ -1,4 +1,4 @@
-"""This file is one save: all processes write into a partial folder, and one rename makes it the state.
+"""This file is one save on a disk: all processes write into a partial folder, and one rename makes it the state.
 
 At any moment, a process that is killed leaves the older state of the same name where loading finds it: in its folder,
 or beside it (`layout.replaced_beside`) between two renames.
@@ -21,6 +21,7 @@ from trainer_lib.checkpointing.layout import (
     replaced_beside,
 )
 from trainer_lib.checkpointing.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
+from trainer_lib.checkpointing.storage import remove
 from trainer_lib.foundation.checksums import checksum_of
 from trainer_lib.foundation.errors import CheckpointError, TrainerLibError, UnwritableError
 from trainer_lib.foundation.files import sync
@@ -146,12 +147,6 @@ class Saving:
         sync(self.target.parent)
         for older in (replaced, deleted):
             remove(older)
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
 
 
 def _link(source: str, target: str) -> None:

@@ -3,16 +3,18 @@
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 # xxh3 keeps up with memory, where the checksums of the standard library take longer than the writing.
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from trainer_lib.foundation.remote import AnyPath
+
 _BLOCK = 1 << 20  # small enough to be in the cache when it is hashed
 _MOST_AT_ONCE = 8
 
+_One = TypeVar("_One")
 _Result = TypeVar("_Result")
 
 
@@ -23,8 +25,8 @@ class ChecksummedFile:
         path: The file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+    def __init__(self, path: AnyPath) -> None:
+        self._file: Any = path.open("wb")
         self._hash = xxh3_128()
 
     @property
@@ -47,7 +49,7 @@ class ChecksummedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._file.__exit__(kind, error, trace)
 
 
 def checksum_of_bytes(data: bytes) -> str:
@@ -55,7 +57,7 @@ def checksum_of_bytes(data: bytes) -> str:
     return xxh3_128_hexdigest(data)
 
 
-def checksum_of(path: Path) -> str:
+def checksum_of(path: AnyPath) -> str:
     """Return the checksum of a file, which is read for it.
 
     It is not mapped into memory: a disk that fails would then end the process, where reading raises an error.
@@ -63,13 +65,14 @@ def checksum_of(path: Path) -> str:
     found = xxh3_128()
     block = bytearray(min(_BLOCK, max(path.stat().st_size, 1)))
     view = memoryview(block)
+    file: Any
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             found.update(view[:count])
     return found.hexdigest()
 
 
-def for_each_file(work: Callable[[Path], _Result], paths: Iterable[Path]) -> list[_Result]:
+def for_each_file(work: Callable[[_One], _Result], paths: Iterable[_One]) -> list[_Result]:
     """Return what `work` makes of each file, several at once: reading and hashing need no Python."""
     paths = list(paths)
     at_once = min(len(paths), len(os.sched_getaffinity(0)), _MOST_AT_ONCE)

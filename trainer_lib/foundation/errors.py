@@ -47,6 +47,18 @@ class UnwritableError(CheckpointError):
     """A state that the disk does not take: it is full, read-only, failing or not there."""
 
 
+class UnreachableError(CheckpointError):
+    """A file on another machine that could not be read, listed or written, in several attempts."""
+
+
+class NonFiniteError(TrainerLibError, ArithmeticError):
+    """A loss or gradients that are not finite, or a loss far beyond the usual, before they change a weight."""
+
+
+class BadSampleError(TrainerLibError, RuntimeError):
+    """More samples that cannot be read than a run may leave out."""
+
+
 class SignatureError(TrainerLibError, TypeError):
     """A function that cannot be called with what it would be given."""
 

@@ -3,8 +3,12 @@
 import os
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, TypeVar
 
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.remote import AnyPath
+
+_Path = TypeVar("_Path", bound=AnyPath)
 
 
 def sync(path: Path) -> None:
@@ -29,7 +33,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         raise
 
 
-def inside(folder: Path, name: object, told_by: str) -> Path:
+def inside(folder: _Path, name: object, told_by: str) -> _Path:
     """Return the path of `name` in `folder`.
 
     Args:
@@ -45,8 +49,8 @@ def inside(folder: Path, name: object, told_by: str) -> Path:
     pure = PurePosixPath(name)
     if pure.is_absolute() or PureWindowsPath(name).drive or ".." in pure.parts or "\\" in name:
         raise CheckpointError(f"{told_by} names {name!r}, which leads out of {folder}. It will not be read.")
-    path = folder / pure
-    root = folder.resolve()
+    path: Any = folder / pure
+    root: Any = folder.resolve()
     # The Hugging Face cache keeps the files of all versions in one folder, and links to them.
     if root.parent.name == "snapshots":
         root = root.parent.parent

@@ -4,7 +4,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.tensor_files.safetensors import write_tensors
 from trainer_lib.tensor_files.storage import without_aliases
 
@@ -20,7 +20,7 @@ class Content(ABC):
     """What a file is to hold."""
 
     @abstractmethod
-    def write(self, path: Path) -> str:
+    def write(self, path: AnyPath) -> str:
         """Write the file, and return the checksum of what was written."""
 
     @property
@@ -41,7 +41,7 @@ class Tensors(Content):
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] | None = None
 
-    def write(self, path: Path) -> str:
+    def write(self, path: AnyPath) -> str:
         """Write the file."""
         return write_tensors(self.tensors, path, self.metadata)
 
@@ -57,7 +57,7 @@ class PickledTensors(Content):
 
     tensors: Mapping[str, Tensor]
 
-    def write(self, path: Path) -> str:
+    def write(self, path: AnyPath) -> str:
         """Write the file."""
         # What lies together in memory is saved together, so each tensor is cut out of what surrounds it.
         kept, aliases = without_aliases(self.tensors)
@@ -85,7 +85,7 @@ class Json(Content):
     value: Any
     is_for_people: bool = False
 
-    def write(self, path: Path) -> str:
+    def write(self, path: AnyPath) -> str:
         """Write the file."""
         text = json.dumps(self.value, indent=2 if self.is_for_people else None, allow_nan=False) + "\n"
         with ChecksummedFile(path) as file:
@@ -93,7 +93,7 @@ class Json(Content):
         return file.checksum
 
     @staticmethod
-    def read(path: Path) -> Any:
+    def read(path: AnyPath) -> Any:
         """Read a file of JSON.
 
         Raises:

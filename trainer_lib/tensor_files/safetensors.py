@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.tensor_files.storage import without_aliases
 
 _NAMES = {
@@ -65,7 +66,7 @@ def why_not(tensor: Tensor) -> str | None:
     return None
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> str:
+def write_tensors(tensors: Mapping[str, Tensor], path: AnyPath, metadata: Mapping[str, str] | None = None) -> str:
     """Write a file of tensors, and return its checksum; what stands under several names is stored once.
 
     Args:

@@ -1,0 +1,128 @@
+"""This file is a folder behind a URL, where a state is there once its manifest is."""
+
+import functools
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.checkpointing.layout import MANIFEST_NAME
+from trainer_lib.checkpointing.storage import Storage
+from trainer_lib.foundation.checksums import checksum_of
+from trainer_lib.foundation.remote import RemotePath, persistently
+
+# In a folder while a state is written there: which files that will be. What has one and no manifest is debris.
+PARTIAL_NAME = "partial.json"
+
+
+class RemoteStorage(Storage):
+    """A folder behind a URL.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: RemotePath) -> None:
+        self._folder = folder
+
+    def states(self) -> Sequence[RemotePath]:
+        """Return the folders in it that have a manifest."""
+        return [self._folder / name for name, files in self._folders().items() if MANIFEST_NAME in files]
+
+    def sizes(self) -> Mapping[str, int]:
+        """Ask once for all of them."""
+        return self._folder.sizes()
+
+    def checksum(self, name: str) -> str:
+        """Read the file, of which nothing is kept."""
+        path = self._folder / name
+        return persistently(str(path), lambda: checksum_of(path))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write it: an object is there as a whole."""
+        (self._folder / name).write_bytes(data)
+
+    def check_writable(self) -> None:
+        """Write a file and delete it."""
+        probe = self._folder / f".probe-{secrets.token_hex(4)}"
+        probe.write_bytes(b"")
+        probe.unlink()
+
+    def rename(self, name: str) -> None:
+        """Copy all files on the other side, the manifest last, and delete them here, the manifest first."""
+        self.move(name, self.sizes())
+        self.delete()
+
+    def move(self, name: str, files: Collection[str]) -> None:
+        """Rename some of its files to the same names in a folder beside it, the manifest last and first."""
+        target = self._folder.with_name(name)
+        for one in sorted(files, key=lambda one: one == MANIFEST_NAME):
+            (self._folder / one).copy(target / one)
+        self.delete_files(files)
+
+    def delete(self) -> None:
+        """Delete the manifest first: what is left is no state."""
+        self.delete_files(self.sizes())
+
+    def delete_files(self, names: Collection[str]) -> None:
+        """Delete some of its files, the manifest first; they may not be there."""
+        self._folder.delete_files([name for name in names if name == MANIFEST_NAME])
+        self._folder.delete_files([name for name in names if name != MANIFEST_NAME])
+
+    def delete_debris(self) -> None:
+        """Delete what was written of states that never came to be."""
+        for name, files in self._folders().items():
+            if MANIFEST_NAME not in files and PARTIAL_NAME in files:
+                RemoteStorage(self._folder / name).delete_partial(files)
+
+    def delete_partial(self, found: Collection[str]) -> None:
+        """Delete what a save that was cut short wrote, of the files that are there; other people's stay."""
+        told: Any = json.loads((self._folder / PARTIAL_NAME).read_bytes())
+        self.delete_files([name for name in found if name in told])
+        self.delete_files([PARTIAL_NAME])
+
+    def growing(self, name: str) -> Path:
+        """Return a file in a folder of this process's own."""
+        return _growing(self._folder) / name
+
+    def take_down(self, name: str) -> None:
+        """Fetch it, if it is there."""
+        if (self._folder / name).is_file():
+            (self._folder / name).fetch(self.growing(name))
+
+    def put_up(self, name: str) -> None:
+        """Put it there."""
+        if self.growing(name).is_file():
+            (self._folder / name).put(self.growing(name))
+
+    def _folders(self) -> dict[str, list[str]]:
+        """Return the folders in this one by name, and the files in each."""
+        folders: dict[str, list[str]] = {}
+        for name in self.sizes():
+            first, _, rest = name.partition("/")
+            if rest:
+                folders.setdefault(first, []).append(rest)
+        return folders
+
+
+def temporary_folder() -> Path:
+    """Return a folder of this process, which goes with it at the latest."""
+    folder = Path(tempfile.mkdtemp(prefix="trainer_lib-"))
+    weakref.finalize(RemoteStorage, _remove, folder, os.getpid())
+    return folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # and not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def _growing(folder: RemotePath) -> Path:
+    del folder  # each has its own
+    return temporary_folder()
