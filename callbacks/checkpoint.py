@@ -5,21 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.checkpointing.retention import delete_state
+from trainer_lib.checkpointing.keeping import delete_older, steps_at_intervals
 from trainer_lib.events import Callback, Run
 from trainer_lib.events.gates import EveryAmount
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.metric_names import greater_is_better_for, read_metric
-from trainer_lib.logging import get_logger
-
-_logger = get_logger(__name__)
+from trainer_lib.foundation.remote import path_at
 
 
 class Checkpoint(Callback):
     """Saves the best, and deletes what is not to be kept once a newer checkpoint is there.
 
-    What is kept: the newest ones, the best ones, and always the newest and the best of all. Only checkpoints of this
-    run, in the folder of the one just written, are deleted.
+    What is kept: the newest ones, the best ones, those at an interval, and always the newest and the best of all. Only
+    checkpoints of this run, in the folder of the one just written, are deleted.
 
     Args:
         every: An interval to save at, besides the trainer's `save_every`, such as "30 minutes".
@@ -27,6 +26,8 @@ class Checkpoint(Callback):
         keep_best: How many of the best to keep; with 0 a new best one is no reason to save.
         metric: The metric to go by; `None`: that of the trainer, its `metric_for_best`.
         greater_is_better: Whether more of `metric` is better; `None` goes by its name.
+        keep_every: An interval to keep checkpoints at for good, such as "1000 steps": of those that are saved, the
+            first at or after each multiple.
 
     Example:
         >>> checkpoint = Checkpoint(every="30 minutes", keep_last=2, keep_best=3, metric="eval_accuracy")
@@ -39,10 +40,16 @@ class Checkpoint(Callback):
         keep_best: int = 1,
         metric: str | None = None,
         greater_is_better: bool | None = None,
+        keep_every: Any = None,
     ) -> None:
         _check_number("keep_last", keep_last, least=1, may_be_none=True)
         _check_number("keep_best", keep_best, least=0)
+        if keep_every is not None and keep_last is None:
+            raise ConfigurationError(
+                f"keep_every={keep_every!r} says nothing where keep_last=None keeps all. Give one."
+            )
         self.keep_last, self.keep_best = keep_last, keep_best
+        self.keep_every = None if keep_every is None else Every.parse(keep_every, "keep_every")
         self.metric, self._greater_is_better = metric, greater_is_better
         self._best: float | None = None  # by a metric of one's own
         if metric is not None:
@@ -65,9 +72,8 @@ class Checkpoint(Callback):
         kept = self._steps_kept(run)
         run.state.checkpoints = [one for one in checkpoints if one["step"] in kept]
         if run.is_main_process:
-            for one in checkpoints:
-                if one["step"] not in kept:
-                    _delete(Path(one["path"]), folder)
+            going = [path_at(one["path"]) for one in checkpoints if one["step"] not in kept]
+            delete_older(going, folder, run.state.run_id)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._best is None else {"best": self._best}
@@ -103,6 +109,8 @@ class Checkpoint(Callback):
         kept = set(steps[-self.keep_last :])
         if run.state.best is not None:
             kept.add(run.state.best.step)
+        if self.keep_every is not None:
+            kept |= steps_at_intervals(run.state.checkpoints, self.keep_every)
         return kept | set(self._best_steps(run)[: max(self.keep_best, 1)])
 
     def _best_steps(self, run: Run) -> list[int]:
@@ -132,13 +140,3 @@ def _check_number(name: str, value: Any, least: int, may_be_none: bool = False) 
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         or_none = ", or None to keep all" if may_be_none else ""
         raise ConfigurationError(f"{name}={value!r} must be a number of checkpoints, {least} or more{or_none}.")
-
-
-def _delete(path: Path, newest: Path) -> None:
-    if path.resolve().parent != newest.resolve().parent:  # of a run that was moved or copied: not ours to delete
-        _logger.info("%s lies elsewhere than the checkpoints of now, and stays.", path)
-        return
-    try:
-        delete_state(path)
-    except OSError as error:
-        _logger.warning("The checkpoint %s could not be deleted: %s.", path, error)

@@ -11,6 +11,7 @@ import pytest
 from tests.callbacks.loops import go_through, running
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import Checkpoint
+from trainer_lib.checkpointing.manifest import Manifest, sealed
 from trainer_lib.events import Best, Callback, Dispatcher, Run
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers import run_forked
@@ -48,13 +49,16 @@ class Folder:
         self.path, self.run = path, run or running()
         self.events = Dispatcher([checkpoint])
         self.is_written = self.run.is_main_process
+        self.of: str | None = None  # the run that manifests tell of
 
     def save(self, step: int, **metrics: float) -> None:
         self.run.state.step, target = step, self.path / f"checkpoint-{step}"
-        self.run.state.checkpoints.append({"path": str(target), "step": step, "metrics": metrics})
+        state = self.run.state
+        position = {"epoch": state.epochs, "samples": state.samples, "seconds": state.seconds}
+        state.checkpoints.append({"path": str(target), "step": step, "metrics": metrics, **position})
         if self.is_written:
             target.mkdir(parents=True)
-            (target / "manifest.json").write_text("{}")
+            (target / "manifest.json").write_bytes(sealed(Manifest(world_size=1, run_id=self.of).content()))
         self.events.fire("on_save_end", self.run, target)
 
     def entered(self) -> list[int]:
@@ -229,13 +233,53 @@ def test_what_cannot_be_deleted_is_told_and_training_goes_on(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("trainer_lib.callbacks.checkpoint.delete_state", refuse)
+    monkeypatch.setattr("trainer_lib.checkpointing.keeping.delete_state", refuse)
     with caplog.at_level(logging.WARNING):
         folder.save(2)
     assert "checkpoint-1 could not be deleted: [Errno 13] Permission denied" in caplog.text
     assert folder.entered() == [2]
     assert folder.there() == [1, 2]
     assert list(folder.events)
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        ("5 steps", [6, 10, 16, 18]),
+        ("2 epochs", [8, 16, 18]),  # of 4 steps each
+        ("48 samples", [6, 12, 18]),  # 8 a step
+        ("1 minute", [6, 12, 18]),  # 10 seconds a step
+        (100, [18]),
+    ],
+)
+def test_at_an_interval_the_first_at_or_after_each_multiple_stays(
+    tmp_path: Path, every: Any, expected: list[int]
+) -> None:
+    folder = Folder(tmp_path, Checkpoint(keep_last=1, keep_every=every), running(steps_per_epoch=4))
+    for step in range(2, 20, 2):
+        state = folder.run.state
+        state.epoch, state.steps_in_epoch, state.samples, state.seconds = step // 4, step % 4, 8 * step, 10.0 * step
+        folder.save(step)
+    assert folder.entered() == folder.there() == expected
+
+
+def test_only_whole_checkpoints_of_its_own_run_are_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = Folder(tmp_path, Checkpoint(keep_last=1), running(run_id="own"))
+    folder.of = "another"
+    folder.save(1)
+    folder.of = "own"
+    folder.save(2)
+    folder.save(3)
+    (tmp_path / "checkpoint-3" / "manifest.json").unlink()
+    assert folder.there() == [1, 3]
+    folder.save(4)
+    assert (folder.entered(), folder.there()) == ([4], [1, 3, 4])
+    folder.events = Dispatcher()
+    folder.save(5)
+    (tmp_path / "checkpoint-5" / "manifest.json").write_text("{")
+    Dispatcher([Checkpoint(keep_last=1)]).fire("on_save_end", folder.run, tmp_path / "checkpoint-5")
+    assert folder.there() == [1, 3, 4, 5]  # 4 is the last that is whole
+    assert "No older checkpoint is deleted, as the newest is not as it was written" in caplog.text
 
 
 def test_what_lies_elsewhere_is_not_ours_to_delete(tmp_path: Path) -> None:
@@ -270,6 +314,8 @@ def test_one_process_deletes_and_all_keep_the_same_list(tmp_path: Path) -> None:
         ({"keep_best": -1}, "keep_best=-1 must be a number of checkpoints, 0 or more"),
         ({"keep_best": None}, "keep_best=None must be a number of checkpoints"),
         ({"every": "3 stps"}, "every='3 stps': unknown unit"),
+        ({"keep_every": "3 stps"}, "keep_every='3 stps': unknown unit"),
+        ({"keep_every": 3, "keep_last": None}, "keep_every=3 says nothing where keep_last=None keeps all"),
         ({"metric": "eval_harmony"}, "Whether more of the metric 'eval_harmony' is better"),
     ],
 )

@@ -42,7 +42,8 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 def outcome(result: FitResult, model: nn.Module) -> list[Any]:
     """Return what has to be equal to the bit."""
     timeless = [
-        {name: value for name, value in entry.items() if not name.endswith("_per_second")} for entry in result.history
+        {name: value for name, value in entry.items() if not name.endswith(("_per_second", "data_wait"))}
+        for entry in result.history
     ]
     return [timeless, result.state.best, result.state.samples, [p.detach().tolist() for p in model.parameters()]]
 

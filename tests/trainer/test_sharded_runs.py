@@ -39,7 +39,9 @@ def run(folder: Path | None, dies_at: int | None = None, **options: Any) -> tupl
         result = one.fit()
     except InterruptedError:
         return None
-    timeless = [{k: v for k, v in entry.items() if not k.endswith("_per_second")} for entry in result.history]
+    timeless = [
+        {k: v for k, v in entry.items() if not k.endswith(("_per_second", "data_wait"))} for entry in result.history
+    ]
     return timeless, one.evaluate()
 
 

@@ -48,7 +48,8 @@ def run(processes: int) -> Outcome:
         callbacks=[EarlyStopping("eval_far_hits", patience=3, greater_is_better=True)],
     ).fit()
     timeless = [
-        {name: value for name, value in entry.items() if not name.endswith("_per_second")} for entry in result.history
+        {name: value for name, value in entry.items() if not name.endswith(("_per_second", "data_wait"))}
+        for entry in result.history
     ]
     return timeless, result.state.step, result.status, result.state.reason, trained.state_dict()
 

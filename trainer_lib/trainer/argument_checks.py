@@ -96,6 +96,7 @@ CHECKS: dict[str, Check] = {
     "on_save_error": values.choice("continue", "raise"),
     "keep_last": optional(values.whole(hint=" To keep all, give None.")),
     "keep_best": values.whole(at_least=0),
+    "keep_every": optional(values.amount),
     "metric_for_best": optional(values.text),
     "greater_is_better": optional(values.flag),
     "load_best_at_end": values.flag,
@@ -171,6 +172,8 @@ def _batch_size(args: "TrainingArguments") -> None:
 
 
 def _files(args: "TrainingArguments") -> None:
+    if args.keep_every is not None and args.keep_last is None:
+        raise ConfigurationError(f"keep_every={args.keep_every!r} says nothing where keep_last=None keeps all. Give one.")
     if args.output_dir is not None:
         return
     if args.resume in ("auto", "extend"):

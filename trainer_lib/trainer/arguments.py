@@ -88,6 +88,8 @@ class TrainingArguments:
             that is due again; "raise" ends the run.
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
         keep_best: How many of the best checkpoints to keep besides.
+        keep_every: How often to keep one for good, such as "1000 steps": of those that are saved, the first at or after
+            each multiple.
         metric_for_best: The metric that says which is the best; by default the loss of the evaluation.
         greater_is_better: Whether more of it is better; known for well-known names.
         load_best_at_end: Go back to the best checkpoint when training ends.
@@ -171,6 +173,7 @@ class TrainingArguments:
     on_save_error: str = "continue"
     keep_last: int | None = 3
     keep_best: int = 1
+    keep_every: int | str | timedelta | Every | None = None
     metric_for_best: str | None = None
     greater_is_better: bool | None = None
     load_best_at_end: bool = False

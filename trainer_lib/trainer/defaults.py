@@ -47,7 +47,7 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
     """Return the callbacks that are there by default, but for those of whose class one is given, and those given."""
     there: list[Callback] = [LearningRateMonitor(), Throughput()]
     if args.output_dir is not None:
-        there.append(Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best))
+        there.append(Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best, keep_every=args.keep_every))
     if args.gc_every is not None:
         there.append(GarbageSchedule(args.gc_every))
     shows_bar = is_live(sys.stderr) if args.progress_bar is None else args.progress_bar

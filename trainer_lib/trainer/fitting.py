@@ -192,6 +192,7 @@ class Fitting:
             self.run.accelerator.load_state(checkpoint)
         if self.folder is not None:  # another one than the checkpoint's, if that is of another run
             self.run.state.run_id = self.folder.run_id
+        self.saves.find(self.folder)
         self._count_anew(fresh, changed)
         self._forget_best_of_another_metric(changed)
         self._saved_at = self.run.state.step

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.foundation.errors import CheckpointError, UnwritableError
 from trainer_lib.logging import get_logger
+from trainer_lib.runs import RunFolder
+from trainer_lib.trainer.present import checkpoints_there
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.fitting import Fitting
@@ -49,6 +51,12 @@ class Saves:
         self.pending, self._has_asked = entry, False
         if not run.args.save_in_background:
             self.settle()
+
+    def find(self, folder: RunFolder | None) -> None:
+        """Have the list of a run that goes on be what is there, as one process sees it."""
+        run = self._fitting.run
+        there = [checkpoints_there(run.state.checkpoints, folder, run.state.step)] if run.is_main_process else [None]
+        (run.state.checkpoints,) = run.accelerator.group.broadcast_objects(there)
 
     def ask_when_written(self) -> None:
         """Ask for `settle`, once, when the checkpoint in the background is written."""

@@ -168,9 +168,11 @@ class Trainer:
                 status = fitting.run.state.status
             except KeyboardInterrupt:
                 status = "interrupted"
+                fitting.saves.close()  # first, so that who hears of the end knows of all checkpoints
                 self.events.fire("on_interrupt", fitting.run)
                 raise
             except BaseException as error:
+                fitting.saves.close()
                 self.events.fire("on_exception", fitting.run, error)
                 raise
             finally:
