@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainer_lib.foundation.errors import ConfigurationError as ConfigurationError
     from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
     from trainer_lib.foundation.errors import MissingPackageError as MissingPackageError
+    from trainer_lib.foundation.errors import NonFiniteError as NonFiniteError
     from trainer_lib.foundation.errors import PreparationError as PreparationError
     from trainer_lib.foundation.errors import StateError as StateError
     from trainer_lib.foundation.errors import TrainerLibError as TrainerLibError
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from trainer_lib.state import AcceleratorState as AcceleratorState
     from trainer_lib.state import GradientState as GradientState
     from trainer_lib.state import PartialState as PartialState
+    from trainer_lib.tracking.base import GeneralTracker as GeneralTracker
     from trainer_lib.trainer.arguments import TrainingArguments as TrainingArguments
     from trainer_lib.trainer.losses import LossResult as LossResult
     from trainer_lib.trainer.outputs import EvaluationOutput as EvaluationOutput
@@ -68,6 +70,7 @@ _HOMES = {
     "EvaluationOutput": "trainer_lib.trainer.outputs",
     "FitResult": "trainer_lib.trainer.result",
     "FullyShardedDataParallelPlugin": "trainer_lib.options.sharding",
+    "GeneralTracker": "trainer_lib.tracking.base",
     "GradScalerKwargs": "trainer_lib.options.precision",
     "GradientAccumulationPlugin": "trainer_lib.options.accumulation",
     "GradientState": "trainer_lib.state",
@@ -75,6 +78,7 @@ _HOMES = {
     "LocalSGD": "trainer_lib.local_sgd",
     "LossResult": "trainer_lib.trainer.losses",
     "MissingPackageError": "trainer_lib.foundation.errors",
+    "NonFiniteError": "trainer_lib.foundation.errors",
     "ParallelismConfig": "trainer_lib.parallelism_config",
     "ParameterGroup": "trainer_lib.trainer.parameter_groups",
     "PartialState": "trainer_lib.state",
@@ -113,6 +117,7 @@ __all__ = [
     "EvaluationOutput",
     "FitResult",
     "FullyShardedDataParallelPlugin",
+    "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "GradientState",
@@ -120,6 +125,7 @@ __all__ = [
     "LocalSGD",
     "LossResult",
     "MissingPackageError",
+    "NonFiniteError",
     "ParallelismConfig",
     "ParameterGroup",
     "PartialState",

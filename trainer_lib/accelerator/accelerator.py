@@ -16,6 +16,7 @@ from trainer_lib.accelerator import build
 from trainer_lib.accelerator.joining import joined
 from trainer_lib.accelerator.lomo import lomo_backward
 from trainer_lib.accelerator.persistence import Persistence
+from trainer_lib.accelerator.reporting import Reporting, checked_trackers
 from trainer_lib.checkpointing.background import BackgroundSaves
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
-class Accelerator(Persistence):
+class Accelerator(Reporting, Persistence):
     """One object for device placement, mixed precision, accumulation, clipping and several processes.
 
     Args:
@@ -65,6 +66,7 @@ class Accelerator(Persistence):
         step_scheduler_with_optimizer: Whether schedules move with the optimizer; else each `step` moves them.
         scheduler_steps_per_process: Move schedules once for each process instead of once an update, as Accelerate does.
         kwargs_handlers: Options of autocast, the loss scaler, the process group, and DDP, each by its type.
+        log_with: The trackers: names, "all" for those installed and configured, objects, or a list of these.
         project_dir: The folder where states and logs are kept.
         project_config: The options of that: automatic naming, how many states to keep.
         dynamo_backend: The compiler of prepared models, for `torch.compile`; by default what the launcher says.
@@ -91,6 +93,7 @@ class Accelerator(Persistence):
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         rng_types: list[str] | None = None,
+        log_with: Any = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
@@ -118,7 +121,10 @@ class Accelerator(Persistence):
         build.check_generators(rng_types)
         handlers = build.Handlers([] if kwargs_handlers is None else kwargs_handlers)
         self.dataloader_config = build.data_configuration(dataloader_config, older_arguments)
-        self.project_configuration = project_configuration(project_dir, project_config)
+        self.project_configuration = project_configuration(
+            project_dir, project_config, older_arguments.get("logging_dir")
+        )
+        self.log_with = checked_trackers(log_with, self.project_configuration)
         plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         group_options = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
         self.state = AcceleratorState(
@@ -556,7 +562,7 @@ class Accelerator(Persistence):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Leave the world of processes; the last call of a script.
+        """End the trackers and leave the world of processes; the last call of a script.
 
         Raises:
             CheckpointError: If a state that was saved in the background could not be written.
@@ -564,6 +570,7 @@ class Accelerator(Persistence):
         try:
             self.wait_for_save()
         finally:
+            self._finish_trackers()
             self.state.destroy_process_group()
 
     # -- private -------------------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
 _OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 _NOT_YET = {
-    "log_with": "trackers",
-    "logging_dir": "trackers",
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
     "torch_tp_plugin": "tensor parallelism",
@@ -75,7 +73,7 @@ def check_names(arguments: dict[str, Any], constructor: Any) -> None:
     """Raise for an argument that the constructor does not know."""
     known = [name for name in inspect.signature(constructor).parameters if name not in ("self", "older_arguments")]
     for name in arguments:
-        if name not in (*_OLDER_DATA_OPTIONS, *_NOT_YET, "fp16"):
+        if name not in (*_OLDER_DATA_OPTIONS, *_NOT_YET, "fp16", "logging_dir"):
             raise ConfigurationError(unknown("argument", name, known))
 
 

@@ -85,3 +85,17 @@ class DynamoBackend(BaseEnum):
     TVM = "TVM"
     HPU_BACKEND = "HPU_BACKEND"
     NEURON = "NEURON"
+
+
+class LoggerType(BaseEnum):
+    """The trackers that Accelerate's users know by name; there are others."""
+
+    ALL = "all"
+    CLEARML = "clearml"
+    COMETML = "comet_ml"
+    DVCLIVE = "dvclive"
+    MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+    WANDB = "wandb"

@@ -49,11 +49,18 @@ class ProjectConfiguration(KwargsHandler):
             self.logging_dir = project_dir
 
 
-def project_configuration(directory: str | Path | None, given: ProjectConfiguration | None) -> ProjectConfiguration:
-    """Return one configuration for the two ways to give a project's folder."""
+def project_configuration(
+    directory: str | Path | None, given: ProjectConfiguration | None, logging_dir: str | Path | None = None
+) -> ProjectConfiguration:
+    """Return one configuration for the two ways to give a project's folder, and that of its logs."""
     if given is not None and not isinstance(given, ProjectConfiguration):
         raise ConfigurationError(f"project_config must be a ProjectConfiguration, got a {type(given).__name__}.")
-    chosen = given or ProjectConfiguration(project_dir=directory)
+    chosen = given or ProjectConfiguration(project_dir=directory, logging_dir=logging_dir)
+    if logging_dir is not None and str(chosen.logging_dir) != str(logging_dir):
+        raise ConfigurationError(
+            f"logging_dir={str(logging_dir)!r} and ProjectConfiguration(logging_dir={str(chosen.logging_dir)!r}) "
+            "contradict each other. Give one of them."
+        )
     if chosen.project_dir is None:
         chosen.set_directories(directory)
     elif directory is not None and str(chosen.project_dir) != str(directory):

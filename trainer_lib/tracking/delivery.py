@@ -18,8 +18,8 @@ from trainer_lib.foundation.errors import TrainerLibError
 from trainer_lib.tracking.base import GeneralTracker
 from trainer_lib.tracking.entries import Entry, hand_over
 
-
-_AT_WORK = 0.1  # of a processor
+_AT_WORK = 0.04  # of a processor
+_BYTES = 1e6  # written to disk are as much as a second of a processor
 
 
 class DeliveryError(TrainerLibError, RuntimeError):
@@ -164,9 +164,9 @@ class ChildDelivery:
             return False
         try:
             watched = psutil.Process(process.pid)
-            before = sum(watched.cpu_times()[:2])
+            before = _work(watched)
             time.sleep(seconds)
-            return sum(watched.cpu_times()[:2]) - before > _AT_WORK * seconds
+            return _work(watched) - before > _AT_WORK * seconds
         except psutil.Error:
             return False
 
@@ -226,6 +226,11 @@ class ChildDelivery:
         if not is_good:
             raise DeliveryError(answer)
         return answer
+
+
+def _work(process: psutil.Process) -> float:
+    """Return what a process has done: seconds of a processor, and bytes written."""
+    return sum(process.cpu_times()[:2]) + process.io_counters().write_bytes / _BYTES
 
 
 def _how(code: int | None) -> str:

@@ -113,7 +113,7 @@ class Worker:
         """Wait until it is through, or for the deadline; what is left then is kept."""
         self._is_through.wait(max(0.0, deadline - time.monotonic()))
         latest = deadline + self.patience.working
-        while not self._is_through.is_set() and time.monotonic() < latest and self.delivery.computes(0.5):
+        while not self._is_through.is_set() and time.monotonic() < latest and self.delivery.computes(1.0):
             continue
         with self._lock:
             self._is_cut = True

@@ -132,6 +132,7 @@ if TYPE_CHECKING:
     from trainer_lib.options.kinds import DDPCommunicationHookType as DDPCommunicationHookType
     from trainer_lib.options.kinds import DistributedType as DistributedType
     from trainer_lib.options.kinds import DynamoBackend as DynamoBackend
+    from trainer_lib.options.kinds import LoggerType as LoggerType
     from trainer_lib.options.kinds import PrecisionType as PrecisionType
     from trainer_lib.options.kinds import RNGType as RNGType
     from trainer_lib.options.precision import AutocastKwargs as AutocastKwargs
@@ -315,6 +316,7 @@ _NAMES = {
         "DDPCommunicationHookType",
         "DistributedType",
         "DynamoBackend",
+        "LoggerType",
         "PrecisionType",
         "RNGType",
     ],
