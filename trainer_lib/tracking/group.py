@@ -109,16 +109,16 @@ class TrackerHandle(GeneralTracker):
         self._put("call", {"path": list(path), "args": list(args)}, None, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(self._kind, name):
+        if name.startswith("_"):
             raise AttributeError(f"The tracker {self.__dict__.get('name')} has no attribute {name!r}.")
-        if self.runs_apart and callable(getattr(self._kind, name)):
+        if not self.runs_apart:
+            return getattr(self._own(), name)
+        if callable(getattr(self._kind, name, None)):
             return Elsewhere(self, (name,))
-        if self.runs_apart:
-            raise UnsupportedError(
-                f"The tracker {self.name} lives in a process of its own, so that {name} is out of reach. Say "
-                f'init_trackers(…, isolation={{"{self.name}": "thread"}}) to have it in this one.'
-            )
-        return getattr(self._own(), name)
+        raise AttributeError(
+            f"The tracker {self.name} lives in a process of its own, where {name!r} is out of reach. To have it in this "
+            f'one: init_trackers(…, isolation={{"{self.name}": "thread"}}).'
+        )
 
     def _own(self) -> GeneralTracker:
         delivery = self._worker.delivery
