@@ -116,8 +116,8 @@ class TrackerHandle(GeneralTracker):
         if callable(getattr(self._kind, name, None)):
             return Elsewhere(self, (name,))
         raise AttributeError(
-            f"The tracker {self.name} lives in a process of its own, where {name!r} is out of reach. To have it in this "
-            f'one: init_trackers(…, isolation={{"{self.name}": "thread"}}).'
+            f"The tracker {self.name} lives in a process of its own, where {name!r} is out of reach. To have it in "
+            f'this one: init_trackers(…, isolation={{"{self.name}": "thread"}}).'
         )
 
     def _own(self) -> GeneralTracker:

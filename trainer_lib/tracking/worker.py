@@ -138,8 +138,8 @@ class Worker:
             outcome = self._outcome
             if outcome is None:
                 self._wake.clear()
-            elif self._spilling is not None:
-                self._spilling.join()
+            if self._spilling is not None:
+                self._spilling.join()  # what is being put aside comes first
             self._pump(is_last=outcome is not None)
             if outcome is not None:
                 self._end(outcome)
