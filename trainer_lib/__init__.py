@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer_lib.foundation.errors import TrainerLibError as TrainerLibError
     from trainer_lib.foundation.errors import UnsupportedError as UnsupportedError
     from trainer_lib.foundation.errors import WorldError as WorldError
+    from trainer_lib.foundation.interruption import Interrupted as Interrupted
     from trainer_lib.launchers import debug_launcher as debug_launcher
     from trainer_lib.launchers import notebook_launcher as notebook_launcher
     from trainer_lib.local_sgd import LocalSGD as LocalSGD
@@ -75,6 +76,7 @@ _HOMES = {
     "GradientAccumulationPlugin": "trainer_lib.options.accumulation",
     "GradientState": "trainer_lib.state",
     "InitProcessGroupKwargs": "trainer_lib.options.distributed",
+    "Interrupted": "trainer_lib.foundation.interruption",
     "LocalSGD": "trainer_lib.local_sgd",
     "LossResult": "trainer_lib.trainer.losses",
     "MissingPackageError": "trainer_lib.foundation.errors",
@@ -122,6 +124,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
+    "Interrupted",
     "LocalSGD",
     "LossResult",
     "MissingPackageError",

@@ -86,6 +86,10 @@ class TrainingArguments:
         save_in_background: Whether a thread writes checkpoints, from a copy in host memory, while training goes on.
         on_save_error: What follows when the disk does not take a checkpoint: "continue" warns, trains on and saves when
             that is due again; "raise" ends the run.
+        on_nonfinite: What follows when a loss or gradients are not finite, which never changes a weight: "raise" ends
+            the run, "skip" leaves the update out, "rewind" goes back to the last checkpoint, to leave it out from there.
+        max_nonfinite: How many updates of a run may be left out.
+        loss_spike: A loss of more than so many times the usual (the median of 50 updates) is treated in the same way.
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
         keep_best: How many of the best checkpoints to keep besides.
         keep_every: How often to keep one for good, such as "1000 steps": of those that are saved, the first at or after
@@ -171,6 +175,9 @@ class TrainingArguments:
     save_every: int | str | timedelta | Every | None = None
     save_in_background: bool = True
     on_save_error: str = "continue"
+    on_nonfinite: str = "raise"
+    max_nonfinite: int = 10
+    loss_spike: float | None = None
     keep_last: int | None = 3
     keep_best: int = 1
     keep_every: int | str | timedelta | Every | None = None

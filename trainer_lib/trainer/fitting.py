@@ -19,6 +19,7 @@ from trainer_lib.trainer import banner, differences, preflight
 from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.engine import accumulation_steps
 from trainer_lib.trainer.facts import facts_of
+from trainer_lib.trainer.guard import Guard
 from trainer_lib.trainer.rates import Fresh
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saves import Saves
@@ -68,6 +69,7 @@ class Fitting:
         )
         self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
         self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
+        trainer.guard = self.guard = Guard(self)
         accelerator.register_for_checkpointing(_Saved(self))
         self._handles = [
             accelerator.register_save_state_pre_hook(self._write_beside),
@@ -110,10 +112,8 @@ class Fitting:
             self.load(checkpoint)
         if self.trainer.default_metric is not None:  # known before it is too late
             self._is_better(0.0, 0.0)
-        intervals = {"log": args.log_interval, "evaluate": self.trainer.evaluation_interval, "save": args.save_interval}
         run.state.status = "running"
-        self._began = time.monotonic()
-        self.cadences = Cadences(intervals, args.time_limit, run)
+        self._begin_counting()
         if self.folder is not None and run.is_main_process:
             self.folder.write(status="running")
         banner.show(self)
@@ -121,12 +121,19 @@ class Fitting:
         if args.eval_on_start and not run.state.step:
             self.evaluate()
 
+    def _begin_counting(self) -> None:
+        args = self.trainer.args
+        intervals = {"log": args.log_interval, "evaluate": self.trainer.evaluation_interval, "save": args.save_interval}
+        self._began = time.monotonic()
+        self.cadences = Cadences(intervals, args.time_limit, self.run)
+
     # -- when it is asked for ------------------------------------------------------------------------------------
 
     def log(self) -> None:
         """Log what was gathered since the last time."""
         run, state = self.run, self.run.state
         self.tell_time()
+        self.guard.settle()
         values = self.trainer.averages.collect()
         state.items += self.trainer.averages.items
         if "loss" in self.trainer.averages.weightless:
@@ -145,6 +152,7 @@ class Fitting:
         """Evaluate all sets, and see if it is the best so far."""
         run, state = self.run, self.run.state
         self.tell_time()
+        self.guard.settle()
         run.metrics = metrics = self.trainer.evaluate()
         self._began = time.monotonic()  # the time of an evaluation is none of training
         self._evaluated_at = state.step
@@ -173,10 +181,29 @@ class Fitting:
         if self._saved_at == state.step:
             return
         self.tell_time()
+        self.guard.settle()
         self._saved_at = state.step
         metrics = dict(run.metrics) if self._evaluated_at == state.step else {}
         self.saves.save(self.folder.checkpoint(state.step), metrics)
         self._began = time.monotonic()
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether there is a checkpoint of this run."""
+        return bool(self.run.state.checkpoints) or self.saves.pending is not None
+
+    def go_back(self, first: int) -> None:
+        """Go on from the last checkpoint, and leave out the samples from `first` to where the run stands."""
+        self.saves.settle()
+        state = self.run.state
+        self.tell_time()
+        left_out = [*state.left_out, [first, state.samples]]
+        kept = {"left_out": left_out, "skipped": state.skipped, "seconds": state.seconds}
+        self.load(Path(state.checkpoints[-1]["path"]))
+        for name, value in kept.items():
+            setattr(state, name, value)
+        state.status = "running"
+        self._begin_counting()
 
     def forget_save(self) -> None:
         """Let the same step be saved again."""
@@ -303,8 +330,12 @@ class _Saved:
     def state_dict(self) -> dict[str, Any]:
         """Return the states."""
         fitting = self._fitting
-        averages = fitting.trainer.averages.state_dict()
-        return {"run": fitting.run.state.state_dict(), "callbacks": fitting.events.state_dict(), "averages": averages}
+        return {
+            "run": fitting.run.state.state_dict(),
+            "callbacks": fitting.events.state_dict(),
+            "averages": fitting.trainer.averages.state_dict(),
+            "guard": fitting.guard.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them up."""
@@ -312,6 +343,7 @@ class _Saved:
         self._fitting.run.state.load_state_dict(state["run"])
         self._fitting.events.load_state_dict(state["callbacks"])
         self._fitting.trainer.averages.load_state_dict(state["averages"])
+        self._fitting.guard.load_state_dict(state.get("guard", {}))  # which older ones do not have
 
 
 def _named(verb: str, value: Any) -> dict[str, Any]:

@@ -44,6 +44,9 @@ class Loop:
         self.max_norm = self.run.args.max_grad_norm
         self.is_alone = self.accelerator.num_processes == 1
         self.samples_a_round: int | None = self.loader.total_batch_size
+        self.guard = fitting.guard
+        self.began = 0  # the samples before this window
+        self.is_left_out = self.goes_back = False
         self.is_stopped = self.has_gradients = False
         self.updates_in_vain = 0
         # Numbers on an accelerator are read an update later, when they are there: nothing waits for its backward.
@@ -58,7 +61,10 @@ class Loop:
         while not self.is_over:
             before = state.step
             self.one_pass()
-            if state.step == before:
+            if self.goes_back:
+                self.goes_back = False
+                self.fitting.go_back(self.began)
+            elif state.step == before:
                 self.no_data()
         if self.updates_in_vain and not self.has_gradients:
             no_gradients(self.trainer.has_own_step)
@@ -70,7 +76,7 @@ class Loop:
             self.micro_batch(batch)
             if self.gradients.sync_gradients:
                 self.finish_step()
-                if self.is_over:
+                if self.goes_back or self.is_over:
                     return
 
     def micro_batch(self, batch: Any) -> None:
@@ -83,7 +89,10 @@ class Loop:
         run.batch = batch
         with self.accelerator.accumulate(*self.models):
             if self.window.size == 1:
-                events.fire("on_step_begin", run)
+                self.begin_window()
+            if self.is_left_out:
+                self.count(batch)
+                return
             events.fire("on_micro_batch_begin", run)
             if self.gradients.sync_gradients and not self.is_alone:
                 self.window.notes, self.window.heard = run.control.send(), ()
@@ -99,6 +108,15 @@ class Loop:
             if self.gradients.sync_gradients:
                 self.update()
         self.count(batch)
+
+    def begin_window(self) -> None:
+        """Begin an update, unless it is one of the samples that are left out."""
+        state = self.run.state
+        self.began = began = state.samples
+        self.is_left_out = bool(state.left_out) and any(first <= began < end for first, end in state.left_out)
+        if not self.is_left_out:
+            self.guard.begin_window()
+            self.events.fire("on_step_begin", self.run)
 
     def run_along(self) -> None:
         """Take part in an update without data of one's own: it weighs nothing and leaves no trace."""
@@ -135,8 +153,9 @@ class Loop:
         if not self.has_gradients:
             self.look_for_gradients()
         if not any(optimizer.has_stepped for optimizer in optimizers):  # else training_step sees to it
-            if self.max_norm is not None:
-                run.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.max_norm)
+            if not self.may_step():
+                self.leave_out()
+                return
             events.fire("on_optimizer_step_begin", run)
             for optimizer in optimizers:
                 optimizer.step()
@@ -146,6 +165,19 @@ class Loop:
         if events.listens("on_step_skipped") and self.accelerator.optimizer_step_was_skipped:
             events.fire("on_step_skipped", run)
         for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    def may_step(self) -> bool:
+        """Clip, and say whether the update may be made."""
+        if self.max_norm is not None:
+            self.run.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.max_norm)
+        return self.guard.passes()
+
+    def leave_out(self) -> None:
+        """Have the update be as if its samples had not been there, or go back to where they do less harm."""
+        self.is_left_out, self.goes_back = True, self.guard.policy == "rewind" and self.fitting.can_go_back
+        self.guard.leave_out()
+        for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def look_for_gradients(self) -> None:
@@ -179,6 +211,10 @@ class Loop:
     def finish_step(self) -> None:
         """Count an update, and do what was asked for."""
         run, events, loader = self.run, self.events, self.loader
+        if self.goes_back:
+            return
+        if self.is_left_out:
+            events.fire("on_step_skipped", run)
         run.state.step += 1
         run.state.steps_in_epoch += 1
         events.fire("on_step_end", run)

@@ -24,6 +24,7 @@ from trainer_lib.trainer.batches import count_items, is_scalar
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
 from trainer_lib.trainer.fitting import Fitting
+from trainer_lib.trainer.guard import Guard
 from trainer_lib.trainer.loop import Loop
 from trainer_lib.trainer.loss_checks import check_loss, check_weight
 from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
@@ -105,6 +106,7 @@ class Trainer:
         self.accelerator = accelerator or build_accelerator(self.args)
         self.averages = Averages(self.accelerator.group, self.accelerator.device)
         self.prepared: Any = None
+        self.guard: Guard | None = None  # of the run under way
         self.weighs_nothing = False  # while this process takes part in an update without data of its own
         self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
         self._objective: Objective | None = None
@@ -239,6 +241,8 @@ class Trainer:
         weight = 1.0 if weight is None else weight
         if self.weighs_nothing:
             loss, weight = loss * 0.0, 0.0
+        if self.guard is not None and self.guard.reads_losses:
+            weight = self.guard.weigh(loss, weight)
         is_only = len(self.run.optimizers) == 1 and optimizer is None
         self.accelerator.backward(loss, weight=weight, optimizer=None if is_only else self._optimizers(optimizer))
 

@@ -1,0 +1,109 @@
+"""This file is who is to blame for an update that is not finite: the process, its samples, and the parameters."""
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer_lib.checkpointing.generators import Generators
+from trainer_lib.logging import get_logger
+from trainer_lib.strategies.gradients import local_values
+from trainer_lib.trainer.fillers import buffers_kept
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.fitting import Fitting
+
+_logger = get_logger(__name__)
+
+_SHOWN = 3
+_SAMPLES_SHOWN = 16
+
+
+class Culprits:
+    """Finds what was not finite; asked once it is known that something is.
+
+    Args:
+        fitting: Whose updates they are.
+    """
+
+    def __init__(self, fitting: "Fitting") -> None:
+        self._fitting, self._run = fitting, fitting.run
+        self._losses: list[tuple[int, float, str]] = []  # the step, the loss, and of which samples
+
+    def note_loss(self, value: float) -> None:
+        """Note a loss that is not finite, while its batch is at hand."""
+        self._losses.append((self._run.state.step, value, self.samples()))
+
+    def samples(self) -> str:
+        """Return which samples this process has in hand, in words."""
+        ids = self._fitting.loader.sample_ids()
+        if ids is None:
+            return ""
+        more = ", …" if len(ids) > _SAMPLES_SHOWN else ""
+        return f" (samples {', '.join(str(one) for one in ids[:_SAMPLES_SHOWN])}{more})"
+
+    def find(self, norm: float) -> str:
+        """Return what is wrong with the update, as all processes see it. All of them have to ask."""
+        run = self._run
+        step = run.state.step
+        losses = [f"{value}{samples}" for at, value, samples in self._losses if at == step]
+        self._losses.clear()
+        told: list[tuple[list[str], list[str], str]] = run.accelerator.group.all_gather_objects(
+            (losses, self._parameters(), self.samples())
+        )
+        several = len(told) > 1
+        bad = [f"{loss}{f' on process {rank}' if several else ''}" for rank, one in enumerate(told) for loss in one[0]]
+        parameters = list(dict.fromkeys(name for _, names, _ in told for name in names))
+        if bad:
+            what = f"In step {step + 1} the loss is {'; '.join(bad)}"
+        else:
+            whose = self._whose(told) if several else told[0][2]
+            what = f"In step {step + 1} the gradients have the norm {norm}, of losses that are finite{whose}"
+        return f"{what}.{self._named(parameters) if not bad else ''}"
+
+    def _whose(self, told: list[tuple[list[str], list[str], str]]) -> str:
+        """Return whose gradients it is, where each process can compute its own once more."""
+        own = self._computed_again()
+        found = self._run.accelerator.group.all_gather_objects(own)
+        ranks = [rank for rank, names in enumerate(found) if names]
+        if not ranks:
+            return ""
+        return ", of " + " and ".join(f"process {rank}{told[rank][2]}" for rank in ranks)
+
+    def _computed_again(self) -> list[str]:
+        """Return which gradients of the last batch are not finite on this process alone."""
+        accelerator, trainer = self._run.accelerator, self._fitting.trainer
+        if accelerator.strategy.writes_shards:
+            return []  # a gradient that is not shared cannot be had
+        generators = Generators(accelerator.device)
+        drawn = generators.state_dict()
+        for optimizer in self._run.optimizers.values():
+            optimizer.optimizer.zero_grad()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(buffers_kept(self._fitting.models))
+                for model in self._fitting.models:
+                    stack.enter_context(accelerator.no_sync(model))
+                result = trainer.as_result(trainer.compute_loss(self._run.model, self._run.batch), self._run.batch)
+                result.loss.backward()
+        except Exception as error:  # noqa: BLE001 - what is wrong is known; this was to tell it in more detail
+            _logger.debug("The step could not be computed again: %s", error)
+            return []
+        finally:
+            generators.load_state_dict(drawn)
+        return self._parameters()
+
+    def _parameters(self) -> list[str]:
+        models: Any = self._fitting.trainer.prepared_by_name()
+        return [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, model in models.items()
+            for name, parameter in self._run.accelerator.unwrap_model(model).named_parameters()
+            if parameter.grad is not None and not all(torch.isfinite(v).all() for v in local_values([parameter.grad]))
+        ]
+
+    def _named(self, parameters: list[str]) -> str:
+        if not parameters:
+            return ""
+        more = f" and {len(parameters) - _SHOWN} more" if len(parameters) > _SHOWN else ""
+        return f" Not finite are those of {', '.join(parameters[:_SHOWN])}{more}."
