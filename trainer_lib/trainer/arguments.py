@@ -87,7 +87,7 @@ class TrainingArguments:
         on_save_error: What follows when the disk does not take a checkpoint: "continue" warns, trains on and saves when
             that is due again; "raise" ends the run.
         on_nonfinite: What follows when a loss or gradients are not finite, which never changes a weight: "raise" ends
-            the run, "skip" leaves the update out, "rewind" goes back to the last checkpoint, to leave it out from there.
+            the run, "skip" leaves the update out, "rewind" goes back to the last checkpoint and then leaves it out.
         max_nonfinite: How many updates of a run may be left out.
         loss_spike: A loss of more than so many times the usual (the median of 50 updates) is treated in the same way.
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
