@@ -14,7 +14,7 @@ from trainer_lib.foundation.files import replace_file
 from trainer_lib.runs.environment import memory_in_use
 
 # What tells of the processes that trained stays, whatever is trained again after a restart.
-_STAYING = ("started", "resumed", "ended", "died")
+_STAYING = ("started", "resumed", "ended", "died", "went_back")
 _PLACE = ("step", "epoch", "samples", "seconds")
 
 
@@ -45,11 +45,12 @@ class JsonlLog(Callback):
         self.path = Path(path).expanduser()
         self._saving_since = 0.0
         self._error: str | None = None
+        self._is_training = False
         if skipped_steps:
             self.on_step_skipped = self._note_skipped
 
     def on_fit_begin(self, run: Run) -> None:
-        self._error = None
+        self._error, self._is_training = None, True
         if not run.is_main_process:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +81,10 @@ class JsonlLog(Callback):
         took = round(time.monotonic() - self._saving_since, 3)
         self._write(run, "save", {"path": str(folder), "why": entry.get("reasons", []), "took": took}, place)
 
+    def on_load_end(self, run: Run, folder: Path) -> None:
+        if self._is_training and run.is_main_process:  # it went back: what is trained again is told again
+            self._cut(run.state.step, [])
+
     def on_note(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
         self._write(run, name, facts)
 
@@ -87,6 +92,7 @@ class JsonlLog(Callback):
         self._error = f"{type(error).__name__}: {error}"
 
     def on_fit_end(self, run: Run) -> None:
+        self._is_training = False
         self._write(run, "ended", {"status": run.state.status, "reason": self._error or run.state.reason})
 
     def _note_skipped(self, run: Run) -> None:
@@ -94,17 +100,20 @@ class JsonlLog(Callback):
 
     def _go_on(self, run: Run) -> None:
         """Take out what came after the step that the run goes on from, and tell of it."""
-        step, there = run.state.step, self._lines()
-        kept = [line for line, entry in there if entry["step"] <= step or entry.get("event") in _STAYING]
-        of_last_process = _of_last_process([entry for _, entry in there])
+        of_last_process, told = _of_last_process([entry for _, entry in self._lines()]), list[str]()
         if of_last_process and not any(entry.get("event") == "ended" for entry in of_last_process):
             last = max(of_last_process, key=lambda entry: entry["step"])
             died = {"event": "died", **{name: last[name] for name in (*_PLACE, "time") if name in last}}
-            kept.append(json.dumps(died))
+            told.append(json.dumps(died))
+        self._cut(run.state.step, told)
+        furthest = max((entry["step"] for entry in of_last_process), default=0)
+        self._write(run, "resumed", {**_settings(run), "steps_lost": max(furthest - run.state.step, 0)})
+
+    def _cut(self, step: int, told: Sequence[str]) -> None:
+        """Take out what came after a step, and add some lines."""
+        kept = [line for line, entry in self._lines() if entry["step"] <= step or entry.get("event") in _STAYING]
         if self.path.exists():
-            replace_file(self.path, lambda path: _write_lines(path, kept))
-        furthest = max((entry["step"] for entry in of_last_process), default=step)
-        self._write(run, "resumed", {**_settings(run), "steps_lost": max(furthest - step, 0)})
+            replace_file(self.path, lambda path: _write_lines(path, [*kept, *told]))
 
     def _lines(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the lines that are whole, with what they say."""

@@ -140,6 +140,23 @@ def test_how_each_process_ended_stays_in_the_history(tmp_path: Path) -> None:
     assert entries(path)[2]["status"] == stopped.state.status == "finished"
 
 
+def test_a_run_that_goes_back_tells_again_what_it_does_again(tmp_path: Path) -> None:
+    log, run = JsonlLog(tmp_path / "log"), running()
+    log.on_fit_begin(run)
+    for step in (2, 4, 6):
+        run.state.step = step
+        log.on_log(run, {"loss": 1.0})
+    log.on_note(run, "went_back", {"why": "nan"})
+    run.state.step = 4
+    log.on_load_end(run, tmp_path)
+    run.state.step = 6
+    log.on_log(run, {"loss": 0.5})
+    log.on_fit_end(run)
+    log.on_load_end(run, tmp_path)  # the best one, in the end
+    told = [(entry["event"], entry["step"]) for entry in entries(tmp_path / "log")]
+    assert told == [("started", 0), ("log", 2), ("log", 4), ("went_back", 6), ("log", 6), ("ended", 6)]
+
+
 def test_what_else_happens_is_a_line_too(tmp_path: Path) -> None:
     log, run = JsonlLog(tmp_path / "log", skipped_steps=True), running(step=7, samples=28)
     events = Dispatcher([log])
