@@ -98,6 +98,11 @@ def tell(changed: Mapping[str, Difference], checkpoint: Path) -> None:
         _logger.warning("Going on from %s with other arguments:%s", checkpoint, "".join(lines))
 
 
+def worth_a_word(changed: Mapping[str, Difference]) -> dict[str, list[Any]]:
+    """Return the old and the new value of what changed, without what is never told."""
+    return {name: list(one) for name, one in changed.items() if POLICIES.get(name) is not Policy.ASIDE}
+
+
 @contextmanager
 def told_of_groups(changed: Mapping[str, Difference]) -> Generator[None]:
     """Name the arguments that make groups of parameters where a state does not fit into them any more."""

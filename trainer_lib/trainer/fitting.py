@@ -15,7 +15,7 @@ from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import RunFolder
 from trainer_lib.seeding import set_seed
-from trainer_lib.trainer import banner, differences, preflight
+from trainer_lib.trainer import banner, differences, history, preflight
 from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.engine import accumulation_steps
 from trainer_lib.trainer.facts import facts_of
@@ -44,7 +44,8 @@ class Fitting:
         args, accelerator = trainer.args, trainer.accelerator
         self.trainer, self.folder, self.events = trainer, folder, trainer.events
         if folder is not None and not any(isinstance(one, JsonlLog) for one in self.events):
-            self.events.add(JsonlLog(folder.history_file))
+            skips = accelerator.mixed_precision == "fp16"
+            self.events.add(JsonlLog(folder.history_file, skipped_steps=skips))
         accelerator.gradient_accumulation_steps = accumulation_steps(args, accelerator.num_processes)
         if args.seed is not None:
             set_seed(args.seed)
@@ -57,6 +58,7 @@ class Fitting:
         self._set_limits(state)
         self.schedule_length = args.schedule_steps or state.max_steps
         self.saved_state: Mapping[str, Any] = {}  # that of the checkpoint that is gone on from
+        self.changed: Mapping[str, differences.Difference] = {}  # the arguments that are others than it has
         schedulers = trainer.make_schedulers(optimizers, self.schedule_length)
         self.run = Run(
             trainer=trainer,
@@ -115,9 +117,11 @@ class Fitting:
         run.state.status = "running"
         self._begin_counting()
         if self.folder is not None and run.is_main_process:
-            self.folder.write(status="running")
+            self.folder.write(status="running", **history.description(args))
         banner.show(self)
         self.events.fire("on_fit_begin", run)
+        if told := differences.worth_a_word(self.changed):
+            run.note("arguments", changed=told)
         if args.eval_on_start and not run.state.step:
             self.evaluate()
 
@@ -212,7 +216,9 @@ class Fitting:
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint."""
         self.events.fire("on_load_begin", self.run, checkpoint)
-        changed = differences.changed_arguments(self.trainer.args, checkpoint, self.run.accelerator.group)
+        self.changed = changed = differences.changed_arguments(
+            self.trainer.args, checkpoint, self.run.accelerator.group
+        )
         differences.tell(changed, checkpoint)
         fresh = Fresh(self.run)
         with differences.told_of_groups(changed):
@@ -255,6 +261,7 @@ class Fitting:
             if self.folder is not None and run.is_main_process:
                 try:
                     self.folder.write(status=status, state=run.state.state_dict(), metrics=dict(run.metrics))
+                    history.write_report(self.folder)
                 except OSError as error:  # what was trained is there all the same
                     _logger.warning("How the run ended could not be written to %s: %s.", self.folder.path, error)
 

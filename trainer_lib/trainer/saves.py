@@ -39,6 +39,7 @@ class Saves:
         there = [one for one in state.checkpoints if one["path"] != str(target)]
         entry = {"path": str(target), "step": state.step, "metrics": metrics, **self._position()}
         self.reasons = self._reasons()
+        entry["reasons"] = sorted(self.reasons) or ["asked"]
         self._fitting.events.fire("on_save_begin", run, target)
         state.checkpoints = [*there, entry]  # what goes on from it knows that it is there
         try:
