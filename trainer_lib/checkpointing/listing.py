@@ -3,14 +3,15 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.codec import Encoded, decode
 from trainer_lib.checkpointing.layout import AUTOMATIC_FOLDER, CUSTOM_STATE_NAME, MANIFEST_NAME, committed, is_committed
 from trainer_lib.checkpointing.manifest import Manifest
 from trainer_lib.checkpointing.reader import open_state, verify_state
+from trainer_lib.checkpointing.storage import storage_of
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.tensor_files.contents import Json
 
 # What a save writes, or an error has renamed; `.partial` and `.deleted` are on their way in or out.
@@ -37,7 +38,7 @@ class Listed:
         kept: Why retention would keep it, as far as that is known.
     """
 
-    path: Path
+    path: AnyPath
     manifest: Manifest | None
     problem: str | None
     is_aside: bool
@@ -57,7 +58,7 @@ class Listed:
         return "complete" if self.problem is None else "damaged"
 
 
-def groups_of_states(folder: Path) -> list[list[Listed]]:
+def groups_of_states(folder: AnyPath) -> list[list[Listed]]:
     """Return the states that a folder is or holds, each run's together, the oldest first.
 
     Args:
@@ -91,10 +92,8 @@ def superfluous(states: Sequence[Listed], keep_last: int) -> list[Listed]:
     return [one for one in older if "best" not in one.kept]
 
 
-def _states_in(place: Path) -> list[list[Listed]]:
+def _states_in(place: AnyPath) -> list[list[Listed]]:
     """Return the states in a folder, those of each run together: whose is not known are with the newest run's."""
-    if not place.is_dir():
-        return []
     found = [_listed(path) for path in sorted(_folders(place), key=_order)]
     known = [one.run_id for one in found if one.run_id is not None]
     of_unknown = known[-1] if known else None
@@ -102,9 +101,9 @@ def _states_in(place: Path) -> list[list[Listed]]:
     return [_with_reasons([one for one in found if (one.run_id or of_unknown) == run]) for run in runs]
 
 
-def _folders(place: Path) -> Iterator[Path]:
-    for path in place.iterdir():
-        if not path.is_dir() or path.name.endswith(_ON_THE_WAY):
+def _folders(place: AnyPath) -> Iterator[AnyPath]:
+    for path in storage_of(place).states():
+        if path.name.endswith(_ON_THE_WAY):
             continue
         if path.name.endswith(".replaced"):  # which counts where a rename was cut short
             if committed(path.with_name(path.name.removesuffix(".replaced"))) == path:
@@ -113,7 +112,7 @@ def _folders(place: Path) -> Iterator[Path]:
             yield path
 
 
-def _order(path: Path) -> tuple[int, str]:
+def _order(path: AnyPath) -> tuple[int, str]:
     found = _NAME.match(path.name)
     return (int(found[1]) if found else -1, path.name)
 
@@ -131,21 +130,20 @@ def _with_reasons(states: list[Listed]) -> list[Listed]:
     return [replace(one, kept=tuple(reasons(one))) for one in states]
 
 
-def _listed(folder: Path) -> Listed:
+def _listed(folder: AnyPath) -> Listed:
     manifest, problem = None, None
     try:
         manifest = open_state(folder)
     except CheckpointError as error:
         problem = str(error)
     facts = {} if manifest is None else _facts(folder, manifest)
-    files = [path for path in folder.rglob("*") if path.is_file()]
     written = folder / MANIFEST_NAME
     return Listed(
         path=folder,
         manifest=manifest,
         problem=problem,
         is_aside=_ASIDE.fullmatch(folder.name) is not None,
-        size=sum(path.stat().st_size for path in files),
+        size=sum(storage_of(folder).sizes().values()),
         saved=(written if written.is_file() else folder).stat().st_mtime,
         step=facts.get("step"),
         run_id=facts.get("run_id"),
@@ -154,7 +152,7 @@ def _listed(folder: Path) -> Listed:
     )
 
 
-def _facts(folder: Path, manifest: Manifest) -> Mapping[str, Any]:
+def _facts(folder: AnyPath, manifest: Manifest) -> Mapping[str, Any]:
     """Return what a manifest tells of the run; of one that tells nothing of it yet, what the run's state does."""
     if manifest.schema >= 3:
         return {name: getattr(manifest, name) for name in ("step", "run_id", "metrics", "best")}

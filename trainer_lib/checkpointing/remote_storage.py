@@ -7,14 +7,14 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.layout import MANIFEST_NAME
 from trainer_lib.checkpointing.storage import Storage
 from trainer_lib.foundation.checksums import checksum_of
-from trainer_lib.foundation.remote import RemotePath, persistently
+from trainer_lib.foundation.remote import AnyPath, RemotePath, persistently
 
 # In a folder while a state is written there: which files that will be. What has one and no manifest is debris.
 PARTIAL_NAME = "partial.json"
@@ -47,6 +47,11 @@ class RemoteStorage(Storage):
         """Write it: an object is there as a whole."""
         (self._folder / name).write_bytes(data)
 
+    def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
+        """Have it written, again if that fails."""
+        path = self._folder / name
+        persistently(str(path), lambda: write(path))
+
     def check_writable(self) -> None:
         """Write a file and delete it."""
         probe = self._folder / f".probe-{secrets.token_hex(4)}"
@@ -66,8 +71,11 @@ class RemoteStorage(Storage):
         self.delete_files(files)
 
     def delete(self) -> None:
-        """Delete the manifest first: what is left is no state."""
-        self.delete_files(self.sizes())
+        """Delete the manifest first: what is left is no state, and known as debris if this is cut short."""
+        if found := self.sizes():
+            self.write(PARTIAL_NAME, json.dumps(sorted(found)).encode())
+            self.delete_files(found)
+            self.delete_files([PARTIAL_NAME])
 
     def delete_files(self, names: Collection[str]) -> None:
         """Delete some of its files, the manifest first; they may not be there."""
@@ -83,7 +91,7 @@ class RemoteStorage(Storage):
     def delete_partial(self, found: Collection[str]) -> None:
         """Delete what a save that was cut short wrote, of the files that are there; other people's stay."""
         told: Any = json.loads((self._folder / PARTIAL_NAME).read_bytes())
-        self.delete_files([name for name in found if name in told])
+        self.delete_files([name for name in found if name in told and name != PARTIAL_NAME])
         self.delete_files([PARTIAL_NAME])
 
     def growing(self, name: str) -> Path:

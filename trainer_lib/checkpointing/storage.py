@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from trainer_lib.checkpointing.layout import automatic_number, deleted_beside
@@ -35,6 +35,14 @@ class Storage(ABC):
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """Write a file at once: readers see the old one or the new one."""
+
+    @abstractmethod
+    def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
+        """Have `write` write a file at once."""
+
+    @abstractmethod
+    def delete_files(self, names: Collection[str]) -> None:
+        """Delete files; they may not be there."""
 
     @abstractmethod
     def check_writable(self) -> None:
@@ -99,8 +107,18 @@ class LocalStorage(Storage):
 
     def write(self, name: str, data: bytes) -> None:
         """Write beside it, and rename."""
+        self.write_with(name, lambda path: path.write_bytes(data))
+
+    def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
+        """Write beside it, and rename."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        replace_file(self._folder / name, lambda path: path.write_bytes(data))
+        replace_file(self._folder / name, write)
+
+    def delete_files(self, names: Collection[str]) -> None:
+        """Delete each."""
+        for name in names:
+            (self._folder / name).unlink(missing_ok=True)
+        sync(self._folder)
 
     def check_writable(self) -> None:
         """Make the folder and a file in it."""

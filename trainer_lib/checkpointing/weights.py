@@ -1,18 +1,29 @@
 """This file is a model's weights without anything else: saved for others to read, and loaded from what others saved."""
 
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.checkpointing.at_hand import fetch
 from trainer_lib.checkpointing.layout import is_committed
-from trainer_lib.checkpointing.manifest import read_manifest
-from trainer_lib.checkpointing.verification import check_bytes
-from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, PreparationError, UnsupportedError
-from trainer_lib.foundation.files import replace_file, sync
+from trainer_lib.checkpointing.manifest import Manifest, read_manifest
+from trainer_lib.checkpointing.remote_storage import temporary_folder
+from trainer_lib.checkpointing.storage import storage_of
+from trainer_lib.checkpointing.verification import check_bytes, damaged
+from trainer_lib.foundation.errors import (
+    CheckpointError,
+    ConfigurationError,
+    PreparationError,
+    UnreachableError,
+    UnsupportedError,
+)
+from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
 from trainer_lib.foundation.sizes import convert_bytes, convert_file_size_to_int
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
@@ -23,8 +34,10 @@ from trainer_lib.tensor_files.weights import read_weights, weight_files
 
 _logger = get_logger(__name__)
 
+_ENDINGS = (".safetensors", ".bin", ".index.json")
 
-def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
+
+def save_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int | str, safe: bool) -> None:
     """Save weights in Hugging Face's layout, each file as a whole, in the place of those that were there.
 
     Args:
@@ -41,23 +54,20 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
         others = [name for name in state if name not in tensors]
         _logger.warning("%s are no tensors and are not saved with the weights.", ", ".join(others))
     files = weight_files(tensors, max_shard_size, safe=safe)
+    storage = storage_of(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            replace_file(folder / name, content.write)
-        for path in _weights_in(folder):
-            # Of an earlier save, which a reader of the folder might take for these.
-            if path.name not in files:
-                path.unlink()
-        sync(folder)
-    except OSError as error:
+            storage.write_with(name, content.write)
+        # Those of an earlier save, which a reader of the folder might take for these.
+        storage.delete_files([path.name for path in _weights_in(folder) if path.name not in files])
+    except (OSError, UnreachableError) as error:
         needed = convert_bytes(sum(content.size for content in files.values()))
         raise CheckpointError(f"{folder}: the weights ({needed}) could not be written: {error}") from error
 
 
 def load_checkpoint_in_model(
     model: nn.Module,
-    checkpoint: str | Path,
+    checkpoint: str | AnyPath,
     device_map: Any = None,
     offload_folder: Any = None,
     dtype: str | torch.dtype | None = None,
@@ -110,8 +120,8 @@ def load_checkpoint_in_model(
     chosen = _dtype(dtype)
     model = inner_module(model)
     _refuse_sharded(model)
-    check_weights(Path(checkpoint).expanduser())
-    weights = read_weights(Path(checkpoint).expanduser())
+    with checked_weights(checkpoint) as files:
+        weights = read_weights(files)
     check_fits(model, {name: tensor.shape for name, tensor in weights.items()}, strict)
     ties = find_tied_parameters(model)
     loaded = _put_in(model, weights, chosen)
@@ -122,12 +132,47 @@ def load_checkpoint_in_model(
         _tell_differences(model, loaded, weights, checkpoint)
 
 
-def check_weights(checkpoint: Path) -> None:
-    """Raise if weights lie in a state, and are not as they were written."""
-    if is_committed(checkpoint):
-        manifest = read_manifest(checkpoint)
-        stems = tuple(f"{weights_stem(safe=safe)}{after}" for safe in (True, False) for after in ".-")
-        check_bytes(checkpoint, manifest, [name for name in manifest.files if name.startswith(stems)])
+@contextmanager
+def checked_weights(given: str | AnyPath) -> Generator[Path]:
+    """Give the weights that lie somewhere, checked if they lie in a state; behind a URL, copies for as long.
+
+    Raises:
+        DamagedError: If they are not as they were written.
+    """
+    checkpoint = path_at(given)
+    if isinstance(checkpoint, Path):
+        if is_committed(checkpoint):
+            manifest = read_manifest(checkpoint)
+            check_bytes(checkpoint, manifest, _names_of_weights(manifest))
+        yield checkpoint
+        return
+    copies = temporary_folder()
+    try:
+        yield _fetched(checkpoint, copies)
+    finally:
+        shutil.rmtree(copies, ignore_errors=True)
+
+
+def _fetched(checkpoint: RemotePath, copies: Path) -> Path:
+    if checkpoint.is_file():
+        is_index = checkpoint.suffix == ".json"
+        names = [path.name for path in _weights_in(checkpoint.parent)] if is_index else [checkpoint.name]
+        source, manifest = checkpoint.parent, None
+    elif is_committed(checkpoint):
+        source, manifest = checkpoint, read_manifest(checkpoint)
+        names = _names_of_weights(manifest)
+    else:
+        source, manifest = checkpoint, None
+        names = [name for name in checkpoint.sizes() if "/" not in name and name.endswith(_ENDINGS)]
+    complaints = fetch(source, names, manifest, copies)
+    if complaints:
+        raise damaged(source, complaints)
+    return copies / checkpoint.name if source != checkpoint else copies
+
+
+def _names_of_weights(manifest: Manifest) -> list[str]:
+    stems = tuple(f"{weights_stem(safe=safe)}{after}" for safe in (True, False) for after in ".-")
+    return [name for name in manifest.files if name.startswith(stems)]
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -201,7 +246,7 @@ def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
-def _weights_in(folder: Path) -> list[Path]:
+def _weights_in(folder: AnyPath) -> list[AnyPath]:
     """Return the files of a first model's weights: whole, shards and indexes, of both kinds."""
     return [
         path

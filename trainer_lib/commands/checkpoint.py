@@ -4,14 +4,15 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.foundation.sizes import convert_bytes
 
 _EPILOG = """\
-DIR is a checkpoint, or a folder of checkpoints, a run's folder, or a folder of runs.
+DIR is a checkpoint, or a folder of checkpoints, a run's folder, or a folder of runs; or the URL of one, such as
+s3://bucket/runs.
 exit codes: 0 if all is well; 1 if something is damaged or not there; 2 for a wrong option.
 """
 
@@ -43,17 +44,21 @@ def _parser() -> argparse.ArgumentParser:
     prune = _add(verbs, "prune", _prune, "delete old ones; never the newest, the best, or the last that is whole")
     prune.add_argument("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest stay")
     consolidate = _add(verbs, "consolidate", _consolidate, "write the weights, whole, to a folder")
-    consolidate.add_argument("target", metavar="TARGET", type=Path, help="the folder to write to")
+    consolidate.add_argument("target", metavar="TARGET", type=_path, help="the folder to write to")
     consolidate.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
     return parser
 
 
 def _add(verbs: Any, name: str, verb: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-    parser.add_argument("folder", metavar="DIR", type=lambda text: Path(text).expanduser().absolute())
+    parser.add_argument("folder", metavar="DIR", type=_path)
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(verb=verb)
     return parser
+
+
+def _path(text: str) -> AnyPath:
+    return path_at(text).absolute()
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -137,12 +142,12 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _consolidate(options: argparse.Namespace) -> int:
-    from trainer_lib.checkpointing.weights import check_weights, save_weights
+    from trainer_lib.checkpointing.weights import checked_weights, save_weights
     from trainer_lib.tensor_files.weights import read_weights
 
     one = _newest(options.folder)
-    check_weights(one.path)
-    save_weights(read_weights(one.path), options.target, options.max_shard_size, safe=True)
+    with checked_weights(one.path) as files:
+        save_weights(read_weights(files), options.target, options.max_shard_size, safe=True)
     if options.json:
         _print_json({"path": str(one.path), "target": str(options.target)})
     else:
@@ -150,13 +155,13 @@ def _consolidate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _groups(folder: Path) -> Any:
+def _groups(folder: AnyPath) -> Any:
     from trainer_lib.checkpointing.listing import groups_of_states
 
     return groups_of_states(folder)
 
 
-def _newest(folder: Path) -> Any:
+def _newest(folder: AnyPath) -> Any:
     present = [one for group in _groups(folder) for one in group if not one.is_aside]
     if not present:
         raise CheckpointError(f"All checkpoints in {folder} were put aside, as damaged.")

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.remote import AnyPath, is_url
 from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 
 
@@ -12,8 +14,8 @@ class ProjectConfiguration(KwargsHandler):
     """Where a project's states and logs are kept, and how many states.
 
     Args:
-        project_dir: The project's folder.
-        logging_dir: The folder of logs; by default the project's.
+        project_dir: The project's folder, or a URL such as `s3://bucket/project`, where its states then are.
+        logging_dir: The folder of logs; by default the project's, if that is on this machine.
         automatic_checkpoint_naming: Have `save_state()` name states itself: `checkpoints/checkpoint_0`,
             `checkpoint_1`, … in the project's folder.
         total_limit: How many states to keep under automatic naming. Older ones are deleted once a newer one is there.
@@ -21,7 +23,7 @@ class ProjectConfiguration(KwargsHandler):
         save_on_each_node: Have each machine write a state of its own, of use where machines share no file system.
     """
 
-    project_dir: str | Path | None = None
+    project_dir: str | AnyPath | None = None
     logging_dir: str | Path | None = None
     automatic_checkpoint_naming: bool = False
     total_limit: int | None = None
@@ -42,15 +44,15 @@ class ProjectConfiguration(KwargsHandler):
                 )
         self.set_directories(self.project_dir)
 
-    def set_directories(self, project_dir: str | Path | None = None) -> None:
+    def set_directories(self, project_dir: str | AnyPath | None = None) -> None:
         """Set the project's folder, and the one of logs too if it has none."""
         self.project_dir = project_dir
-        if self.logging_dir is None:
-            self.logging_dir = project_dir
+        if self.logging_dir is None and not is_url(project_dir):
+            self.logging_dir = cast(str | Path | None, project_dir)
 
 
 def project_configuration(
-    directory: str | Path | None, given: ProjectConfiguration | None, logging_dir: str | Path | None = None
+    directory: str | AnyPath | None, given: ProjectConfiguration | None, logging_dir: str | Path | None = None
 ) -> ProjectConfiguration:
     """Return one configuration for the two ways to give a project's folder, and that of its logs."""
     if given is not None and not isinstance(given, ProjectConfiguration):

@@ -16,8 +16,12 @@ from typing import Any
 from trainer_lib.checkpointing.codec import Encoded, decode, encode
 from trainer_lib.checkpointing.layout import committed
 from trainer_lib.checkpointing.manifest import read_manifest
-from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.files import replace_file
+from trainer_lib.checkpointing.storage import storage_of
+from trainer_lib.foundation.errors import CheckpointError, UnreachableError
+from trainer_lib.foundation.remote import AnyPath
+from trainer_lib.logging import get_logger
+
+_logger = get_logger(__name__)
 
 _NAME = re.compile(r"checkpoint-\d+(\.replaced)?")
 RUN_FILE, HISTORY_FILE, CHECKPOINTS = "run.json", "history.jsonl", "checkpoints"
@@ -32,7 +36,7 @@ class RunFolder:
         facts: What its file says: its id, what it trains, how it ended.
     """
 
-    path: Path
+    path: AnyPath
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -47,26 +51,37 @@ class RunFolder:
 
     @property
     def history_file(self) -> Path:
-        """Where what is logged goes."""
-        return self.path / HISTORY_FILE
+        """Where what is logged goes, on this machine: where the run is behind a URL, `put_up_history` takes it there."""
+        return storage_of(self.path).growing(HISTORY_FILE)
 
-    def checkpoint(self, step: int) -> Path:
+    def take_down_history(self) -> None:
+        """Have what was logged so far in `history_file`; one process does."""
+        storage_of(self.path).take_down(HISTORY_FILE)
+
+    def put_up_history(self) -> None:
+        """Bring what was logged to where the run is; if that fails, the next time may work."""
+        try:
+            storage_of(self.path).put_up(HISTORY_FILE)
+        except (OSError, UnreachableError) as error:
+            _logger.warning("What was logged could not be written to %s: %s", self.path / HISTORY_FILE, error)
+
+    def checkpoint(self, step: int) -> AnyPath:
         """Return the folder of the checkpoint after `step` updates."""
         return self.path / CHECKPOINTS / f"checkpoint-{step:08d}"
 
-    def newest_checkpoint(self) -> Path | None:
-        """Return the checkpoint of the most updates; one that has no manifest is one too, and damaged."""
+    def newest_checkpoint(self) -> AnyPath | None:
+        """Return the checkpoint of the most updates; on a disk one without a manifest is one too, and damaged."""
         return next(reversed(self.checkpoints()), None)
 
-    def checkpoints(self) -> list[Path]:
+    def checkpoints(self) -> list[AnyPath]:
         """Return the checkpoints of this run, the oldest first; those that another run left here are none."""
-        found = [path for path in (self.path / CHECKPOINTS).glob("checkpoint-*") if _NAME.fullmatch(path.name)]
-        names = {path.name.removesuffix(".replaced") for path in found if path.is_dir()}
+        found = [path for path in storage_of(self.path / CHECKPOINTS).states() if _NAME.fullmatch(path.name)]
+        names = {path.name.removesuffix(".replaced") for path in found}
         folders = [self.path / CHECKPOINTS / name for name in sorted(names, key=lambda name: (len(name), name))]
         present = [committed(folder) or folder for folder in folders]
         return [folder for folder in present if not self._is_of_another(folder)]
 
-    def _is_of_another(self, folder: Path) -> bool:
+    def _is_of_another(self, folder: AnyPath) -> bool:
         try:
             run_id = read_manifest(folder).run_id
         except CheckpointError:  # whose it is cannot be told
@@ -76,12 +91,11 @@ class RunFolder:
     def write(self, **facts: Any) -> None:
         """Write down what is known of the run; one process does."""
         self.facts.update({"run_id": self.run_id, **facts})
-        self.path.mkdir(parents=True, exist_ok=True)
         text = json.dumps(encode(self.facts, told_as=RUN_FILE).tree, indent=1, allow_nan=False) + "\n"
-        replace_file(self.path / RUN_FILE, lambda path: _write(path, text))
+        storage_of(self.path).write(RUN_FILE, text.encode())
 
 
-def new_run(root: Path, name: str | None, what: dict[str, Any]) -> RunFolder:
+def new_run(root: AnyPath, name: str | None, what: dict[str, Any]) -> RunFolder:
     """Return the folder of a new run; nothing is made yet.
 
     Args:
@@ -93,7 +107,7 @@ def new_run(root: Path, name: str | None, what: dict[str, Any]) -> RunFolder:
     return RunFolder(root.resolve() / run_id, {"run_id": run_id, "created": time.time(), "what": what})
 
 
-def runs_in(output_dir: Path, what: dict[str, Any]) -> list[RunFolder]:
+def runs_in(output_dir: AnyPath, what: dict[str, Any]) -> list[RunFolder]:
     """Return the runs that train the same, the oldest first."""
     found: list[RunFolder] = []
     for file in output_dir.glob(f"*/{RUN_FILE}"):
@@ -108,15 +122,11 @@ def runs_in(output_dir: Path, what: dict[str, Any]) -> list[RunFolder]:
     return sorted(found, key=lambda run: run.facts.get("created", 0.0))
 
 
-def read_run(folder: Path, what: Any) -> RunFolder:
+def read_run(folder: AnyPath, what: Any) -> RunFolder:
     """Return the run of a folder, which may have lost the file that tells of it."""
     file = folder / RUN_FILE
     return RunFolder(folder, _facts(file) if file.is_file() else {"what": what})
 
 
-def _facts(file: Path) -> dict[str, Any]:
+def _facts(file: AnyPath) -> dict[str, Any]:
     return decode(Encoded(json.loads(file.read_text())))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)

@@ -1,13 +1,13 @@
 """This file is where a run stands before it begins: its folder, and the checkpoint that it goes on from."""
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.fallback import open_checked, put_aside
 from trainer_lib.checkpointing.layout import is_committed
-from trainer_lib.foundation.errors import ConfigurationError, DamagedError, did_you_mean
+from trainer_lib.checkpointing.storage import storage_of
+from trainer_lib.foundation.errors import ConfigurationError, DamagedError, UnreachableError, did_you_mean
+from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import CHECKPOINTS, RunFolder, new_run, read_run, runs_in
@@ -15,13 +15,13 @@ from trainer_lib.runs import CHECKPOINTS, RunFolder, new_run, read_run, runs_in
 _logger = get_logger(__name__)
 
 
-def checkpoint_at(path: str | Path) -> Path:
+def checkpoint_at(path: str | AnyPath) -> AnyPath:
     """Return the checkpoint that a path means: itself, or the newest of the run whose folder it is.
 
     Raises:
         ConfigurationError: If there is none.
     """
-    folder = Path(path).expanduser().resolve()
+    folder = path_at(path).resolve()
     if is_committed(folder):
         return folder
     newest = read_run(folder, None).newest_checkpoint()
@@ -45,11 +45,11 @@ class Place:
     """
 
     folder: RunFolder | None
-    checkpoint: Path | None = None
+    checkpoint: AnyPath | None = None
     is_through: bool = False
 
 
-def find_place(root: Path | None, name: str | None, resume: str, group: ProcessGroup, what: Any) -> Place:
+def find_place(root: AnyPath | None, name: str | None, resume: str, group: ProcessGroup, what: Any) -> Place:
     """Return where a run stands, every byte of its checkpoint checked; all processes are told the same.
 
     One that is damaged is renamed, and the one before it taken, unless it was named.
@@ -74,16 +74,18 @@ def find_place(root: Path | None, name: str | None, resume: str, group: ProcessG
             open_checked(place.checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)
             break
         except DamagedError as error:
-            if place.checkpoint == Path(resume).expanduser().resolve():
+            if place.checkpoint == path_at(resume).resolve():
                 raise
             aside = put_aside(place.checkpoint, group, "fit", leads=group.rank == 0)
             damage.append(f"{error} It is now called {aside.name}.")
     if damage:
         _logger.warning("%s Going on from %s.", " ".join(damage), place.checkpoint or "the beginning")
+    if group.rank == 0 and place.folder is not None and place.checkpoint is not None:
+        _delete_debris(place.folder.path / CHECKPOINTS)
     return place
 
 
-def _agreed_place(root: Path | None, name: str | None, resume: str, group: ProcessGroup, what: Any) -> Place:
+def _agreed_place(root: AnyPath | None, name: str | None, resume: str, group: ProcessGroup, what: Any) -> Place:
     found: list[Any] = [None]
     if group.rank == 0:
         try:
@@ -96,7 +98,7 @@ def _agreed_place(root: Path | None, name: str | None, resume: str, group: Proce
     return answer
 
 
-def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
+def _look(root: AnyPath | None, name: str | None, resume: str, what: Any) -> Place:
     checkpoint = None if resume in ("never", "auto", "extend") else checkpoint_at(resume)
     if root is None:
         if resume in ("auto", "extend"):
@@ -127,7 +129,7 @@ def _look(root: Path | None, name: str | None, resume: str, what: Any) -> Place:
     return Place(new_run(root, name, what))
 
 
-def _continued(checkpoint: Path, root: Path, what: Any) -> RunFolder | None:
+def _continued(checkpoint: AnyPath, root: AnyPath, what: Any) -> RunFolder | None:
     """Return the run that goes on from a checkpoint, if it does not begin a new one."""
     folder = checkpoint.parent.parent
     if folder.parent != root.resolve():
@@ -140,7 +142,7 @@ def _continued(checkpoint: Path, root: Path, what: Any) -> RunFolder | None:
     return None
 
 
-def _checkpoint_of_finished(run: RunFolder) -> Path:
+def _checkpoint_of_finished(run: RunFolder) -> AnyPath:
     newest = run.newest_checkpoint()
     if newest is None:
         raise ConfigurationError(
@@ -150,12 +152,19 @@ def _checkpoint_of_finished(run: RunFolder) -> Path:
     return newest
 
 
-def _check_writable(root: Path) -> None:
+def _check_writable(root: AnyPath) -> None:
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except OSError as error:
+        storage_of(root).check_writable()
+    except (OSError, UnreachableError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise ConfigurationError(
-            f"output_dir={str(root)!r} cannot be written to: {error.strerror}. Give a folder that can."
+            f"output_dir={str(root)!r} cannot be written to: {reason}. Give a folder that can."
         ) from error
+
+
+def _delete_debris(checkpoints: AnyPath) -> None:
+    """Delete what saves of this run left that were cut short; what cannot be deleted is in nobody's way."""
+    try:
+        storage_of(checkpoints).delete_debris()
+    except (OSError, UnreachableError) as error:
+        _logger.warning("What is left of a save in %s could not be deleted: %s", checkpoints, error)

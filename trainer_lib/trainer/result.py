@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from trainer_lib.events import RunState
+from trainer_lib.foundation.remote import AnyPath, path_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class FitResult:
     state: RunState
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     throughput: dict[str, float] = field(default_factory=dict[str, float])
-    best_checkpoint: Path | None = None
-    last_checkpoint: Path | None = None
+    best_checkpoint: AnyPath | None = None
+    last_checkpoint: AnyPath | None = None
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "FitResult":
@@ -38,8 +38,8 @@ class FitResult:
             state=state,
             metrics={**({"loss": losses[-1]} if losses else {}), **facts["metrics"]},
             throughput={"samples_per_second": state.samples / seconds, "steps_per_second": state.step / seconds},
-            best_checkpoint=Path(at_best[-1]) if at_best else None,
-            last_checkpoint=Path(state.checkpoints[-1]["path"]) if state.checkpoints else None,
+            best_checkpoint=path_at(at_best[-1]) if at_best else None,
+            last_checkpoint=path_at(state.checkpoints[-1]["path"]) if state.checkpoints else None,
         )
 
     @property
