@@ -25,7 +25,7 @@ def describe_environment() -> dict[str, Any]:
         "memory": psutil.virtual_memory().total,
         **_devices(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
     if torch.version.cuda is not None:
         facts["cuda"] = torch.version.cuda
