@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from trainer_lib.data_loader.position import Pass, Place
 from trainer_lib.data_loader.prepared import Delivery, PreparedLoader
+from trainer_lib.data_loader.quarantine import Quarantine
 from trainer_lib.data_loader.reader import Reader
 from trainer_lib.data_loader.rounds import Counted, Ending
 from trainer_lib.data_loader.slicing import Slicing
-from trainer_lib.foundation.errors import WorldError
+from trainer_lib.foundation.errors import UnsupportedError, WorldError
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradients import Rows
 
@@ -62,6 +63,12 @@ class DataLoaderDispatcher(PreparedLoader):
             return None
         share = (cut.batch_size or len(of_all)) // cut.processes
         return of_all[rank * share : rank * share + (share if rows is None else rows.real)]
+
+    def leave_out_bad_samples(self, quarantine: Quarantine) -> None:
+        """Raise: the others are sent batches, and not told what is missing in them."""
+        raise UnsupportedError(
+            "Samples that cannot be read cannot be left out with dispatch_batches=True. Leave one of the two out."
+        )
 
     def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
         sent = self._sent(place) if self._group.rank == 0 else None

@@ -101,6 +101,11 @@ class IterableReader(Reader):
         own = Ending()
         return evened(self._batches(place, seed, own), own, ending, self._group)
 
+    @property
+    def read_ahead(self) -> int:
+        """One, if workers read: so the last batch is known before it is handed out."""
+        return len(self.sharing.ranks) if self.loader.num_workers else 0
+
     def length(self, behind: int = 0) -> int:
         """Return how many batches the process reads in a pass, of which so many units are behind it."""
         return self._own.batches(max(0, len(self.attribute("dataset")) - behind))
@@ -231,7 +236,7 @@ class IterableReader(Reader):
 
     def _iterated(self) -> Iterator[Any]:
         if not self.iterates_itself:
-            return iter(self.loader)
+            return super()._iterated()
         # The user's class is not to meet batches with counts.
         counts: deque[Any] = deque()
         get_iterator = type(self.loader)._get_iterator

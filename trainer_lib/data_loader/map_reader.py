@@ -8,8 +8,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.batches import BatchSamplerShard
+from trainer_lib.data_loader.guarded import GuardedCollate, GuardedSamples
 from trainer_lib.data_loader.order import announce_epoch, order_of
 from trainer_lib.data_loader.position import Place
+from trainer_lib.data_loader.quarantine import MarkedKeys, Quarantine, counted
 from trainer_lib.data_loader.randomness import derived_seed
 from trainer_lib.data_loader.reader import Reader, ahead, copied
 from trainer_lib.data_loader.rounds import Ending, Sharing
@@ -34,9 +36,13 @@ class MapReader(Reader):
         super().__init__(loader, shard.process_index)
         self.unit = "samples" if shard.shares_samples else "batches"
         self._name, self._seeds_samples = name, seeds_samples
+        self._quarantine: Quarantine | None = None
         self._use(shard)
-        if seeds_samples:
-            self.swap("dataset", SeededSamples(loader.dataset))
+        self._samples = GuardedSamples(
+            SeededSamples(loader.dataset) if seeds_samples else loader.dataset, seeds_samples
+        )
+        self.swap("dataset", self._samples)
+        self._guard_collate(loader.collate_fn)
 
     @property
     def shard(self) -> BatchSamplerShard:
@@ -83,10 +89,28 @@ class MapReader(Reader):
             self._keys.enter(seed, place.epoch)
         if not self.iterates_itself:
             self._shard.enter(seed, place.epoch, place.consumed, ending)
-            return iter(self.loader)
+            return self._without_bad(place.epoch, ending)
         own = Ending()
         self._shard.enter(seed, place.epoch, place.consumed, own)
-        return ahead(iter(self.loader), ending, own, by=len(self.sharing.ranks))
+        return ahead(self._iterated(), ending, own, by=len(self.sharing.ranks))
+
+    def leave_out(self, quarantine: Quarantine) -> None:
+        """Leave out samples that cannot be read, and note them."""
+        if self.iterates_itself:
+            super().leave_out(quarantine)
+        self._quarantine = quarantine
+        self._samples = copy.copy(self._samples)
+        self._samples.leaves_out = True
+        self.swap("dataset", self._samples)
+        self._guard_collate(self._replaced["collate_fn"])
+        self._use(self._shard)
+
+    def _without_bad(self, epoch: int, ending: Ending) -> Iterator[Any]:
+        if self._quarantine is None:
+            return self._iterated()
+        self._marks.left_out = self._quarantine.before(epoch)
+        whole = self.deals_whole_batches
+        return counted(self._iterated(), self._quarantine, epoch, ending, self.sharing, whole)
 
     def length(self, behind: int = 0) -> int:
         """Return how many batches the process reads in a pass, of which so many units are behind it."""
@@ -111,8 +135,17 @@ class MapReader(Reader):
     def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
         """Return the indices of the samples in a process's batch; see `Reader.samples`."""
         del rows
-        is_ours = not self.iterates_itself and (self.loader.in_order or not self.loader.num_workers)
-        return samples_of_batch(self._shard, seed, epoch, start, rank) if is_ours else None
+        if self.iterates_itself or (self.loader.num_workers and not self.loader.in_order):
+            return None
+        return samples_of_batch(self._shard, seed, epoch, start, rank)
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        """Set an attribute of the loader."""
+        if name == "collate_fn":
+            self._replaced["collate_fn"] = value
+            self._guard_collate(value)
+        else:
+            super().set_attribute(name, value)
 
     def attribute(self, name: str) -> Any:
         """Return an attribute of the loader as the user knows it; of the batch sampler, our share."""
@@ -142,5 +175,12 @@ class MapReader(Reader):
 
     def _use(self, shard: BatchSamplerShard) -> None:
         self._shard = shard
-        self._keys = SeededKeys(shard, by_batches=self._name == "batch_sampler") if self._seeds_samples else None
-        self.swap(self._name, self._keys or shard)
+        by_batches = self._name == "batch_sampler"
+        self._keys = SeededKeys(shard, by_batches) if self._seeds_samples else None
+        source: Any = self._keys or shard
+        if self._quarantine is not None:
+            source = self._marks = MarkedKeys(source, by_batches, self._seeds_samples)
+        self.swap(self._name, source)
+
+    def _guard_collate(self, collate: Any) -> None:
+        self.swap("collate_fn", GuardedCollate(collate, self._samples, is_batched=self._name == "batch_sampler"))

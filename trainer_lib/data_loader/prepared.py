@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainer_lib.data_loader.blame import add_notes, dead_workers
 from trainer_lib.data_loader.position import Pass, Place, Progress
+from trainer_lib.data_loader.quarantine import Quarantine
 from trainer_lib.data_loader.reader import Reader
 from trainer_lib.data_loader.rounds import Counted, Ending
-from trainer_lib.foundation.errors import StateError
+from trainer_lib.foundation.errors import StateError, TrainerLibError
 from trainer_lib.foundation.trees import send_to_device
 from trainer_lib.options.kinds import RNGType
 from trainer_lib.state.gradients import GradientState, Rows
@@ -44,12 +46,13 @@ class PreparedLoader(DataLoader[Any]):
     _is_accelerate_prepared = True
 
     # What `__setattr__` keeps here; everything else is the loader's.
-    _OWN = frozenset({"end_of_dataloader", "others_read_on", "remainder", "rows", "even_batches"})
+    _OWN = frozenset({"end_of_dataloader", "others_read_on", "remainder", "rows", "even_batches", "quarantine"})
 
     end_of_dataloader: bool
     others_read_on: bool
     remainder: int
     rows: Rows | None
+    quarantine: Quarantine | None
     _reader: Reader
     _progress: Progress
 
@@ -61,6 +64,7 @@ class PreparedLoader(DataLoader[Any]):
         self._skip_is_due = False
         self.end_of_dataloader, self.remainder, self.rows = False, -1, None
         self.others_read_on = False
+        self.quarantine = None
 
     @abstractmethod
     def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
@@ -81,6 +85,10 @@ class PreparedLoader(DataLoader[Any]):
             self.remainder, self.rows = ending.remainder, None
             yield from self._delivered(batches, reading, ending)
             reading.finished = True
+        except Exception as error:
+            self.explain(error)
+            self._reader.end_workers()
+            raise
         finally:
             # Also when the loop is left by break or an exception, which closes this generator.
             GradientState()._remove_dataloader(self)
@@ -145,8 +153,38 @@ class PreparedLoader(DataLoader[Any]):
             >>> [loader.sample_ids() for _ in loader]
             [[2, 3], []]
         """
-        now = self._progress.now
-        return None if now is None else self._samples_from(now, now.consumed - self._reader.step, self.rows)
+        samples = self._samples_ahead(0, self.rows)
+        kept = None if self.quarantine is None else self.quarantine.kept
+        return samples if samples is None or kept is None else [samples[at] for at in kept if at < len(samples)]
+
+    def leave_out_bad_samples(self, quarantine: Quarantine) -> None:
+        """From the next pass on, leave out samples that cannot be read, and note them in `quarantine`.
+
+        A batch has fewer rows then; one of which nothing is left has a sample in its place that `rows` does not count.
+
+        Raises:
+            UnsupportedError: Of an iterable dataset, of a loader that iterates in a way of its own, and where the first
+                process reads for all.
+        """
+        self._reader.leave_out(quarantine)
+        self.quarantine = quarantine
+
+    def explain(self, error: Exception) -> None:
+        """Note on an error which samples were being read when it was raised, and which workers died."""
+        try:
+            dead = dead_workers(self._reader.read_by, self._samples_ahead, self._reader.read_ahead)
+            for note in dead:
+                if note not in getattr(error, "__notes__", ()):
+                    error.add_note(note)
+            if not dead and not isinstance(error, TrainerLibError):
+                add_notes(error, self._samples_ahead, self._reader.read_by, self._reader.read_ahead)
+        except Exception:  # noqa: BLE001 - the sampler itself may be what raises
+            return
+
+    def _samples_ahead(self, batches: int, rows: Rows | None = None) -> list[Any] | None:
+        """Return the samples of the batch that is so many batches after the one in hand."""
+        now, step = self._progress.now, self._reader.step
+        return None if now is None else self._samples_from(now, now.consumed + (batches - 1) * step, rows)
 
     def _samples_from(self, reading: Pass, start: int, rows: Rows | None) -> list[Any] | None:
         """Return the samples of this process's batch in the round that begins at `start`."""

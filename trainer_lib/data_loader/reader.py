@@ -8,11 +8,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.position import Place
+from trainer_lib.data_loader.quarantine import Quarantine
 from trainer_lib.data_loader.rounds import Ending, Sharing
 from trainer_lib.foundation.errors import StateError, UnsupportedError
 from trainer_lib.foundation.trees import ignorant_find_batch_size
@@ -34,6 +36,7 @@ class Reader(ABC):
         self.loader = copied(loader)
         self.rank = rank
         self._replaced: dict[str, Any] = {}
+        self._read_by: ref[Any] | None = None
         # Workers are seeded from it. One of our own, so that neither reading nor resuming draws from training's.
         self._generator = torch.Generator()
         self.swap("generator", self._generator)
@@ -72,6 +75,11 @@ class Reader(ABC):
         """Whether the end that `open` tells is that of all processes."""
         return True
 
+    @property
+    def read_ahead(self) -> int:
+        """How many batches the workers have handed over before the first one is handed out."""
+        return 0
+
     @abstractmethod
     def open(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
         """Return the batches from a place on; `ending` is told the end before the last batch comes."""
@@ -108,6 +116,19 @@ class Reader(ABC):
             rows: What is known of its rows.
         """
 
+    def leave_out(self, quarantine: Quarantine) -> None:
+        """Leave out samples that cannot be read, and note them.
+
+        Raises:
+            UnsupportedError: If that cannot be done here.
+        """
+        del quarantine
+        if self.iterates_itself:
+            why = f"{type(self.loader).__name__} iterates in a way of its own"
+        else:
+            why = "an iterable dataset that raises has come to its end: catch the error in its __iter__"
+        raise UnsupportedError(f"Samples that cannot be read cannot be left out here: {why}.")
+
     @abstractmethod
     def duplicate(self) -> "Reader":
         """Return another one for the same loader."""
@@ -142,6 +163,23 @@ class Reader(ABC):
     def set_attribute(self, name: str, value: Any) -> None:
         """Set an attribute of the loader."""
         setattr(self.loader, name, value)
+
+    def _iterated(self) -> Iterator[Any]:
+        iterator = iter(self.loader)
+        self._read_by = ref(iterator) if hasattr(iterator, "_workers") else None  # weakly: its workers end with it
+        return iterator
+
+    def end_workers(self) -> None:
+        """End the workers after an error."""
+        # Its traceback keeps them alive, and left to the collector of garbage they are waited for in vain, 5 s each.
+        end = getattr(self.read_by, "_shutdown_workers", None)
+        if end is not None and not self.loader.persistent_workers:
+            end()
+
+    @property
+    def read_by(self) -> Any:
+        """The iterator of torch's whose workers read, if there are any."""
+        return None if self._read_by is None else self._read_by()
 
     @property
     def iterates_itself(self) -> bool:

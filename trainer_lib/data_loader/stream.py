@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
+from trainer_lib.data_loader.guarded import by_worker
 from trainer_lib.data_loader.randomness import RandomStream
 
 _DRAWS_A_BOOKMARK = 16  # a state may cost as much as reading a batch, so not each batch has one
@@ -57,8 +58,13 @@ class SampleStream:
         """Return the next `count` samples, or those that are left."""
         if self._keeps_place and self._draws and self._draws % _DRAWS_A_BOOKMARK == 0:
             self._bookmarks.append(self._bookmark())
-        with self._scope:
-            samples = list(islice(self._iterator, count))
+        samples: list[Any] = []
+        try:
+            with self._scope:
+                samples.extend(islice(self._iterator, count))
+        except Exception as error:  # what came before it is there
+            error.add_note(f"In sample {self.position + len(samples)}{by_worker()}.")
+            raise
         if self._entered_by_bookmark and not self._draws and is_pipeline(self._dataset):
             self._dataset.load_state_dict(None)  # or it would start the next pass from there too
         self._draws += 1
