@@ -165,7 +165,7 @@ def _newest(folder: AnyPath) -> Any:
     present = [one for group in _groups(folder) for one in group if not one.is_aside]
     if not present:
         raise CheckpointError(f"All checkpoints in {folder} were put aside, as damaged.")
-    return max(present, key=lambda one: one.saved)
+    return max(reversed(present), key=lambda one: one.saved)  # of the same second, the later one
 
 
 def _facts(one: Any) -> dict[str, Any]:

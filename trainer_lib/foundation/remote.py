@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -16,7 +15,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from trainer_lib.foundation.errors import (
     ConfigurationError,
@@ -117,11 +116,10 @@ class RemotePath:
         """Whether it is a folder with files."""
         return self._facts().get("type") == "directory"
 
-    def stat(self) -> os.stat_result:
-        """Return size and time of a file; of nothing else is anything known."""
+    def stat(self) -> "Facts":
+        """Return size and time of a file."""
         facts = self._ask(lambda files, root: dict(files.info(root)))
-        kind = stat.S_IFREG if facts.get("type") == "file" else stat.S_IFDIR
-        return os.stat_result((kind, 0, 0, 0, 0, 0, int(facts.get("size") or 0), 0, int(_written(facts)), 0))
+        return Facts(int(facts.get("size") or 0), _written(facts))
 
     def iterdir(self) -> Iterator["RemotePath"]:
         """Return what is in a folder."""
@@ -235,6 +233,13 @@ class RemotePath:
             return [_inside(root, name) for name in question(files, root)]
 
         return [self / name for name in sorted(self._ask(found)) if name]
+
+
+class Facts(NamedTuple):
+    """What is known of a file, by the names of `os.stat_result`."""
+
+    st_size: int
+    st_mtime: float
 
 
 AnyPath = Path | RemotePath
