@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer_lib.accelerator.processes import Processes
 from trainer_lib.checkpointing.background import BackgroundSaves
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.options.project import ProjectConfiguration
 from trainer_lib.precision import FullPrecision
 from trainer_lib.state.window import GradientWindow
@@ -40,7 +41,7 @@ class Persistence(Processes):
     # -- settings ------------------------------------------------------------------------------------------------
 
     @property
-    def project_dir(self) -> str | Path | None:
+    def project_dir(self) -> str | AnyPath | None:
         """The project's folder."""
         return self.project_configuration.project_dir
 
@@ -119,7 +120,7 @@ class Persistence(Processes):
 
     def save_state(
         self,
-        output_dir: str | Path | None = None,
+        output_dir: str | AnyPath | None = None,
         safe_serialization: bool = True,
         *,
         allow_pickle: bool = False,
@@ -132,7 +133,8 @@ class Persistence(Processes):
         once the new one is whole. A failure on one process is an error on all of them.
 
         Args:
-            output_dir: The folder; by default the next one under automatic naming.
+            output_dir: The folder, or its URL, such as `s3://bucket/state`; by default the next one under automatic
+                naming.
             safe_serialization: Write weights as safetensors; else as a pickle of tensors.
             allow_pickle: Pickle what of a registered object's state is no plain value, tensor or array.
             background: Return once all tensors are copied, into host memory that each such save uses again; a thread
@@ -174,7 +176,7 @@ class Persistence(Processes):
 
     def load_state(
         self,
-        input_dir: str | Path | None = None,
+        input_dir: str | AnyPath | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         *,
         allow_pickle: bool = False,
@@ -184,8 +186,8 @@ class Persistence(Processes):
         """Load what `save_state` saved into what is prepared now; all processes have to call it.
 
         Args:
-            input_dir: The folder; by default, or as "latest", the newest whole one under automatic naming. One that is
-                damaged is then renamed, and the one before it is loaded.
+            input_dir: The folder, or its URL; by default, or as "latest", the newest whole one under automatic naming.
+                One that is damaged is then renamed, and the one before it is loaded.
             load_kwargs: Options of `torch.load` in Accelerate, which reads pickles; there are none here.
             allow_pickle: Read pickles that were written with `save_state(allow_pickle=True)`. They can run code.
             safe_serialization: False for weights that were written with `save_state(safe_serialization=False)`.
@@ -218,7 +220,7 @@ class Persistence(Processes):
     def save_model(
         self,
         model: nn.Module,
-        save_directory: str | Path,
+        save_directory: str | AnyPath,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
@@ -236,7 +238,7 @@ class Persistence(Processes):
 
         state = self.get_state_dict(model)
         if self.should_save_model and self._has_whole_tensors:
-            save_weights(state, Path(save_directory).expanduser(), max_shard_size, safe_serialization)
+            save_weights(state, path_at(save_directory), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save an object once (or once a machine, with `save_on_each_node`).

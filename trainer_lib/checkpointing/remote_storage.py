@@ -94,19 +94,19 @@ class RemoteStorage(Storage):
         self.delete_files([name for name in found if name in told and name != PARTIAL_NAME])
         self.delete_files([PARTIAL_NAME])
 
-    def growing(self, name: str) -> Path:
-        """Return a file in a folder of this process's own."""
-        return _growing(self._folder) / name
+    def growing(self) -> Path:
+        """Return a folder of this process's own."""
+        return _growing(self._folder)
 
     def take_down(self, name: str) -> None:
         """Fetch it, if it is there."""
         if (self._folder / name).is_file():
-            (self._folder / name).fetch(self.growing(name))
+            (self._folder / name).fetch(self.growing() / name)
 
     def put_up(self, name: str) -> None:
         """Put it there."""
-        if self.growing(name).is_file():
-            (self._folder / name).put(self.growing(name))
+        if (self.growing() / name).is_file():
+            (self._folder / name).put(self.growing() / name)
 
     def _folders(self) -> dict[str, list[str]]:
         """Return the folders in this one by name, and the files in each."""

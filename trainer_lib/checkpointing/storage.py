@@ -61,8 +61,8 @@ class Storage(ABC):
         """Delete what saves and deletions of states in it left that were cut short."""
 
     @abstractmethod
-    def growing(self, name: str) -> Path:
-        """Return where a file is written that grows: on this machine."""
+    def growing(self) -> Path:
+        """Return where files are written that grow: on this machine."""
 
     @abstractmethod
     def take_down(self, name: str) -> None:
@@ -146,9 +146,9 @@ class LocalStorage(Storage):
             if ending in ("partial", "deleted") and automatic_number(name) is not None:
                 remove(path)
 
-    def growing(self, name: str) -> Path:
-        """Return where it belongs."""
-        return self._folder / name
+    def growing(self) -> Path:
+        """Return where they belong."""
+        return self._folder
 
     def take_down(self, name: str) -> None:
         """Leave it: it is here."""

@@ -51,19 +51,24 @@ class RunFolder:
 
     @property
     def history_file(self) -> Path:
-        """Where what is logged goes, on this machine: where the run is behind a URL, `put_up_history` takes it there."""
-        return storage_of(self.path).growing(HISTORY_FILE)
+        """Where what is logged goes."""
+        return self.here / HISTORY_FILE
 
-    def take_down_history(self) -> None:
-        """Have what was logged so far in `history_file`; one process does."""
-        storage_of(self.path).take_down(HISTORY_FILE)
+    @property
+    def here(self) -> Path:
+        """Where files of the run grow: its folder, or if that is behind a URL one on this machine, for `put_up`."""
+        return storage_of(self.path).growing()
 
-    def put_up_history(self) -> None:
-        """Bring what was logged to where the run is; if that fails, the next time may work."""
+    def take_down(self, name: str) -> None:
+        """Have a file of the run in `here`, as far as it was put up; one process does."""
+        storage_of(self.path).take_down(name)
+
+    def put_up(self, name: str) -> None:
+        """Bring a file in `here` to where the run is; if that fails, the next time may work."""
         try:
-            storage_of(self.path).put_up(HISTORY_FILE)
+            storage_of(self.path).put_up(name)
         except (OSError, UnreachableError) as error:
-            _logger.warning("What was logged could not be written to %s: %s", self.path / HISTORY_FILE, error)
+            _logger.warning("%s could not be written: %s", self.path / name, error)
 
     def checkpoint(self, step: int) -> AnyPath:
         """Return the folder of the checkpoint after `step` updates."""

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, unknown
+from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
 from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
@@ -89,7 +90,7 @@ def write(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def read(path: str | os.PathLike[str], make: Callable[[dict[str, Any]], T]) -> T:
+def read(path: str | os.PathLike[str] | RemotePath, make: Callable[[dict[str, Any]], T]) -> T:
     """Return what `make` makes of the values in a file; errors name the file and the line."""
     values, lines = read_values(path)
     try:
@@ -98,9 +99,9 @@ def read(path: str | os.PathLike[str], make: Callable[[dict[str, Any]], T]) -> T
         raise type(error)(f"{_place(path, lines, str(error))}: {error}") from error
 
 
-def read_values(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, int]]:
+def read_values(path: str | os.PathLike[str] | RemotePath) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the values in a file, and on which line each stands."""
-    file = Path(path).expanduser()
+    file = path_at(path)
     is_json = _is_json(file)
     try:
         text = file.read_text(encoding="utf-8")
@@ -114,7 +115,7 @@ def read_values(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str,
     return values, lines
 
 
-def _is_json(file: Path) -> bool:
+def _is_json(file: AnyPath) -> bool:
     if file.suffix.lower() not in (".json", ".yaml", ".yml"):
         raise ConfigurationError(f"{file}: {unknown('ending', file.suffix, ['.json', '.yaml', '.yml'])}")
     return file.suffix.lower() == ".json"

@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.foundation.every import Every
+from trainer_lib.foundation.remote import RemotePath, is_url, path_at
 from trainer_lib.options.base import check_flag
 from trainer_lib.options.compilation import TorchDynamoPlugin
 
@@ -150,15 +151,18 @@ def objects(expected: type) -> Check:
 
 def path(name: str, value: Any) -> str:
     """Paths."""
+    if isinstance(value, RemotePath):
+        return str(value)
     if not isinstance(value, (str, os.PathLike)) or not str(value).strip():
         raise _refusal(name, value, "a path")
     return os.fspath(value)
 
 
 def folder(name: str, value: Any) -> str:
-    """Paths of folders, which need not be there yet."""
+    """Paths and URLs of folders, which need not be there yet."""
     kept = path(name, value)
-    if Path(kept).expanduser().is_file():
+    path_at(kept)
+    if not is_url(kept) and path_at(kept).is_file():
         raise ConfigurationError(f"{name}={kept!r} is a file. Give a folder; it is made if it is not there.")
     return kept
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.every import Every
+from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import check_choice
 from trainer_lib.options.compilation import TorchDynamoPlugin
@@ -38,7 +38,8 @@ class TrainingArguments:
     numbers as Python's.
 
     Args:
-        output_dir: The folder for runs, each in a folder of its own; by default nothing is written.
+        output_dir: The folder for runs, each in a folder of its own, or its URL, such as `s3://bucket/runs`; by default
+            nothing is written.
         run_name: A name for people to know the run by.
         resume: "never"; "auto": go on with the newest unfinished run in `output_dir`; "extend": with a finished one
             too, as there are more epochs or steps now; or the path of a checkpoint.
@@ -221,9 +222,9 @@ class TrainingArguments:
     # -- in parsed form ------------------------------------------------------------------------------------------
 
     @property
-    def output_folder(self) -> Path | None:
+    def output_folder(self) -> AnyPath | None:
         """Where runs are written."""
-        return None if self.output_dir is None else Path(self.output_dir).expanduser()
+        return None if self.output_dir is None else path_at(self.output_dir)
 
     @property
     def epoch_limit(self) -> float | None:
@@ -360,7 +361,7 @@ class TrainingArguments:
         argument_files.write(path, self.to_dict(unwritable=unwritable))
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> Self:
+    def from_file(cls, path: str | os.PathLike[str] | RemotePath) -> Self:
         """Return the arguments that a file gives: .json, .yaml or .yml."""
         from trainer_lib.trainer import argument_files
 

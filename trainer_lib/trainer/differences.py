@@ -3,10 +3,10 @@
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer_lib.foundation.errors import ConfigurationError, StateError
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.trainer import argument_files
@@ -62,7 +62,7 @@ class Difference(NamedTuple):
     new: Any
 
 
-def changed_arguments(args: TrainingArguments, checkpoint: Path, group: ProcessGroup) -> dict[str, Difference]:
+def changed_arguments(args: TrainingArguments, checkpoint: AnyPath, group: ProcessGroup) -> dict[str, Difference]:
     """Return the arguments that are others than those of a checkpoint, by name; nothing if it does not tell them."""
     saved: Any = None
     if group.rank == 0 and (checkpoint / ARGUMENTS_FILE).is_file():
@@ -76,7 +76,7 @@ def changed_arguments(args: TrainingArguments, checkpoint: Path, group: ProcessG
     return {name: Difference(saved[name], now[name]) for name in both}
 
 
-def tell(changed: Mapping[str, Difference], checkpoint: Path) -> None:
+def tell(changed: Mapping[str, Difference], checkpoint: AnyPath) -> None:
     """List what changed, in one entry of the log.
 
     Raises:

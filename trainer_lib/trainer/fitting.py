@@ -10,10 +10,11 @@ from torch import nn
 
 from trainer_lib.callbacks.jsonl import JsonlLog
 from trainer_lib.events import Best, Run, RunState
-from trainer_lib.foundation.errors import ConfigurationError, UnwritableError, did_you_mean
+from trainer_lib.foundation.errors import ConfigurationError, UnreachableError, UnwritableError, did_you_mean
 from trainer_lib.foundation.metric_names import greater_is_better_for
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.logging import get_logger
-from trainer_lib.runs import RunFolder
+from trainer_lib.runs import HISTORY_FILE, RunFolder
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import banner, differences, history, preflight
 from trainer_lib.trainer.cadence import Cadences
@@ -105,7 +106,7 @@ class Fitting:
                 "max_steps."
             )
 
-    def begin(self, checkpoint: Path | None) -> None:
+    def begin(self, checkpoint: AnyPath | None) -> None:
         """Take up a checkpoint, if there is one, and be ready for the first step."""
         run, args = self.run, self.trainer.args
         if args.seed is not None and run.accelerator.num_processes > 1:
@@ -117,6 +118,7 @@ class Fitting:
         run.state.status = "running"
         self._begin_counting()
         if self.folder is not None and run.is_main_process:
+            self.folder.take_down(HISTORY_FILE)
             self.folder.write(status="running", **history.description(args))
         banner.show(self)
         self.events.fire("on_fit_begin", run)
@@ -213,7 +215,7 @@ class Fitting:
         """Let the same step be saved again."""
         self._saved_at = -1
 
-    def load(self, checkpoint: Path) -> None:
+    def load(self, checkpoint: AnyPath) -> None:
         """Go on from a checkpoint."""
         self.events.fire("on_load_begin", self.run, checkpoint)
         self.changed = changed = differences.changed_arguments(
@@ -262,8 +264,14 @@ class Fitting:
                 try:
                     self.folder.write(status=status, state=run.state.state_dict(), metrics=dict(run.metrics))
                     history.write_report(self.folder)
-                except OSError as error:  # what was trained is there all the same
+                except (OSError, UnreachableError) as error:  # what was trained is there all the same
                     _logger.warning("How the run ended could not be written to %s: %s.", self.folder.path, error)
+                self.put_up_history()
+
+    def put_up_history(self) -> None:
+        """Bring what was logged to where the run is, if that is not this machine."""
+        if self.folder is not None and self.run.is_main_process:
+            self.folder.put_up(HISTORY_FILE)
 
     def result(self) -> FitResult:
         """Return what became of the run."""

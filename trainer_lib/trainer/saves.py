@@ -1,9 +1,9 @@
 """This file is a run's checkpoints while they are saved: announced, written, and told of once they are there."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.foundation.errors import CheckpointError, UnwritableError
+from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import RunFolder
 from trainer_lib.trainer.present import checkpoints_there
@@ -31,7 +31,7 @@ class Saves:
         self.pending: dict[str, Any] | None = None
         self.reasons: set[str] = set()
 
-    def save(self, target: Path, metrics: dict[str, float]) -> None:
+    def save(self, target: AnyPath, metrics: dict[str, float]) -> None:
         """Save a checkpoint; in the background it is told of later, by `settle`."""
         self.settle()
         run = self._fitting.run
@@ -79,7 +79,8 @@ class Saves:
         except UnwritableError as error:
             self._go_on_after(error)
         else:
-            self._fitting.events.fire("on_save_end", self._fitting.run, Path(entry["path"]))
+            self._fitting.events.fire("on_save_end", self._fitting.run, path_at(entry["path"]))
+            self._fitting.put_up_history()
 
     def close(self) -> None:
         """Wait, however the run ended, and give back the memory; callbacks hear of nothing after an error."""

@@ -1,10 +1,12 @@
 """This file is how a model is saved for others to read: as `from_pretrained` knows it, with its processor."""
 
 import inspect
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.remote import AnyPath, RemotePath
 from trainer_lib.trainer.arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -13,8 +15,17 @@ if TYPE_CHECKING:
 ARGUMENTS_FILE = "training_arguments.json"
 
 
-def save_model(trainer: "Trainer", folder: Path) -> None:
+def save_model(trainer: "Trainer", folder: AnyPath) -> None:
     """Save the model of a trainer, or each of its models in a folder of its name."""
+    if isinstance(folder, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="trainer_lib-") as here:
+            save_model(trainer, Path(here))
+            if trainer.accelerator.is_main_process:
+                for path in sorted(Path(here).rglob("*")):
+                    if path.is_file():
+                        (folder / path.relative_to(here)).put(path)
+        trainer.accelerator.wait_for_everyone()
+        return
     accelerator, prepared = trainer.accelerator, trainer.prepared
     named: dict[str, Any] = prepared if isinstance(prepared, dict) else {"": prepared}
     for name, model in named.items():
@@ -42,7 +53,7 @@ def write_beside(trainer: "Trainer", folder: Path) -> None:
             one.save_pretrained(folder)
 
 
-def read_arguments(checkpoint: Path) -> TrainingArguments:
+def read_arguments(checkpoint: AnyPath) -> TrainingArguments:
     """Return the arguments of the run that a checkpoint is of.
 
     Raises:

@@ -13,6 +13,7 @@ from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Callback, Dispatcher, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
+from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.scheduler import AcceleratedScheduler
@@ -113,7 +114,7 @@ class Trainer:
         self._has_fitted = self._has_checked_loss = False
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: str | Path, model: nn.Module, **options: Any) -> Self:
+    def from_checkpoint(cls, checkpoint: str | AnyPath, model: nn.Module, **options: Any) -> Self:
         """Return a trainer with the arguments and the weights of a checkpoint, whose `fit` goes on from there.
 
         Args:
@@ -135,7 +136,7 @@ class Trainer:
 
     # -- what one calls ------------------------------------------------------------------------------------------
 
-    def fit(self, resume: str | Path | None = None) -> FitResult:
+    def fit(self, resume: str | AnyPath | None = None) -> FitResult:
         """Train.
 
         Args:
@@ -213,10 +214,10 @@ class Trainer:
         loader = self._prepared_for_evaluation(given)
         return self._evaluator.predict(self.run, self.prepared, loader, to=None if to is None else Path(to))
 
-    def save_model(self, output_dir: str | Path) -> None:
+    def save_model(self, output_dir: str | AnyPath) -> None:
         """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
         self.prepare_models()
-        save_model(self, Path(output_dir).expanduser())
+        save_model(self, path_at(output_dir))
 
     def log(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
         """Log a value: until the next log it is averaged by weight, over batches, steps and processes.
