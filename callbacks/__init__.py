@@ -22,17 +22,35 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.printer import Printer as Printer
     from trainer_lib.callbacks.progress import ProgressBar as ProgressBar
     from trainer_lib.callbacks.throughput import Throughput as Throughput
+    from trainer_lib.callbacks.trackers import ClearMLCallback as ClearMLCallback
+    from trainer_lib.callbacks.trackers import CometCallback as CometCallback
+    from trainer_lib.callbacks.trackers import DVCLiveCallback as DVCLiveCallback
+    from trainer_lib.callbacks.trackers import MLflowCallback as MLflowCallback
+    from trainer_lib.callbacks.trackers import SwanLabCallback as SwanLabCallback
+    from trainer_lib.callbacks.trackers import TensorBoardCallback as TensorBoardCallback
+    from trainer_lib.callbacks.trackers import TrackerCallback as TrackerCallback
+    from trainer_lib.callbacks.trackers import TrackioCallback as TrackioCallback
+    from trainer_lib.callbacks.trackers import WandbCallback as WandbCallback
 
 _HOMES = {
     "Checkpoint": "trainer_lib.callbacks.checkpoint",
+    "ClearMLCallback": "trainer_lib.callbacks.trackers",
+    "CometCallback": "trainer_lib.callbacks.trackers",
+    "DVCLiveCallback": "trainer_lib.callbacks.trackers",
     "EarlyStopping": "trainer_lib.callbacks.early_stopping",
     "GarbageSchedule": "trainer_lib.callbacks.garbage",
     "JsonlLog": "trainer_lib.callbacks.jsonl",
     "LambdaCallback": "trainer_lib.callbacks.functions",
     "LearningRateMonitor": "trainer_lib.callbacks.learning_rate",
+    "MLflowCallback": "trainer_lib.callbacks.trackers",
     "Printer": "trainer_lib.callbacks.printer",
     "ProgressBar": "trainer_lib.callbacks.progress",
+    "SwanLabCallback": "trainer_lib.callbacks.trackers",
+    "TensorBoardCallback": "trainer_lib.callbacks.trackers",
     "Throughput": "trainer_lib.callbacks.throughput",
+    "TrackerCallback": "trainer_lib.callbacks.trackers",
+    "TrackioCallback": "trainer_lib.callbacks.trackers",
+    "WandbCallback": "trainer_lib.callbacks.trackers",
     "after": "trainer_lib.callbacks.functions",
     "before": "trainer_lib.callbacks.functions",
     "every": "trainer_lib.callbacks.functions",
@@ -40,14 +58,23 @@ _HOMES = {
 }
 __all__ = [
     "Checkpoint",
+    "ClearMLCallback",
+    "CometCallback",
+    "DVCLiveCallback",
     "EarlyStopping",
     "GarbageSchedule",
     "JsonlLog",
     "LambdaCallback",
     "LearningRateMonitor",
+    "MLflowCallback",
     "Printer",
     "ProgressBar",
+    "SwanLabCallback",
+    "TensorBoardCallback",
     "Throughput",
+    "TrackerCallback",
+    "TrackioCallback",
+    "WandbCallback",
     "after",
     "before",
     "every",

@@ -176,10 +176,25 @@ def test_batch_sizes_are_not_found_yet(name: str) -> None:
         made(**{name: "auto"})
 
 
-@pytest.mark.parametrize("value", ["wandb", ["tensorboard"], "all"])
-def test_there_are_no_trackers_by_name_yet(value: Any) -> None:
-    with pytest.raises(UnsupportedError, match=re.escape(f"report_to={value!r}: this version reports to no trackers")):
-        made(report_to=value)
+def test_trackers_are_named_as_they_are_known() -> None:
+    assert made(report_to="wandb").report_to == ("wandb",)
+    assert made(report_to=["tensorboard", "comet"]).report_to == ("tensorboard", "comet_ml")
+    assert made(report_to="all").report_to == ("all",)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("wandbb", "Unknown tracker 'wandbb'"),
+        ("aim", "The tracker aim is not supported"),
+        (["mlflow", "mlflow"], "report_to has the tracker 'mlflow' twice"),
+        (["none", "mlflow"], 'or "none" alone'),
+        (3, "report_to must be the name of a tracker"),
+        ({"mlflow": {}}, "report_to must be the name of a tracker"),
+    ],
+)
+def test_trackers_that_there_are_not(value: Any, said: str) -> None:
+    assert said in refusal(report_to=value)
 
 
 @pytest.mark.parametrize("value", [(), [], "none", ["none"]])

@@ -129,7 +129,7 @@ def test_options_count_before_files_and_files_before_defaults(tmp_path: Path) ->
         (["--max_steps", "1e3"], "got '1e3'. Give max_steps=1000."),
         (["--learning_rate", "nan"], "learning_rate must be a finite number of at least 0, got 'nan'."),
         (["--resume", "auto"], 'resume="auto" looks for a run in output_dir'),
-        (["--report_to", "wandb"], "this version reports to no trackers by name"),
+        (["--report_to", "wandbb"], "Unknown tracker 'wandbb'"),
         (["--max_steps", "3", "stray"], "unrecognized arguments: stray"),
         (["--config", "missing.yaml"], "missing.yaml cannot be read"),
     ],

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ class Run:
         args: The trainer's arguments.
         state: What the run has done so far.
         control: What callbacks ask for.
+        folder: The run's folder, on this machine; `None` where nothing is written.
         accelerator: The engine.
         model: The prepared model, or the prepared models by name.
         optimizers: The prepared optimizers by name; a single one is called "default".
@@ -52,6 +54,7 @@ class Run:
     weight: float | Tensor = 0.0
     grad_norm: Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    folder: Path | None = None
 
     @property
     def loss(self) -> Tensor | None:

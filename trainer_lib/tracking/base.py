@@ -145,6 +145,12 @@ class BuiltInTracker(GeneralTracker):
         return name
 
     @classmethod
+    def named(cls, run_name: str) -> dict[str, Any]:
+        """Return the options that give a run its name, where runs have one."""
+        del run_name
+        return {}
+
+    @classmethod
     def with_folder(cls, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         """Return its options with the folder of the run, if it takes one and was given no other."""
         del folder

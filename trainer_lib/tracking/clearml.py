@@ -53,6 +53,11 @@ class ClearMLTracker(BuiltInTracker):
         """Always: it waits for its network at the end."""
         return True
 
+    @classmethod
+    def named(cls, run_name: str) -> dict[str, Any]:
+        """Return the options that give a run its name."""
+        return {"task_name": run_name}
+
     @property
     def tracker(self) -> Any:
         """The task."""

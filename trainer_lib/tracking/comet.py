@@ -87,6 +87,11 @@ class CometMLTracker(BuiltInTracker):
         """Have it write into the run's folder if it is to stay offline."""
         return options if _is_online(options) else {"offline_directory": str(folder / "comet"), **options}
 
+    @classmethod
+    def named(cls, run_name: str) -> dict[str, Any]:
+        """Return the options that give a run its name."""
+        return {"name": run_name}
+
     @property
     def tracker(self) -> Any:
         """The experiment."""

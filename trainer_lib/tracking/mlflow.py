@@ -108,6 +108,11 @@ class MLflowTracker(BuiltInTracker):
         """Return the options that make it find its run."""
         return {"token": token}
 
+    @classmethod
+    def named(cls, run_name: str) -> dict[str, Any]:
+        """Return the options that give a run its name."""
+        return {"run_name": run_name}
+
     @property
     def tracker(self) -> Any:
         """The run, as MLflow has it."""

@@ -13,6 +13,7 @@ from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
 _logger = get_logger(__name__)
 
 ENTRY_POINTS = "trainer_lib.trackers"
+ALL = "all"
 
 # Each is imported when it is asked for.
 _BUILT_IN = {

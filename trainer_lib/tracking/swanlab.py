@@ -71,6 +71,11 @@ class SwanLabTracker(BuiltInTracker):
         """Have it write into the run's folder."""
         return {"log_dir": str(folder / "swanlab"), **options}
 
+    @classmethod
+    def named(cls, run_name: str) -> dict[str, Any]:
+        """Return the options that give a run its name."""
+        return {"name": run_name}
+
     @property
     def tracker(self) -> Any:
         """The run."""

@@ -40,6 +40,11 @@ class TrackioTracker(BuiltInTracker):
         """Return the options that make it go on with its run."""
         return {"token": token}
 
+    @classmethod
+    def named(cls, run_name: str) -> dict[str, Any]:
+        """Return the options that give a run its name."""
+        return {"name": run_name}
+
     @property
     def tracker(self) -> Any:
         """The run."""

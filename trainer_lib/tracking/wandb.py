@@ -74,6 +74,11 @@ class WandBTracker(BuiltInTracker):
         """Have it write into the run's folder."""
         return options if environment.variable("WANDB_DIR") else {"dir": str(folder), **options}
 
+    @classmethod
+    def named(cls, run_name: str) -> dict[str, Any]:
+        """Return the options that give a run its name."""
+        return {"name": run_name}
+
     @property
     def tracker(self) -> Any:
         """The run."""

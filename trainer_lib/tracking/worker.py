@@ -30,6 +30,7 @@ class Patience:
         linger: Seconds in which entries gather, so that they are delivered together.
         start: Seconds that a tracker may take to begin.
         call: Seconds that it may take for one delivery.
+        artifact: Seconds more where it is handed files.
         finish: Seconds, after the last entry, in which all has to be through.
         working: Seconds more for one in another process that is seen to compute, so that it does not hang.
         first_pause: Seconds before a second try; each next pause is twice as long.
@@ -38,6 +39,7 @@ class Patience:
     """
 
     linger: float = 0.5
+    artifact: float = 300.0
     start: float = 120.0
     call: float = 30.0
     finish: float = 8.0
@@ -111,6 +113,8 @@ class Worker:
 
     def finish_by(self, deadline: float) -> None:
         """Wait until it is through, or for the deadline; what is left then is kept."""
+        if any(entry.kind == "artifact" for entry in [*self._in_hand, *self._queue]):
+            deadline += self.patience.artifact
         self._is_through.wait(max(0.0, deadline - time.monotonic()))
         latest = deadline + self.patience.working
         while not self._is_through.is_set() and time.monotonic() < latest and self.delivery.computes(1.0):
@@ -217,7 +221,9 @@ class Worker:
         return ready
 
     def _deliver(self, entries: list[Entry]) -> None:
-        self._watched(lambda: self.delivery.deliver(entries, self.patience.call))
+        has_files = any(entry.kind == "artifact" for entry in entries)
+        timeout = self.patience.call + (self.patience.artifact if has_files else 0)
+        self._watched(lambda: self.delivery.deliver(entries, timeout))
 
     def _watched(self, call: Callable[[], None]) -> None:
         self._busy_since = time.monotonic()

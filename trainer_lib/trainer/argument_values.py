@@ -266,13 +266,22 @@ def batch_size(name: str, value: Any) -> int:
 
 
 def reports(name: str, value: Any) -> tuple[str, ...]:
-    """Where to report to: nowhere, in this version."""
-    if value in ("none", [], (), ["none"], ("none",)):
+    """The trackers to report to, by their names; "all" for those that are installed and configured."""
+    given: Any = [value] if isinstance(value, str) else value
+    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+        raise _refusal(name, value, "the name of a tracker, or a list of names")
+    given = list(given)
+    if not given or given == ["none"]:
         return ()
-    raise UnsupportedError(
-        f"{name}={value!r}: this version reports to no trackers by name. Pass callbacks: Trainer(…, callbacks=[…]), "
-        "such as JsonlLog or one of your own."
-    )
+    if "none" in given:
+        raise _refusal(name, value, 'names of trackers, or "none" alone')
+    from trainer_lib.tracking.registry import ALL, canonical
+
+    names = [ALL if one == ALL else canonical(one) for one in given]
+    twice = next((one for one in names if names.count(one) > 1), None)
+    if twice is not None:
+        raise ConfigurationError(f"{name} has the tracker {twice!r} twice. Give it once.")
+    return tuple(names)
 
 
 def weights(name: str, value: Any) -> list[float]:

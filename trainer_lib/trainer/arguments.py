@@ -119,7 +119,8 @@ class TrainingArguments:
         generation_kwargs: Arguments of `generate`.
 
         progress_bar: Whether to show a progress bar; by default where somebody can see it.
-        report_to: (), in this version.
+        report_to: The trackers to report to, by their names: "tensorboard", "mlflow", "comet_ml", "wandb" and others;
+            "all" for those that are installed and configured.
 
     Example:
         >>> args = TrainingArguments(max_steps=1000, warmup="5%", eval_every="200 steps")
@@ -317,6 +318,7 @@ class TrainingArguments:
         return dataclasses.replace(self, **changes)
 
     # -- from elsewhere, and back --------------------------------------------------------------------------------
+        changes["report_to"] = ()
 
     def to_dict(self, *, unwritable: Unwritable = "refuse") -> dict[str, Any]:
         """Return all arguments as plain values, which `from_dict` reads back.

@@ -50,9 +50,28 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
         there.append(Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best, keep_every=args.keep_every))
     if args.gc_every is not None:
         there.append(GarbageSchedule(args.gc_every))
+    there += _reporting(args, given)
     shows_bar = is_live(sys.stderr) if args.progress_bar is None else args.progress_bar
     there.append(ProgressBar() if shows_bar else Printer())
     return [one for one in there if not any(type(one) is type(other) for other in given)] + list(given)
+
+
+def _reporting(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks of the trackers that `report_to` names, but for those that are given."""
+    if not args.report_to:
+        return []
+    from trainer_lib.callbacks.trackers import TrackerCallback, callback_for
+    from trainer_lib.tracking.registry import resolve
+
+    there = [one.tracker_name for one in given if isinstance(one, TrackerCallback)]
+    names = [str(name) for name in resolve(list(args.report_to), "report_to") if name not in there]
+    made = [callback_for(name) for name in names]
+    for one in made:
+        if one.needs_folder and args.output_dir is None:
+            raise ConfigurationError(
+                f"report_to={one.tracker_name!r} writes files, and there is no folder for them. Give output_dir."
+            )
+    return list(made)
 
 
 def optimizers(trainer: "Trainer") -> Optimizer | dict[str, Optimizer]:

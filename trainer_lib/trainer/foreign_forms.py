@@ -266,7 +266,12 @@ def _reports(given: Mapping[str, Any]) -> dict[str, Any] | str:
     names = [names] if isinstance(names, str) else list(names or [])
     if names in ([], ["none"]):
         return {"report_to": ()}
-    return "this version reports to no trackers by name; pass callbacks: Trainer(…, callbacks=[…])"
+    from trainer_lib.tracking.registry import ALL, known_names
+
+    missing = [name for name in names if name not in (*known_names(), ALL)]
+    if missing:
+        return f"there is no tracker {missing[0]!r} here; known: {', '.join(known_names())}"
+    return {"report_to": tuple(names)}
 
 
 _DDP = {

@@ -5,7 +5,7 @@ Those of Hugging Face's Trainer, of transformers 4 too, and a few of other libra
 
 from typing import Any
 
-_TRACKING = "this version reports to no trackers by name; pass callbacks: Trainer(…, callbacks=[…])"
+_TRACKING = "it is for the callback of a tracker: Trainer(…, callbacks=[TrackioCallback(…)]) and others take their options"
 _HUB = "nothing is sent to the Hub; save_model writes a folder that can be uploaded"
 _OF_SCRIPTS = "it is for scripts and the Trainer there does not read it either; call fit, evaluate or predict"
 _LOADER = "give a DataLoader made with it"
