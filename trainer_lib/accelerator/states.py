@@ -23,8 +23,10 @@ from trainer_lib.foundation.errors import (
     CheckpointError,
     ConfigurationError,
     DamagedError,
+    TrainerLibError,
     UnreachableError,
     UnsupportedError,
+    UnwritableError,
     unknown,
 )
 from trainer_lib.foundation.remote import AnyPath, is_url, path_at
@@ -122,7 +124,11 @@ def _check_words_of_shards(engine: "Persistence", safe_serialization: bool, othe
 def _agreed(engine: "Persistence", choose: Callable[[], AnyPath], doing: str) -> AnyPath:
     """Return the path that the leader chooses; all have to be able to choose one."""
     with together(engine.group, doing):
-        path = choose()
+        try:
+            path = choose()
+        except OSError as error:
+            kind = CheckpointError if doing == "load_state" else UnwritableError
+            raise kind(f"{error.filename} cannot be looked at: {error.strerror}.") from error
     return path_at(exchange(engine.group, str(path), doing)[engine._leader])
 
 
@@ -232,9 +238,19 @@ def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folde
             continue
         with together(engine.group, "load_state"):
             state = part.read(folder, words)
-        part.stateful.load_state_dict(state)
+        _take_up(part, state, folder)
     for name in sorted(set(manifest.parts) - {part.name for part in parts}):
         _logger.warning("The state in %s has a %s, which nothing here takes up.", folder, name)
+
+
+def _take_up(part: Part, state: Any, folder: AnyPath) -> None:
+    try:
+        part.stateful.load_state_dict(state)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if isinstance(error, TrainerLibError):
+            raise
+        name = getattr(part, "file_name", None) or part.name
+        raise CheckpointError(f"The {name} in {folder} cannot be taken up: {error!r}.") from error
 
 
 def _tell_of_another_world(engine: "Persistence", manifest: Manifest, folder: AnyPath) -> None:

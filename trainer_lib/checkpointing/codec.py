@@ -64,7 +64,10 @@ def decode(encoded: Encoded, allow_pickle: bool = False, told_as: str = "the sta
     Raises:
         CheckpointError: If something was pickled and `allow_pickle` does not say so, or the two halves do not fit.
     """
-    return _Decoder(encoded.tensors, allow_pickle, told_as).value(encoded.tree, "")
+    try:
+        return _Decoder(encoded.tensors, allow_pickle, told_as).value(encoded.tree, "")
+    except RecursionError as error:
+        raise CheckpointError(f"{told_as} is too deep: no state that was saved is.") from error
 
 
 class _Encoder:
@@ -179,7 +182,7 @@ class _Decoder:
             return {key: self.value(one, f"{path}.{key}" if path else key) for key, one in tree.items()}
         try:
             return self._tagged(tag, tree, path)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{self._told(path)} is damaged: {error!r}.") from error

@@ -13,6 +13,7 @@ from trainer_lib.checkpointing.layout import MANIFEST_NAME
 from trainer_lib.foundation.checksums import checksum_of_bytes
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError
 from trainer_lib.foundation.remote import AnyPath
+from trainer_lib.foundation.strict_json import read_json
 
 SCHEMA = 3  # 1 had the sizes of files and no checksums, 2 nothing of the run
 CHECKSUM = "xxh3_128"  # what a file's checksum is called by
@@ -120,12 +121,12 @@ def read_manifest(folder: AnyPath) -> Manifest:
     except OSError as error:
         raise DamagedError(f"{path} is no manifest of a state: {error}") from error
     try:
-        content = json.loads(text)
+        content = read_json(text)
         schema = content["schema"]
         if content.pop("format") != _FORMAT or not isinstance(schema, int):
             raise ValueError("it is of something else")
         digest = content.pop("digest", None)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path} is no manifest of a state: {error}") from error
     _check_seal(path, text, digest, schema)
     if schema > SCHEMA:

@@ -19,6 +19,7 @@ from trainer_lib.checkpointing.manifest import read_manifest
 from trainer_lib.checkpointing.storage import storage_of
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError
 from trainer_lib.foundation.remote import AnyPath
+from trainer_lib.foundation.strict_json import read_json
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -134,4 +135,7 @@ def read_run(folder: AnyPath, what: Any) -> RunFolder:
 
 
 def _facts(file: AnyPath) -> dict[str, Any]:
-    return decode(Encoded(json.loads(file.read_text())))
+    facts = decode(Encoded(read_json(file.read_text())))
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"it holds a {type(facts).__name__}")
+    return facts

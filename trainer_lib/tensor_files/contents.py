@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.remote import AnyPath
+from trainer_lib.foundation.strict_json import read_json
 from trainer_lib.tensor_files.safetensors import write_tensors
 from trainer_lib.tensor_files.storage import without_aliases
 
@@ -100,8 +101,8 @@ class Json(Content):
             CheckpointError: If it is none.
         """
         try:
-            return json.loads(path.read_text())
-        except (OSError, ValueError, RecursionError) as error:
+            return read_json(path.read_bytes())
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
 
     @property

@@ -1,6 +1,7 @@
 """This file is one file of tensors in the safetensors format: names, types, shapes and bytes, nothing that runs."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.remote import AnyPath
+from trainer_lib.foundation.strict_json import read_json
 from trainer_lib.tensor_files.storage import without_aliases
 
 _NAMES = {
@@ -135,16 +137,22 @@ def read_places(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
     """
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
+            if length > size:  # else as much memory is taken as it asks for
+                raise ValueError("its head would be longer than all of it")
+            header = read_json(file.read(length))
         metadata = header.pop("__metadata__", {})
-        places = {
-            name: Place(_TYPES[info["dtype"]], torch.Size(info["shape"]), 8 + length + info["data_offsets"][0])
-            for name, info in header.items()
-        }
-        return places, metadata
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError, IndexError) as error:
+        return {name: _place(name, info, 8 + length, size) for name, info in header.items()}, metadata
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError, IndexError) as error:
         raise _unreadable(path, error) from error
+
+
+def _place(name: str, info: Mapping[str, Any], behind: int, size: int) -> Place:
+    dtype, shape = _TYPES[info["dtype"]], torch.Size(info["shape"])
+    start, end = info["data_offsets"]
+    if not 0 <= start <= end <= size - behind or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} would lie from {start} to {end}")
+    return Place(dtype, shape, behind + start)
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

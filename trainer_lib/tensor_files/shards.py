@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.files import inside
+from trainer_lib.foundation.strict_json import read_json
 from trainer_lib.tensor_files.contents import Tensors
 from trainer_lib.tensor_files.safetensors import read_header
 
@@ -77,6 +79,9 @@ class SavedTensor:
         """
         offsets = [0] * len(self.shape) if offsets is None else offsets
         sizes = self.shape if sizes is None else sizes
+        held = sum(math.prod(chunk.sizes) for chunk in self.chunks)
+        if math.prod(sizes) > held:  # else as much memory is taken as a file says
+            raise self._incomplete(held, math.prod(sizes))
         region = torch.empty(tuple(sizes), dtype=self.dtype)
         filled = 0
         for chunk in self.chunks:
@@ -89,10 +94,13 @@ class SavedTensor:
                 region[_slices(starts, ends, offsets)] = self._part(chunk, _slices(starts, ends, chunk.offsets))
                 filled += math.prod(end - start for start, end in zip(starts, ends, strict=True))
         if filled != region.numel():
-            raise CheckpointError(
-                f"Of {self.name!r}, the files in {self.chunks[0].path.parent} hold {filled} of {region.numel()} values."
-            )
+            raise self._incomplete(filled, region.numel())
         return region
+
+    def _incomplete(self, held: int, wanted: int) -> CheckpointError:
+        return CheckpointError(
+            f"Of {self.name!r}, the files in {self.chunks[0].path.parent} hold {held} of {wanted} values."
+        )
 
     def _part(self, chunk: _Saved, slices: tuple[slice, ...]) -> Tensor:
         try:
@@ -108,6 +116,7 @@ def read_shards(folder: Path) -> dict[str, SavedTensor]:
     Raises:
         CheckpointError: If one is no such file.
     """
+    inside(folder.parent, folder.name, f"{folder.parent}")
     found: dict[str, list[_Saved]] = {}
     types: dict[str, torch.dtype] = {}
     names: dict[str, str] = {}
@@ -140,7 +149,7 @@ def read_whole(folder: Path) -> dict[str, Tensor]:
 
 def _offsets(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     try:
-        told: dict[str, Any] = json.loads(metadata.get(_METADATA_NAME, "{}"))
+        told: dict[str, Any] = read_json(metadata.get(_METADATA_NAME, "{}"))
         offsets = {name: tuple(int(start) for start in one[_OFFSETS_NAME]) for name, one in told.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}.") from error

@@ -1,6 +1,5 @@
 """This file is a model's weights on disk: one file, or shards with an index, in the layout of Hugging Face."""
 
-import json
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
 from trainer_lib.foundation.files import inside
 from trainer_lib.foundation.sizes import convert_file_size_to_int
+from trainer_lib.foundation.strict_json import read_json
 from trainer_lib.tensor_files.contents import Content, Json, PickledTensors, Tensors
 from trainer_lib.tensor_files.loading import load_tensors
 from trainer_lib.tensor_files.names import weights_ending, weights_stem
@@ -98,7 +98,7 @@ def files_of_weights(checkpoint: Path) -> list[Path]:
     if not checkpoint.name.endswith(_INDEX_ENDING):
         return [checkpoint]
     try:
-        names = sorted(set(json.loads(checkpoint.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(checkpoint.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint} is no index of weights: {error!r}.") from error
     paths = [inside(checkpoint.parent, name, checkpoint.name) for name in names]

@@ -119,7 +119,7 @@ class Fitting:
         self._begin_counting()
         if self.folder is not None and run.is_main_process:
             self.folder.take_down(HISTORY_FILE)
-            self.folder.write(status="running", **history.description(args))
+            self._tell_running(self.folder, is_new=checkpoint is None)
         banner.show(self)
         self.events.fire("on_fit_begin", run)
         if told := differences.worth_a_word(self.changed):
@@ -318,6 +318,14 @@ class Fitting:
     def _is_better(self, value: float, than: float) -> bool:
         args, name = self.trainer.args, self.trainer.default_metric
         return value > than if greater_is_better_for(name or "", args.greater_is_better) else value < than
+
+    def _tell_running(self, folder: RunFolder, is_new: bool) -> None:
+        try:
+            folder.write(status="running", **history.description(self.trainer.args))
+        except OSError as error:
+            if is_new:  # nobody would find it
+                raise UnwritableError(f"{folder.path} could not be written: {error.strerror or error}.") from error
+            _logger.warning("That the run goes on could not be written to %s: %s.", folder.path, error)
 
     def _write_beside(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         del models, weights
