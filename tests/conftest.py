@@ -25,6 +25,11 @@ LAUNCHER_VARIABLES = {
 torch.set_num_threads(1)  # tests with several processes share few cores
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Know `--soak`."""
+    parser.addoption("--soak", action="store_true", help="inject faults by the hundred, and write down what came out")
+
+
 def forget() -> None:
     """Forget the world and all settings."""
     if dist.is_initialized():

@@ -1,13 +1,10 @@
 """Saves behind the training: what is written is what was there at the call, and nothing is lost or kept quiet."""
 
 import os
-import random
 import re
-import signal
 import subprocess
 import sys
 import threading
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpointing.test_faults import failing_disk, full_disk, train, trained, unlimited
-from tests.strategies.sharded import stack
-from trainer_lib import Accelerator, CheckpointError, FullyShardedDataParallelPlugin, ProjectConfiguration
+from tests.faults.injuries import failing_disk, full_disk, unlimited
+from tests.faults.trainings import sharded, train, trained
+from trainer_lib import Accelerator, CheckpointError
 from trainer_lib.checkpointing.reader import open_state
 from trainer_lib.checkpointing.retention import automatic_states
 from trainer_lib.checkpointing.snapshot import Snapshots
 from trainer_lib.checkpointing.writer import Saving
-from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.launchers import run_forked
 from trainer_lib.tensor_files.contents import Json, PickledTensors, Tensors
 
 for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
@@ -263,17 +260,6 @@ def test_saves_of_two_kinds_at_once_are_named(tmp_path: Path) -> None:
     assert "save_state(background=True)" in run_forked(body, timeout=60)[0]
 
 
-def sharded(project: Path) -> tuple[Accelerator, nn.Module, Any]:
-    configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True)
-    plugin = FullyShardedDataParallelPlugin(
-        state_dict_type="SHARDED_STATE_DICT", transformer_cls_names_to_wrap=["Block"]
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, project_config=configuration)
-    model, optimizer = accelerator.prepare(network := stack(), torch.optim.AdamW(network.parameters(), lr=0.01))
-    train(accelerator, model, optimizer)
-    return accelerator, model, optimizer
-
-
 def test_shards_are_of_the_moment_of_the_call(tmp_path: Path) -> None:
     def body() -> bool:
         accelerator, model, optimizer = sharded(tmp_path)
@@ -340,50 +326,3 @@ def test_a_forked_process_that_ends_finishes_its_save_first(tmp_path: Path) -> N
 
     run_forked(body, timeout=60)
     open_state(tmp_path / "state")
-
-
-# -- kills -----------------------------------------------------------------------------------------------------------
-
-
-def total(accelerator: Accelerator) -> float:
-    values: list[Any] = [value.detach() for value in accelerator._models[0].parameters()]
-    return sum(getattr(value, "full_tensor", lambda value=value: value)().double().sum().item() for value in values)
-
-
-def trains_until_killed(make: Any, project: Path, after: float, rank: int) -> None:
-    """Save in the background again and again; process `rank` is killed so many seconds after the first save."""
-    accelerator, model, optimizer = make(project)
-    accelerator.project_configuration.total_limit = 2
-    accelerator.save_state()
-    (project / "total_0").write_text(str(total(accelerator)))
-    if accelerator.process_index == rank:
-        # Not by a handler, which would wait for the next line of Python.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, after)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        train(accelerator, model, optimizer)
-        (project / f"total_{accelerator.save_iteration}").write_text(str(total(accelerator)))
-        accelerator.save_state(background=True)
-
-
-def newest_is_whole(make: Any, project: Path) -> tuple[bool, int]:
-    newest = max(automatic_states(project / "checkpoints"))
-    accelerator, *_ = make(project)
-    accelerator.load_state()
-    expected = float((project / f"total_{newest}").read_text())
-    return total(accelerator) == expected and accelerator.save_iteration == newest + 1, newest
-
-
-@pytest.mark.parametrize(
-    ("make", "processes", "kills"), [(trained, 1, 6), (trained, 2, 3), (sharded, 2, 3)], ids=["one", "two", "shards"]
-)
-def test_killed_at_any_moment_the_newest_state_is_whole(make: Any, processes: int, kills: int, tmp_path: Path) -> None:
-    choose = random.Random(processes)
-    for number in range(kills):
-        project = tmp_path / str(number)
-        after = choose.uniform(0.005, 0.15)
-        with pytest.raises(ProcessFailedError):
-            run_forked(trains_until_killed, (make, project, after, number % processes), processes, timeout=60)
-        for is_whole, newest in run_forked(newest_is_whole, (make, project), processes, timeout=60):
-            assert is_whole, f"killed after {after:.3f} seconds, the newest is {newest}"

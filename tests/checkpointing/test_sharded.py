@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
-from tests.checkpointing.test_faults import killed_after
+from tests.faults.injuries import killed_after
 from tests.strategies.sharded import Stack, Tied, stack
 from trainer_lib import (
     Accelerator,

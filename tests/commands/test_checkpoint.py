@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpointing.test_damage import spoil
 from tests.checkpointing.test_sharded import SHARDED, engine, run
+from tests.faults.injuries import spoil
 from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib.commands.main import main
 from trainer_lib.launchers import run_forked

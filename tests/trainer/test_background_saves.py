@@ -1,7 +1,5 @@
 """Checkpoints that are written while training goes on: the run is the same, and nothing is told before it is there."""
 
-import random
-import signal
 import threading
 from importlib import import_module
 from pathlib import Path
@@ -9,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.tasks import arguments, network, points, trainer
-from tests.trainer.test_resume import Dies, run
+from tests.faults.trainings import Dies
+from tests.trainer.tasks import arguments, points, trainer
+from tests.trainer.test_resume import run
 from trainer_lib import CheckpointError
 from trainer_lib.checkpointing.layout import is_committed
 from trainer_lib.checkpointing.writer import Saving
 from trainer_lib.events import Callback, Run, Transformer
-from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.launchers import run_forked
 
 import_module("torch._dynamo")  # here, so that not each forked process imports it
 
@@ -142,41 +141,3 @@ def test_all_processes_hear_of_a_checkpoint_at_the_same_step(tmp_path: Path) -> 
         return together.steps
 
     assert run_forked(body, timeout=60) == [[3, 6, 9, 12, 15, 18, 21, 24]] * 2
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_at_any_moment_a_run_goes_on_from_its_newest_checkpoint(processes: int, tmp_path: Path) -> None:
-    choose = random.Random(processes)
-
-    def body(after: float | None) -> list[Any]:
-        class Killer(Callback):
-            def on_fit_begin(self, run: Run) -> None:
-                self.kills_at = run.state.step + 4
-
-            def on_step_end(self, run: Run) -> None:
-                if (
-                    run.state.step == self.kills_at
-                    and run.accelerator.process_index == processes - 1
-                    and after is not None
-                ):
-                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # in C: not at the next line of Python
-                    signal.setitimer(signal.ITIMER_REAL, after)
-
-        model = network(dropout=0.3)
-        args = arguments(
-            output_dir=tmp_path / "runs", max_steps=60, save_every=1, save_in_background=True, resume="auto"
-        )
-        result = trainer(args, model=model, callbacks=[Killer()]).fit()
-        return [result.state.step, [parameter.tolist() for parameter in model.parameters()]]
-
-    expected = run_forked(lambda: _undisturbed(tmp_path / "whole"), num_processes=processes, timeout=60)
-    for _ in range(3):
-        with pytest.raises(ProcessFailedError):
-            run_forked(body, (choose.uniform(0.001, 0.05),), num_processes=processes, timeout=60)
-    assert run_forked(body, (None,), num_processes=processes, timeout=60) == expected
-
-
-def _undisturbed(folder: Path) -> list[Any]:
-    model = network(dropout=0.3)
-    result = trainer(arguments(output_dir=folder, max_steps=60, save_every="never"), model=model).fit()
-    return [result.state.step, [parameter.tolist() for parameter in model.parameters()]]

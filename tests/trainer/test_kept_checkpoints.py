@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpointing.test_damage import spoil
+from tests.faults.injuries import spoil
 from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib.events import Callback, Run, Transformer
 from trainer_lib.launchers import run_forked

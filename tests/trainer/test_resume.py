@@ -13,23 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import ConfigurationError, StateError, Trainer
 from trainer_lib.callbacks import EarlyStopping
-from trainer_lib.events import Run, Transformer
 from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.result import FitResult
-
-
-class Dies(Transformer):
-    """Ends the run after a step, before anything is saved for it."""
-
-    def __init__(self, at: int) -> None:
-        self._at = at
-
-    def on_step_end(self, run: Run) -> None:
-        if run.state.step == self._at:
-            raise InterruptedError
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):

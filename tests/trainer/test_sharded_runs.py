@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, points, trainer
-from tests.trainer.test_resume import Dies
 from trainer_lib import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer_lib.launchers import run_forked
 

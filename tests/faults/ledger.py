@@ -1,0 +1,133 @@
+"""This file is what the suite has injected and what came out, counted; and docs/faults.md, which is made from that.
+
+python -m pytest tests/faults --soak    # counts, and writes outcomes.json if all went well
+python -m tests.faults.ledger           # writes the page
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+OUTCOMES = Path(__file__).with_name("outcomes.json")
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+
+Table = dict[str, dict[str, int]]  # by the name of a row, counts by what was counted
+
+
+class Ledger:
+    """Counts, in tables of rows."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, Table] = {}
+
+    def note(self, table: str, row: str, **counts: int) -> None:
+        """Add to what was counted before."""
+        held = self.tables.setdefault(table, {}).setdefault(row, dict.fromkeys(_COLUMNS[table], 0))
+        for name, count in counts.items():
+            held[name] += count
+
+    def write(self) -> None:
+        """Write all down."""
+        ordered = {table: dict(sorted(self.tables[table].items())) for table in _COLUMNS if table in self.tables}
+        OUTCOMES.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+# What is counted, and how a table calls it. What must be 0 comes with what says so.
+_COLUMNS: dict[str, dict[str, str]] = {
+    "kills": {
+        "kills": "kills",
+        "inside": "inside a save",
+        "unloadable": "states not whole",
+        "resumed": "gone on from the last commit",
+        "equal": "equal to the bit",
+    },
+    "damage": {
+        "injected": "how often",
+        "noticed": "noticed",
+        "named": "file named",
+        "used": "used all the same",
+    },
+    "disks": {
+        "injected": "how often",
+        "told": "told, with path and reason",
+        "whole": "state before whole",
+        "went_on": "next save good",
+    },
+    "content": {
+        "injected": "how often",
+        "refused": "refused by name",
+        "harmless": "read, as nothing was wrong",
+        "executed": "code run",
+        "lost": "state changed",
+    },
+    "runs": {
+        "compared": "runs",
+        "equal": "equal to the bit",
+    },
+    "worlds": {
+        "compared": "runs",
+        "same_samples": "same samples in the same updates",
+        "same_losses": "losses equal to 1e-6",
+    },
+}
+
+_TEXTS = {
+    "kills": (
+        "Killed",
+        "`SIGKILL`, from outside, at a random moment after the first save of a process; every second time while a save "
+        "is under way. The next process goes on in the same folder and is killed in its turn. Before it trains it "
+        "compares weights and optimizer with what was there when that state was saved; a run of the Trainer is "
+        "compared with one that nobody disturbed.",
+    ),
+    "damage": (
+        "Damaged",
+        "A state is damaged, read, and made whole again. Of each kind of damage the place is random.",
+    ),
+    "disks": (
+        "Out of disk",
+        "A file system of 4 MB that is filled up (tmpfs), a limit on the size of files (`RLIMIT_FSIZE`) on one "
+        "process, an `fsync` that fails, a folder or a file system that cannot be written to.",
+    ),
+    "content": (
+        "Made to do harm",
+        "Files that somebody put there, or changed, together with a manifest that has the right sizes, checksums and "
+        "digest for them. A pickle in any of them would leave a file behind if it ran.",
+    ),
+    "runs": (
+        "Interrupted, and gone on with",
+        'A run of the Trainer that ends after some step, in a new process by `resume="auto"`: the history of losses, '
+        "rates and evaluations, and the weights, next to those of the run without a break.",
+    ),
+    "worlds": (
+        "Gone on with by other processes",
+        "Saved by one number of processes, with their batch and accumulation, and taken up by another, in the middle "
+        "of a pass too.",
+    ),
+}
+
+_HEAD = """# Faults
+
+What is done to saving and resuming in `tests/faults`, how often, and what came of it. A part of it runs with the
+tests of each version; the figures are those of the long run, `make soak`, which writes this page.
+"""
+
+
+def page(tables: Mapping[str, Table]) -> str:
+    """Return the page that shows these counts."""
+    parts = [_HEAD]
+    for table, rows in tables.items():
+        title, text = _TEXTS[table]
+        columns = _COLUMNS[table]
+        lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---:|' * len(columns)}"]
+        lines += [f"| {row} | {' | '.join(f'{counts[name]:,}' for name in columns)} |" for row, counts in rows.items()]
+        parts.append(f"## {title}\n\n{text}\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def recorded() -> dict[str, Table]:
+    """Return what was written down."""
+    return json.loads(OUTCOMES.read_text())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(recorded()))

@@ -1,0 +1,380 @@
+"""Disks that take nothing: full, failing, read-only, of others. What is wrong is told, and nothing is lost."""
+
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.conftest import SmallDisk
+from tests.faults.injuries import failing_disk, full_disk, unlimited
+from tests.faults.ledger import Ledger
+from tests.faults.trainings import digest, one_run, sharded, state_of, train, trained
+from tests.trainer.tasks import arguments, points, trainer
+from trainer_lib import CheckpointError, ConfigurationError
+from trainer_lib.checkpointing.agreement import together
+from trainer_lib.checkpointing.reader import verify_state
+from trainer_lib.events import Run, Transformer
+from trainer_lib.foundation.errors import UnwritableError
+from trainer_lib.launchers import run_forked
+
+# -- an engine -------------------------------------------------------------------------------------------------------
+
+
+def saves_on_a_full_disk(make: Any, disk: SmallDisk, background: bool) -> tuple[str, bool, list[str]]:
+    """Save, have the disk filled up, save again; return what was told, if all was as before, and what is there."""
+    accelerator, model, optimizer = make(disk.folder)
+    accelerator.save_state()
+    saved = digest(accelerator)
+    train(accelerator, model, optimizer)
+    if accelerator.is_main_process:
+        disk.fill(leave=3000)
+    accelerator.wait_for_everyone()
+
+    def save() -> None:
+        accelerator.save_state(background=background)
+        accelerator.wait_for_save()
+
+    with pytest.raises(UnwritableError) as told:
+        save()
+    accelerator.wait_for_everyone()
+    left = sorted(path.name for path in (disk.folder / "checkpoints").iterdir())
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        disk.empty()
+    accelerator.wait_for_everyone()
+    train(accelerator, model, optimizer)  # training goes on
+    verify_state(Path(accelerator.save_state()))
+    accelerator.load_state(disk.folder / "checkpoints" / "checkpoint_0")
+    return str(told.value), digest(accelerator) == saved, left
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("make", "processes"), [(trained, 1), (trained, 2), (sharded, 2)], ids=["one", "two", "shards"]
+)
+def test_a_full_disk_takes_nothing_from_the_state_before(
+    make: Any, processes: int, background: bool, small_disk: SmallDisk, ledger: Ledger
+) -> None:
+    runs = run_forked(saves_on_a_full_disk, (make, small_disk, background), processes, timeout=60)
+    for said, is_as_before, left in runs:
+        assert re.search(r"checkpoint_1\.partial/\S+ could not be written: No space left on device", said), said
+        assert re.search(r"This process's part of the state takes about \S+ KB; \S+ \w+ are free there", said), said
+        assert is_as_before
+        assert left == ["checkpoint_0"]
+    ledger.note("disks", "a file system that is full", injected=1, told=1, whole=1, went_on=1)
+
+
+def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> tuple[str, list[float], list[float]]:
+    """Save, have saving fail on one process, and return what each process was told, and what it loads then."""
+    accelerator, model, optimizer = trained(project)
+    accelerator.save_state(project / "state")
+    before = state_of(accelerator)
+    train(accelerator, model, optimizer)
+    fsync = os.fsync
+    if accelerator.process_index == rank:
+        spoil(project)
+    with pytest.raises(UnwritableError) as told:
+        accelerator.save_state(project / "state")
+    unlimited()
+    os.fsync = fsync
+    train(accelerator, model, optimizer)  # training goes on
+    accelerator.save_state(project / "next")
+    accelerator.load_state(project / "state")
+    return str(told.value), before, state_of(accelerator)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "spoil", "reason"),
+    [
+        (
+            "a limit on the size of files, on one of two processes",
+            full_disk,
+            r"(model|random_states)\S* could not be written: File too large. This process's part of",
+        ),
+        ("a disk that fails, on one of two processes", failing_disk, r"could not be written: Input/output error"),
+    ],
+)
+def test_a_full_or_failing_disk_on_one_process_is_told_on_all(
+    what: str, spoil: Callable[[Path], None], reason: str, rank: int, tmp_path: Path, ledger: Ledger
+) -> None:
+    runs = run_forked(said_on_failure, (tmp_path, spoil, rank), timeout=60)
+    for process, (said, before, after) in enumerate(runs):
+        assert re.search(reason, said), said
+        assert ("save_state failed on process" in said) == (process != rank)
+        assert "are free there. What was saved before is as it was." in said
+        assert before == after
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["next", "state"]
+    verify_state(tmp_path / "next")
+    ledger.note("disks", what, injected=1, told=1, whole=1, went_on=1)
+
+
+def test_what_is_not_only_the_disks_fault_is_laid_to_it_by_no_process(tmp_path: Path) -> None:
+    def body() -> str:
+        group = trained(tmp_path, updates=0)[0].group
+        with pytest.raises(CheckpointError) as told, together(group, "save_state"):
+            raise (UnwritableError, CheckpointError)[group.rank]("no")
+        return type(told.value).__name__
+
+    assert run_forked(body, (), 2, timeout=60) == ["CheckpointError", "CheckpointError"]
+
+
+def test_pickled_weights_fail_as_clearly(tmp_path: Path) -> None:
+    def body() -> str:
+        accelerator, *_ = trained(tmp_path)
+        full_disk(tmp_path)
+        with pytest.raises(CheckpointError) as told:
+            accelerator.save_state(tmp_path / "state", safe_serialization=False)
+        unlimited()
+        return str(told.value)
+
+    (said,) = run_forked(body, num_processes=1, timeout=60)
+    assert "pytorch_model.bin could not be written: File too large" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_became_read_only_is_told_and_what_is_there_is_loaded(
+    small_disk: SmallDisk, ledger: Ledger
+) -> None:
+    def body() -> tuple[str, bool]:
+        accelerator, model, optimizer = trained(small_disk.folder)
+        folder = accelerator.save_state()
+        saved = digest(accelerator)
+        train(accelerator, model, optimizer)
+        small_disk.make_read_only()
+        with pytest.raises(UnwritableError) as told:
+            accelerator.save_state()
+        accelerator.load_state(folder)
+        return str(told.value), digest(accelerator) == saved
+
+    ((said, is_as_before),) = run_forked(body, (), 1, timeout=60)
+    assert re.search(r"checkpoint_1.partial could not be written: Read-only file system", said)
+    assert is_as_before
+    ledger.note("disks", "a file system that became read-only", injected=1, told=1, whole=1)
+
+
+@pytest.fixture
+def of_another(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder that belongs to another user, where the way to it is open to all."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+_NOBODY = 65534
+
+
+def test_a_folder_without_permission_is_told_and_left_alone(of_another: Path, ledger: Ledger) -> None:
+    def body() -> tuple[list[str], bool]:
+        accelerator, *_ = trained(of_another)
+        saved = digest(accelerator)
+        accelerator.save_state()
+        accelerator.save_state(of_another / "open")
+        (of_another / "checkpoints").chmod(0o700)
+        (of_another / "open" / "model.safetensors").chmod(0o600)
+        said: list[str] = []
+        os.seteuid(_NOBODY)
+        try:
+            for doing in (
+                accelerator.save_state,
+                lambda: accelerator.save_state(of_another / "mine"),
+                lambda: accelerator.load_state(of_another / "checkpoints" / "checkpoint_0"),
+                accelerator.load_state,
+                lambda: accelerator.load_state(of_another / "open"),
+                lambda: one_run(of_another / "checkpoints"),
+            ):
+                with pytest.raises((CheckpointError, ConfigurationError)) as told:
+                    doing()
+                said.append(str(told.value))
+        finally:
+            os.seteuid(0)
+        return said, digest(accelerator) == saved
+
+    ((said, is_as_before),) = run_forked(body, (), 1, timeout=60)
+    for one in said:
+        assert "Permission denied" in one
+        assert str(of_another) in one
+    assert is_as_before
+    verify_state(of_another / "checkpoints" / "checkpoint_0")
+    verify_state(of_another / "open")
+    ledger.note("disks", "a folder of somebody else", injected=len(said), told=len(said), whole=len(said))
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="root may write anywhere")
+def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    accelerator, *_ = trained(tmp_path)
+    read_only = Path("/proc/sys") if os.geteuid() == 0 else tmp_path
+    if os.geteuid() != 0:
+        tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match=r"state.partial could not be written: \w"):
+        accelerator.save_state(read_only / "state")
+
+
+# -- a run -----------------------------------------------------------------------------------------------------------
+
+
+class FullDisk(Transformer):
+    """Fills the disk before a save, and makes room after it.
+
+    Args:
+        save: The step of the save.
+        rank: The process that does.
+        fill: Fills the disk.
+        empty: Makes room.
+    """
+
+    def __init__(
+        self,
+        save: int,
+        rank: int,
+        fill: Callable[[Path], None] = full_disk,
+        empty: Callable[[], None] = unlimited,
+    ) -> None:
+        self._save, self._rank, self._fill, self._empty = save, rank, fill, empty
+
+    def on_save_begin(self, run: Run, folder: Path) -> None:
+        if run.accelerator.process_index == self._rank:
+            if run.state.step == self._save:
+                self._fill(folder)
+            else:
+                self._empty()
+        run.accelerator.wait_for_everyone()
+
+
+def goes_on(folder: Path, in_background: bool, disk: FullDisk) -> tuple[list[int], list[str]]:
+    """Train on a disk that is full for a while; return the steps that were saved, and what was warned of."""
+    args = arguments(output_dir=folder, save_every=2, max_steps=8, save_in_background=in_background)
+    one = trainer(args, train_dataset=points(64), callbacks=[disk])
+    with warned() as said:
+        one.fit()
+    return [entry["step"] for entry in one.state.checkpoints], said
+
+
+def assert_went_on(runs: list[tuple[list[int], list[str]]], output: Path, reason: str) -> None:
+    for process, (steps, said) in enumerate(runs):
+        assert steps == [2, 6, 8]
+        told = [line for line in said if "Training goes on" in line]
+        assert len(told) == (process == 0), said
+        assert all("could not be written" in line and reason in line for line in told)
+    (folder,) = output.glob("*/checkpoints")
+    assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-0000000{step}" for step in (2, 6, 8)]
+    for path in folder.iterdir():
+        verify_state(path)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_goes_on_when_one_process_cannot_write(
+    in_background: bool, rank: int, tmp_path: Path, ledger: Ledger
+) -> None:
+    runs = run_forked(goes_on, (tmp_path, in_background, FullDisk(4, rank)), 2, timeout=60)
+    assert_went_on(runs, tmp_path, "File too large")
+    ledger.note("disks", "a Trainer, and a limit on one of two processes", injected=1, told=1, whole=1, went_on=1)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_run_goes_on_when_the_disk_is_full(in_background: bool, small_disk: SmallDisk, ledger: Ledger) -> None:
+    output = small_disk.folder / "runs"
+    disk = FullDisk(4, 0, lambda folder: small_disk.fill(leave=3000), small_disk.empty)
+    runs = run_forked(goes_on, (output, in_background, disk), 2, timeout=60)
+    assert_went_on(runs, output, "No space left on device")
+    ledger.note("disks", "a Trainer, and a file system that is full", injected=1, told=1, whole=1, went_on=1)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_full_disk_ends_a_run_that_says_so(in_background: bool, small_disk: SmallDisk, ledger: Ledger) -> None:
+    output = small_disk.folder / "runs"
+
+    def body() -> int:
+        options: dict[str, Any] = {"on_save_error": "raise", "save_in_background": in_background}
+        args = arguments(output_dir=output, save_every=2, max_steps=8, **options)
+        disk = FullDisk(4, 0, lambda folder: small_disk.fill(leave=3000), small_disk.empty)
+        one = trainer(args, callbacks=[disk])
+        with pytest.raises(UnwritableError, match=r"could not be written: No space left on device"):
+            one.fit()
+        return one.state.step
+
+    assert run_forked(body, (), 1, timeout=60)[0] in (4, 5, 6)
+    (folder,) = output.glob("*/checkpoints")
+    assert [path.name for path in folder.iterdir()] == ["checkpoint-00000002"]
+    verify_state(folder / "checkpoint-00000002")
+    small_disk.empty()
+    whole = run_forked(one_run, (small_disk.folder / "whole",), 1, timeout=60)
+    assert whole
+    ledger.note(
+        "disks", 'a Trainer with on_save_error="raise", and a file system that is full', injected=1, told=1, whole=1
+    )
+
+
+def test_a_run_is_gone_on_with_while_the_disk_is_full(small_disk: SmallDisk, ledger: Ledger) -> None:
+    output = small_disk.folder / "runs"
+    (whole,) = run_forked(one_run, (small_disk.folder / "whole",), 1, timeout=60)
+    assert run_forked(one_run, (output, 5), 1, timeout=60) == [None]
+    (folder,) = output.glob("*/checkpoints")
+    before = sorted(path.name for path in folder.iterdir())
+    small_disk.fill()
+
+    def body() -> tuple[Any, list[str]]:
+        with warned() as said:
+            return one_run(output, resume="auto"), said
+
+    ((made, said),) = run_forked(body, (), 1, timeout=60)
+    assert made == whole
+    assert any("No space left on device" in line for line in said), said
+    assert sorted(path.name for path in folder.iterdir()) == before
+    told = [line for line in said if "Training goes on" in line]
+    assert {re.findall(r"checkpoint-0*(\d+)", line)[0] for line in told} == {"6", "8", "10"}
+    ledger.note("disks", "a Trainer's restart on a file system that is full", injected=1, told=1, whole=1, went_on=1)
+
+
+@contextmanager
+def warned() -> Generator[list[str]]:
+    """Collect what is warned of."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("trainer_lib").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("trainer_lib").removeHandler(handler)
+
+
+# -- temporary files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temporary", ["in memory", "full", "read-only"])
+def test_nothing_depends_on_where_temporary_files_are(
+    temporary: str, tmp_path: Path, elsewhere: Path, request: pytest.FixtureRequest, ledger: Ledger
+) -> None:
+    other = elsewhere
+    if temporary != "in memory":
+        disk: SmallDisk = request.getfixturevalue("small_disk")
+        other = disk.folder
+        disk.fill() if temporary == "full" else disk.make_read_only()
+    with tempfile.TemporaryDirectory() as on_disk:
+        places = [Path(on_disk)] if temporary != "in memory" else [Path(on_disk), elsewhere]
+        for number, place in enumerate(places):
+            where = other if number == 0 else Path(on_disk)
+            assert place.stat().st_dev != where.stat().st_dev
+
+            def body(place: Path = place, where: Path = where) -> bool:
+                os.environ["TMPDIR"] = str(where)
+                tempfile.tempdir = None
+                whole = one_run(place / "whole")
+                before = sorted(where.rglob("*"))
+                one_run(place / "parts", 5)
+                is_same = one_run(place / "parts", resume="auto") == whole
+                return is_same and sorted(where.rglob("*")) == before
+
+            assert run_forked(body, (), 1, timeout=60) == [True]
+            row = "a Trainer with temporary files on another file system"
+            ledger.note("disks", row, injected=1, told=0, whole=1, went_on=1)

@@ -1,0 +1,262 @@
+"""Killed at any moment, and at every step of a save: the older or the newer state is whole, and training goes on."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.accelerator import toy
+from tests.conftest import forget
+from tests.faults.conftest import Trials
+from tests.faults.harness import Diary, Found, Lives, killer, lines, moments
+from tests.faults.injuries import killed, killed_after, steps_of, to_try
+from tests.faults.ledger import Ledger
+from tests.faults.trainings import Training, loaded, sharded, state_of, train, trained
+from tests.trainer.tasks import arguments, network, points, trainer
+from trainer_lib import load_checkpoint_in_model
+from trainer_lib.checkpointing.layout import replaced_beside
+from trainer_lib.checkpointing.reader import open_state, verify_state
+from trainer_lib.checkpointing.retention import automatic_states
+from trainer_lib.events import Callback, Run
+from trainer_lib.launchers import ProcessFailedError, run_forked
+
+# -- at any moment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    ("kind", "make", "processes", "few"),
+    [("one process", trained, 1, 6), ("two processes", trained, 2, 4), ("two processes, shards", sharded, 2, 2)],
+    ids=["one", "two", "shards"],
+)
+def test_killed_at_any_moment_the_newest_state_is_whole(
+    kind: str,
+    make: Callable[..., Training],
+    processes: int,
+    few: int,
+    background: bool,
+    tmp_path: Path,
+    trials: Trials,
+    ledger: Ledger,
+) -> None:
+    when = moments(trials(few, 40), seed=processes + 10 * background)
+    found = Lives(make, processes, background).killed(tmp_path, when)
+    ledger.note("kills", f"{kind}, saving {'in the background' if background else 'at once'}", **found.counts())
+    assert found.complaints == []
+    assert (found.unloadable, found.resumed, found.equal) == (0, len(when), len(when))
+    assert found.inside > 0
+
+
+class Writes(Callback):
+    """Keeps the diary of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.diary = Diary(path)
+
+    def on_fit_begin(self, run: Run) -> None:
+        self.diary.note("loaded", run.state.step)
+
+    def on_step_end(self, run: Run) -> None:
+        self.diary.note("step", run.state.step)
+
+    def on_save_begin(self, run: Run, folder: Path) -> None:
+        self.diary.note("saving", run.state.step)
+
+    def on_save_end(self, run: Run, folder: Path) -> None:
+        self.diary.note("saved", int(folder.name[-8:]))
+
+
+SAVE_EVERY = 2
+
+
+def a_run(folder: Path, processes: int, steps: int, **options: Any) -> list[Any]:
+    """Train, and return all that has to be equal to the bit."""
+    model = network(dropout=0.3)
+    args = arguments(
+        output_dir=folder / "runs",
+        max_steps=steps,
+        per_device_train_batch_size=8 // processes,
+        log_every=5,
+        save_every=SAVE_EVERY,
+        keep_last=2,
+        **options,
+    )
+    diary = Writes(folder / f"diary_{os.environ.get('RANK', '0')}")
+    result = trainer(args, model=model, train_dataset=points(77), callbacks=[diary]).fit()
+    timeless = [
+        {name: value for name, value in entry.items() if not name.endswith(("_per_second", "data_wait"))}
+        for entry in result.history
+    ]
+    return [result.state.step, timeless, [parameter.tolist() for parameter in model.parameters()]]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
+    processes: int, background: bool, tmp_path: Path, trials: Trials, ledger: Ledger
+) -> None:
+    when = moments(trials(4 - processes, 30), seed=processes)
+    steps = len(when) * (50, 25)[processes - 1]  # which last until the last kill
+    options: dict[str, Any] = {"save_in_background": background}
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = run_forked(lambda: a_run(tmp_path / "whole", processes, steps, **options), (), processes, timeout=120)
+    found = Found()
+
+    def saves() -> bool:
+        return any((tmp_path / "parts" / "runs").glob("*/checkpoints/*.partial"))
+
+    for number, moment in enumerate(when):
+        diary = tmp_path / "parts" / f"diary_{number % processes}"
+        with killer(diary, saves, moment), pytest.raises(ProcessFailedError, match="SIGKILL"):
+            run_forked(
+                lambda: a_run(tmp_path / "parts", processes, steps, resume="auto", **options), (), processes, timeout=90
+            )
+        found.kills += 1
+        (checkpoints,) = (tmp_path / "parts" / "runs").glob("*/checkpoints")
+        there = sorted(checkpoints.glob("checkpoint-????????"))
+        for path in there:
+            verify_state(path)
+        begun = [one["number"] for one in lines(diary) if one["what"] == "saving"][-1]
+        found.inside += begun > int(there[-1].name[-8:])
+    parts = run_forked(
+        lambda: a_run(tmp_path / "parts", processes, steps, resume="auto", **options), (), processes, timeout=120
+    )
+    found.resumed, most_lost = what_was_lost(lines(tmp_path / "parts" / "diary_0"))
+    found.equal = found.kills if parts == whole else 0
+    row = f"a Trainer's run, {('one process', 'two processes')[processes - 1]}, "
+    ledger.note("kills", row + ("in the background" if background else "at once"), **found.counts())
+    assert parts == whole
+    assert found.resumed == len(when)
+    assert found.inside > 0
+    # What is saved behind the training is there before the next one begins.
+    assert most_lost <= SAVE_EVERY * (1 + background)
+    assert len(list((tmp_path / "parts" / "runs").iterdir())) == 1
+
+
+def what_was_lost(diary: list[dict[str, Any]]) -> tuple[int, int]:
+    """Return how often a run went on from the last commit that it had been told of, or a later one; and lost steps."""
+    resumed, most, committed, made = 0, 0, 0, 0
+    for line in diary:
+        if line["what"] == "saved":
+            committed = line["number"]
+        elif line["what"] == "step":
+            made = line["number"]
+        elif line["what"] == "loaded" and made:
+            resumed += line["number"] >= committed
+            most = max(most, made - line["number"])
+    return resumed, most
+
+
+# -- at every step of a save -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_killed_at_any_step_the_older_or_the_newer_state_is_whole(
+    automatic: bool, tmp_path: Path, ledger: Ledger
+) -> None:
+    accelerator, model, optimizer = trained(tmp_path / "base", total_limit=2)
+    for _ in range(2):
+        train(accelerator, model, optimizer)
+        accelerator.save_state(None if automatic else tmp_path / "base" / "state")
+    if not automatic:
+        (tmp_path / "base" / "state" / "notes").write_text("foreign")
+    older = state_of(accelerator)
+    train(accelerator, model, optimizer)
+    newer = state_of(accelerator)
+
+    def save_in(name: str) -> Path:
+        shutil.copytree(tmp_path / "base", tmp_path / name)
+        accelerator.project_configuration.project_dir = tmp_path / name
+        return tmp_path / name
+
+    def save() -> None:
+        project = Path(accelerator.project_configuration.project_dir or "")
+        accelerator.save_state(None if automatic else project / "state")
+
+    project = save_in("whole")
+    number = accelerator.save_iteration
+    steps = steps_of(save)
+    accelerator.project_configuration.iteration = number
+    assert {"fsync", "mkdir", "rename", "unlink", "rmdir"} <= set(steps)
+    found: list[bool] = []
+    for at in to_try(steps):
+        project = save_in(str(at))
+        killed(save, at)
+        state = loaded(project, None if automatic else project / "state")
+        assert state in (older, newer), f"killed at step {at}: {steps[at]}"
+        found.append(state == newer)
+        # What is being deleted is never taken for a state.
+        for path in automatic_states(project / "checkpoints").values():
+            open_state(path)
+    # At some step the newer one is there, and from then on it stays.
+    assert found == sorted(found)
+    assert not found[0]
+    assert found[-1]
+    kills = len(found)
+    ledger.note("kills", "one process, at each step of a save", kills=kills, inside=kills, resumed=kills, equal=kills)
+
+
+def test_what_is_no_state_never_takes_the_place_of_one_that_a_kill_left_beside_it(tmp_path: Path) -> None:
+    accelerator, model, optimizer = trained(tmp_path / "base")
+    folder = Path(accelerator.save_state(tmp_path / "base" / "state"))
+    folder.rename(replaced_beside(folder))
+    folder.mkdir()
+    (folder / "notes").write_text("foreign")
+    older = state_of(accelerator)
+    train(accelerator, model, optimizer)
+    newer = state_of(accelerator)
+    shutil.copytree(tmp_path / "base", tmp_path / "whole")
+    steps = steps_of(lambda: accelerator.save_state(tmp_path / "whole" / "state"))
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["state"]
+    for at in to_try(steps):
+        shutil.copytree(tmp_path / "base", tmp_path / str(at))
+        place = tmp_path / str(at) / "state"
+        killed(lambda place=place: accelerator.save_state(place), at)
+        assert loaded(tmp_path, place) in (older, newer), f"killed at step {at}: {steps[at]}"
+
+
+def test_after_a_kill_the_next_save_works_and_clears_up(tmp_path: Path) -> None:
+    accelerator, model, optimizer = trained(tmp_path / "base", total_limit=2)
+    for _ in range(2):
+        train(accelerator, model, optimizer)
+        accelerator.save_state()
+    steps = steps_of(accelerator.save_state)
+    number = accelerator.save_iteration
+    for at in (1, 9, len(steps) - 3):
+        project = tmp_path / str(at)
+        shutil.copytree(tmp_path / "base", project)
+        accelerator.project_configuration.project_dir = project
+        accelerator.project_configuration.iteration = number
+        killed(accelerator.save_state, at)
+        forget()
+        again, *_ = trained(project, total_limit=2)
+        again.load_state()
+        again.save_state()
+        again.save_state()
+        names = sorted(path.name for path in (project / "checkpoints").iterdir())
+        assert names == [f"checkpoint_{again.save_iteration - 2}", f"checkpoint_{again.save_iteration - 1}"]
+
+
+@pytest.mark.parametrize(("rank", "at"), [(0, 8), (1, 1)])
+def test_one_of_two_processes_killed_inside_a_save_leaves_the_older_state(rank: int, at: int, tmp_path: Path) -> None:
+    def body() -> None:
+        accelerator, model, optimizer = trained(tmp_path)
+        accelerator.save_state(tmp_path / "state")
+        if accelerator.is_main_process:
+            (tmp_path / "older").write_text(json.dumps(state_of(accelerator)))
+        train(accelerator, model, optimizer)
+        if accelerator.process_index == rank:
+            killed_after(at)
+        accelerator.save_state(tmp_path / "state")
+
+    with pytest.raises(ProcessFailedError):
+        run_forked(body, timeout=60)
+    open_state(tmp_path / "state")
+    model = toy.model()
+    load_checkpoint_in_model(model, tmp_path / "state", strict=True)
+    assert [value.sum().item() for value in model.state_dict().values()] == json.loads((tmp_path / "older").read_text())
