@@ -9,7 +9,10 @@ from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, U
 # Each names the module whose `run(arguments)` does it, and which is imported only then.
 _COMMANDS = {
     "launch": ("trainer_lib.commands.launch", "start a script on one or several processes"),
+    "runs": ("trainer_lib.commands.runs", "list runs: how they stand, how far they are, how well they do"),
+    "report": ("trainer_lib.commands.report", "write a page of curves and tables of runs, and compare them"),
     "checkpoint": ("trainer_lib.commands.checkpoint", "list, verify, inspect and prune what was saved"),
+    "track": ("trainer_lib.commands.track", "send what trackers did not take"),
 }
 
 _WRONG_USE = 2

@@ -79,6 +79,8 @@ class Page {
   }
 
   render() {
+    const key = document.getElementById("key");
+    if (key) key.hidden = !this.settings.events;
     document.getElementById("unzoom").hidden = !this.settings.zoom;
     for (const chart of this.charts) chart.render();
   }

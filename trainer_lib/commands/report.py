@@ -1,0 +1,82 @@
+"""This file is the command `trainer-lib report`: runs as one page of HTML."""
+
+import argparse
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from trainer_lib.foundation.errors import ConfigurationError
+
+_EPILOG = """\
+RUN is the folder of a run (output_dir/RUN_ID), a folder of runs, or a history file that JsonlLog wrote.
+Several are compared. The page holds everything it needs: it can be sent to others, and opened without a network.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write a report, or serve one, and return the exit code."""
+    from trainer_lib.runs.report import find_runs, write_report
+
+    options = _parser().parse_args(list(arguments))
+    if options.port is not None and not options.live:
+        raise ConfigurationError("--port is where --live serves the report. Add --live, or leave it out.")
+    if options.output is not None and options.live:
+        raise ConfigurationError("--live serves the report and writes no file. Leave out --output, or --live.")
+    sources = find_runs(options.runs)
+    if options.live:
+        return _serve(sources, options)
+    file = write_report(sources, options.output or _default_file(options.runs, len(sources)))
+    print(file)
+    if options.open:
+        webbrowser.open(file.resolve().as_uri())
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise in the library's words instead of ending the process."""
+        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="trainer-lib report",
+        description="Write a report of runs: curves, evaluations, checkpoints, events and arguments.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=lambda text: Path(text).expanduser())
+    output = "where to (default: report.html in the folder of the run; here, if there are several)"
+    parser.add_argument("--output", metavar="FILE", type=lambda text: Path(text).expanduser(), help=output)
+    parser.add_argument("--open", action="store_true", help="open it in a browser")
+    parser.add_argument("--live", action="store_true", help="serve it on this machine, and go on while the runs do")
+    parser.add_argument("--port", type=int, metavar="N", help="where --live serves it (default: a free one)")
+    return parser
+
+
+def _default_file(given: Sequence[Path], count: int) -> Path:
+    from trainer_lib.runs.report import REPORT_FILE
+    from trainer_lib.runs.standing import is_run
+
+    if count > 1:
+        return Path(REPORT_FILE)
+    only = given[0]
+    if only.is_file():
+        return only.with_suffix(".html")
+    folder = only if is_run(only) else next(path for path in only.iterdir() if path.is_dir() and is_run(path))
+    return folder / REPORT_FILE
+
+
+def _serve(sources: Sequence[object], options: argparse.Namespace) -> int:
+    from trainer_lib.runs.serving import LiveReport
+
+    live = LiveReport(sources, options.port or 0)  # type: ignore[arg-type]
+    print(f"{live.url} (Ctrl-C ends it)", flush=True)
+    if options.open:
+        webbrowser.open(live.url)
+    try:
+        live.serve()
+    except KeyboardInterrupt:
+        print()
+    return 0

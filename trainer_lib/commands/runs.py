@@ -1,0 +1,110 @@
+"""This file is the command `trainer-lib runs`: the runs in a folder, and how they stand."""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from trainer_lib.foundation.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainer_lib.runs.listing import Glance
+
+_CLEAR = "\x1b[H\x1b[2J"
+_PAUSE = 2.0  # seconds between two looks
+_EPILOG = """\
+DIR is a folder of runs (an output_dir, or one that has some), or that of one run (default: the folder one is in).
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """List runs and return the exit code."""
+    options = _parser().parse_args(list(arguments))
+    if not options.folder.is_dir():
+        raise ConfigurationError(f"{options.folder} is no folder. Give one that has runs in it, such as an output_dir.")
+    if options.watch:
+        return _watch(options)
+    print(_told(options))
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise in the library's words instead of ending the process."""
+        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="trainer-lib runs",
+        description="List runs: how each stands, how far it is, and how well it does.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", nargs="?", default=".", metavar="DIR", type=lambda text: Path(text).expanduser())
+    parser.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    return parser
+
+
+def _watch(options: argparse.Namespace) -> int:
+    if options.json or not sys.stdout.isatty():
+        raise ConfigurationError("--watch needs a terminal to draw in. Leave it out, and --json with it.")
+    try:
+        while True:
+            print(f"{_CLEAR}{_told(options)}", flush=True)
+            time.sleep(_PAUSE)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _told(options: argparse.Namespace) -> str:
+    from trainer_lib.runs.listing import list_runs
+    from trainer_lib.runs.sparkline import shows_sparklines
+
+    found = list_runs(options.folder)
+    if options.json:
+        return json.dumps([dataclasses.asdict(one) | {"path": str(one.path)} for one in map(_finite, found)], indent=1)
+    if not found:
+        return f"There are no runs in {options.folder}."
+    rows = [_row(one, options.folder, shows_sparklines(sys.stdout)) for one in found]
+    names = list(dict.fromkeys(name for row in rows for name, text in row.items() if text))
+    return "\n".join(_lines([names, *([row[name] for name in names] for row in rows)]))
+
+
+def _row(one: "Glance", folder: Path, with_sparkline: bool) -> dict[str, str]:
+    from trainer_lib.runs.sparkline import sparkline
+    from trainer_lib.runs.texts import duration, short
+
+    total = "" if one.max_steps is None else f"/{one.max_steps}"
+    best = "" if one.best is None else f"{one.best['metric']} {short(one.best['value'])} at {one.best['step']}"
+    age = "" if one.saved is None else f", {duration(max(time.time() - one.saved, 0.0))} ago"
+    return {
+        "run": one.path.resolve().name if one.path == folder else str(one.path.relative_to(folder)),
+        "state": one.status,
+        "step": "" if one.step is None else f"{one.step}{total}",
+        "loss": f"{one.losses[-1]:.4g}" if one.losses else "",
+        "": sparkline(one.losses, 16) if with_sparkline else "",
+        "best": best,
+        "time": "" if one.seconds is None else duration(one.seconds),
+        "last checkpoint": "" if one.checkpoint is None else f"{Path(one.checkpoint).name}{age}",
+    }
+
+
+def _lines(table: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    if sys.stdout.isatty():  # what does not fit is left out, the last columns first
+        room = shutil.get_terminal_size().columns
+        while len(widths) > 1 and sum(widths) + 2 * (len(widths) - 1) > room:
+            widths.pop()
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in table]
+
+
+def _finite(one: "Glance") -> "Glance":
+    """Return a run as JSON has it, which has no word for what is no number."""
+    return dataclasses.replace(one, losses=[loss for loss in one.losses if loss - loss == 0])
