@@ -16,7 +16,7 @@ from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
-from trainer_lib.tracking.group import Isolation, TrackerGroup
+from trainer_lib.tracking.group import Isolation, TrackerGroup, finish_groups
 from trainer_lib.tracking.registry import resolve, tracker_class
 from trainer_lib.tracking.values import plain_settings
 from trainer_lib.tracking.worker import Patience
@@ -84,7 +84,8 @@ class TrackerCallback(Callback):
         (self.tracker,) = _only_one(tracker)
         self.project, self.folder = project, None if folder is None else Path(folder).expanduser()
         self._log_arguments, self._log_model, self._system_metrics = log_arguments, log_model, system_metrics
-        self._artifact, self._isolation, self._patience = artifact, isolation, patience
+        self._artifact, self._patience = artifact, patience
+        self._isolation: Isolation = isolation
         self._options = options
         kind = tracker_class(self.tracker) if isinstance(self.tracker, str) else type(self.tracker)
         self.tracker_name = self.tracker if isinstance(self.tracker, str) else str(getattr(kind, "name", kind.__name__))
@@ -105,7 +106,8 @@ class TrackerCallback(Callback):
         return self.folder is None and bool(getattr(self._kind, "requires_logging_directory", False))
 
     def on_fit_begin(self, run: Run) -> None:
-        self._end("interrupted")  # what an earlier `fit` may have left
+        if (left := self.release()) is not None:  # by an earlier `fit`
+            left.finish("interrupted")
         folder = self.folder or run.folder
         project = self.project or _project_of(run)
         options = self._options
@@ -139,15 +141,11 @@ class TrackerCallback(Callback):
             self._group.log(metrics, run.state.step)
 
     def on_fit_end(self, run: Run) -> None:
-        if self._artifact is not None and self._group is not None and self._group.trackers:
-            checkpoint = _final_checkpoint(run)
-            if checkpoint is None:
-                _logger.warning("%s gets no artifact: there is no checkpoint on this machine.", self.tracker_name)
-            else:
-                folder = checkpoint if self._artifact == "checkpoint" else _model_of(checkpoint)
-                for handle in self._group.trackers:
-                    handle.log_artifact(folder, self._artifact)
-        self._end(run.state.status)
+        # All at once, so that those that hang are waited for once.
+        others = [one for one in getattr(run.trainer, "events", [self]) if isinstance(one, TrackerCallback)]
+        for one in others:
+            one.hand_over_artifact(run)
+        finish_groups([group for one in others if (group := one.release()) is not None], run.state.status)
 
     def state_dict(self) -> dict[str, Any]:
         return {"token": self._token}
@@ -155,11 +153,27 @@ class TrackerCallback(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._token = state["token"]
 
-    def _end(self, outcome: str) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.finish(outcome)
+    def hand_over_artifact(self, run: Run) -> None:
+        """Give the tracker what `artifact` names."""
+        if self._artifact is None or self._group is None or not self._group.trackers:
+            return
+        checkpoint = _final_checkpoint(run)
+        if checkpoint is None:
+            _logger.warning("%s gets no artifact: there is no checkpoint on this machine.", self.tracker_name)
+            return
+        try:
+            folder = checkpoint if self._artifact == "checkpoint" else _model_of(checkpoint)
+            for handle in self._group.trackers:
+                handle.log_artifact(folder, self._artifact)
+        except OSError as error:
+            _logger.warning("%s gets no artifact: %s.", self.tracker_name, error)
+
+    def release(self) -> TrackerGroup | None:
+        """Return the trackers of this `fit`, to end them; it is over."""
+        group, self._group = self._group, None
+        if group is not None:
             self._token = uuid.uuid4().hex  # of the next `fit`, unless it takes up a checkpoint
+        return group
 
     def _settings(self, run: Run) -> dict[str, Any]:
         settings: dict[str, Any] = {}

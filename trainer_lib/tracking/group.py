@@ -237,9 +237,13 @@ class TrackerGroup:
 
     def finish(self, outcome: str = "finished") -> None:
         """End all of them, and wait for that, but not longer than `Patience.finish` says for all together."""
+        finish_groups([self], outcome)
+
+    def release(self) -> list[TrackerHandle]:
+        """Return the trackers, to end them; the group has none any more."""
         handles, self._handles = self._handles, []
         _open.discard(self)
-        finish_all(handles, outcome)
+        return handles
 
     def _plan(self, one: str | GeneralTracker) -> tuple[str, type[GeneralTracker], LocalDelivery | ChildDelivery, Any]:
         if isinstance(one, GeneralTracker):
@@ -294,8 +298,12 @@ def finish_all(handles: Sequence[TrackerHandle], outcome: str) -> None:
         worker.finish_by(deadline)
 
 
+def finish_groups(groups: Sequence[TrackerGroup], outcome: str = "finished") -> None:
+    """End the trackers of groups together, within one deadline."""
+    finish_all([handle for group in groups for handle in group.release()], outcome)
+
+
 @atexit.register
 def _finish_what_is_open() -> None:
     """End what a script did not, so that what it logged last arrives."""
-    for group in list(_open):
-        group.finish()
+    finish_groups(list(_open))

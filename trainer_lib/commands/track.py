@@ -1,0 +1,57 @@
+"""This file is the command `track`: it sends what trackers did not take while a run lasted."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError
+from trainer_lib.tracking.replay import Waiting, find, send
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code: 1 if something could not be sent."""
+    parser = _Parser(prog="trainer-lib track", description="Look after what trackers did not take.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    replay = actions.add_parser("replay", help="send what trackers did not take")
+    replay.add_argument("place", metavar="RUN", help="the folder of a run, its spool, or a file in it")
+    replay.add_argument("--tracker", metavar="NAME", help="only what this tracker did not take")
+    replay.add_argument("--dry-run", action="store_true", help="tell what waits, and send nothing")
+    options = parser.parse_args(arguments)
+    waiting = [
+        one
+        for one in find(Path(options.place).expanduser())
+        if options.tracker is None or one.tracker == options.tracker
+    ]
+    if not waiting:
+        print("Nothing waits.")
+        return 0
+    return max([_tell(one) if options.dry_run else _send(one) for one in waiting])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise in the library's words instead of ending the process."""
+        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
+
+
+def _tell(waiting: Waiting) -> int:
+    print(f"{waiting.tracker}: {len(waiting.lines)} entries wait in {waiting.path}.")
+    return 0
+
+
+def _send(waiting: Waiting) -> int:
+    try:
+        count = send(waiting)
+    except TrainerLibError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a tracker may raise anything
+        text = " ".join(str(error).split())
+        print(
+            f"{waiting.tracker}: not sent ({type(error).__name__}: {text[:500]}). {waiting.path} stays.",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"{waiting.tracker}: {count} entries are sent, to the project {waiting.project}.")
+    return 0
