@@ -34,6 +34,7 @@ class BackgroundSaves:
         self._target: AnyPath | None = None
         self._error: BaseException | None = None
         self._written_at: float | None = None
+        self.ended_at = 0.0  # the last one, by time.monotonic
         self._groups: tuple[ProcessGroup, ProcessGroup] | None = None
 
     @property
@@ -103,6 +104,7 @@ class BackgroundSaves:
             work()
         except BaseException as error:  # noqa: BLE001 - the main thread has to hear of it
             self._error = error
+        self.ended_at = time.monotonic()
 
     @contextlib.contextmanager
     def _told(self) -> Generator[None]:

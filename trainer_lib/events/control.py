@@ -1,6 +1,8 @@
 """This file is what callbacks ask of the loop; the loop decides when it is done, in one order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from trainer_lib.foundation.interruption import Interruption
 
 
 class Control:
@@ -13,6 +15,8 @@ class Control:
     Attributes:
         reason: Why training is to stop, for the result.
         save_reasons: Why a checkpoint is asked for, on this process: "interval", "best"; for its manifest.
+        interruption: What asked this process to save and end, such as a signal; it may be noted at any moment.
+        leaves: Whether the evaluation under way is to be left for that, asked batch by batch; `None`: it is not.
 
     Example:
         >>> control = Control()
@@ -23,9 +27,9 @@ class Control:
     """
 
     NAMES = ("log", "evaluate", "save", "stop")
-    _SENT = (*NAMES, "settle")  # and what only the loop asks for
+    _SENT = (*NAMES, "settle", "interrupt")  # and what only the loop asks for
 
-    __slots__ = ("_agreed", "_asked", "_sent", "reason", "save_reasons")
+    __slots__ = ("_agreed", "_asked", "_sent", "interruption", "leaves", "reason", "save_reasons")
 
     def __init__(self) -> None:
         self._asked: set[str] = set()  # by someone on this process
@@ -33,6 +37,8 @@ class Control:
         self._agreed: set[str] = set()  # and known to all
         self.reason: str | None = None
         self.save_reasons: set[str] = set()
+        self.interruption: Interruption | None = None
+        self.leaves: Callable[[], bool] | None = None
 
     # -- for callbacks -------------------------------------------------------------------------------------------
 
@@ -84,12 +90,16 @@ class Control:
 
     def agree_alone(self) -> None:
         """Agree to what was asked for, where there is one process."""
+        if self.interruption is not None:
+            self._asked.add("interrupt")
         if self._asked:
             self._agreed |= self._asked
             self._asked.clear()
 
     def send(self) -> list[float]:
         """Return what was asked for as the processes reduce it; from now on it is on its way."""
+        if self.interruption is not None:  # noted by a handler, in which nothing else is safe
+            self._asked.add("interrupt")
         numbers = [1.0 if name in self._asked else 0.0 for name in self._SENT]
         self._sent |= self._asked
         self._asked.clear()

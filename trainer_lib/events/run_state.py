@@ -35,6 +35,7 @@ class RunState:
         max_steps: The updates of the run; `None` where that is not known.
         max_epochs: The passes of the run; `None` where it is not they that end it.
         seconds: How long training took, over all restarts, without the time since the last step.
+        save_seconds: How long the last checkpoint took until it was on the disk; `None` before there was one.
         best: The best evaluation so far.
         history: What was logged, each with the step and the epoch at which it was.
         checkpoints: The folders saved and still there, the oldest first, each with its step, epoch, samples and
@@ -56,6 +57,7 @@ class RunState:
     max_steps: int | None = None
     max_epochs: float | None = None
     seconds: float = 0.0
+    save_seconds: float | None = None
     best: Best | None = None
     history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     checkpoints: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -100,6 +102,7 @@ _SURVIVING = (
     "skipped",
     "left_out",
     "seconds",
+    "save_seconds",
     "best",
     "history",
     "checkpoints",

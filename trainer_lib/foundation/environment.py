@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
@@ -216,6 +217,12 @@ def launched_by_fork() -> bool:
     return parse_flag_from_env("FORK_LAUNCHED")
 
 
+def error_file() -> Path | None:
+    """Return where the launcher of this process looks for the reason why it failed, if there is a launcher."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path) if path else None
+
+
 def elastic_attempt() -> str | None:
     """The number of the restart under torch's elastic agent if it lends its store, else `None`."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -229,6 +236,12 @@ def read_world() -> World | None:
     torchrun's variables beat SLURM's, which beat MPI's.
     """
     return _torchrun_world(os.environ) or _slurm_world(os.environ) or _mpi_world(os.environ)
+
+
+def job_end_time() -> float | None:
+    """When the scheduler ends this job, in seconds since 1970, if there is one that tells (SLURM, from 22.05 on)."""
+    told = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(told) if told.isdigit() and int(told) else None  # 0: a job without a limit
 
 
 def set_variables(variables: Mapping[str, str]) -> None:

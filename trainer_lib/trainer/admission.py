@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
 from trainer_lib.trainer.arguments import TrainingArguments
+from trainer_lib.trainer.deadline import check_ahead
 from trainer_lib.trainer.losses import summed
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def check(trainer: "Trainer") -> None:
     check_processing_class(trainer.processing_class)
     check_optimizer(trainer.optimizer)
     check_scheduler(trainer.scheduler, trainer.optimizer)
+    check_ahead(trainer.args.deadline)
 
 
 def check_verbs(trainer: "Trainer") -> None:

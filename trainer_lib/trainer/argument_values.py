@@ -4,16 +4,19 @@ Each check takes the name and the value, and returns the value as it is kept: nu
 and intervals texts, so that arguments can be written down and read back as they were.
 """
 
+import contextlib
 import math
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.foundation.every import Every
+from trainer_lib.foundation.interruption import REQUESTS
 from trainer_lib.foundation.remote import RemotePath, is_url, path_at
 from trainer_lib.options.base import check_flag
 from trainer_lib.options.compilation import TorchDynamoPlugin
@@ -209,6 +212,51 @@ def read_duration(name: str, value: Any) -> float:
     if every.unit != "seconds":
         raise ConfigurationError(f'{name}={value!r} is no time. Give one, such as "90 minutes", "1-12:00:00" or 3600.')
     return float(every.amount)
+
+
+def moment(name: str, value: Any) -> str | float:
+    """A point in time, or "auto"."""
+    if isinstance(value, timedelta) or (isinstance(value, str) and _is_duration(value)):
+        raise ConfigurationError(f"{name}={value!r} is a length of time. Give max_time, or when: datetime.now() + ….")
+    if isinstance(value, str):
+        if value.lower() == "auto":
+            return "auto"
+        with contextlib.suppress(ValueError):
+            datetime.fromisoformat(value)
+            return value
+    elif isinstance(value, datetime):
+        return value.isoformat()
+    elif (seconds := _number(value)) is not None and 0 < seconds < math.inf:
+        return value if isinstance(value, int) else seconds
+    raise _refusal(name, value, 'a date and time such as "2030-01-31T18:00", seconds since 1970, or "auto"')
+
+
+def signals(name: str, value: Any) -> list[str]:
+    """Signals that a process can catch, by name."""
+    if isinstance(value, (str, int)):
+        raise _refusal(name, value, "a list of signals", f" Give {name}=[{value!r}].")
+    if not isinstance(value, Iterable):
+        raise _refusal(name, value, "a list of signals")
+    return list(dict.fromkeys(_signal(name, one) for one in value))
+
+
+def _signal(name: str, value: Any) -> str:
+    kept = value.upper() if isinstance(value, str) else value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        kept = next((one.name for one in signal.Signals if one == value), value)
+    if isinstance(kept, str) and not kept.startswith("SIG"):
+        kept = f"SIG{kept}"
+    if kept in ("SIGKILL", "SIGSTOP"):
+        raise ConfigurationError(f"{name}: {kept} cannot be caught by any program. Leave it out.")
+    if kept not in REQUESTS:
+        raise ConfigurationError(unknown(name, value, REQUESTS))
+    return str(kept)
+
+
+def _is_duration(text: str) -> bool:
+    with contextlib.suppress(ConfigurationError):
+        return Every.parse(text).unit == "seconds"
+    return False
 
 
 def warmup(name: str, value: Any) -> str | int | float:

@@ -5,11 +5,12 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Literal, Self
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.every import Every
+from trainer_lib.foundation.interruption import STOP_SIGNALS
 from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import check_choice
@@ -50,6 +51,10 @@ class TrainingArguments:
             them it is 3 passes.
         max_steps: Updates.
         max_time: Time, over all restarts: "90 minutes", "1-12:00:00", seconds or a `timedelta`.
+        deadline: When the program has to be through, its last save included: a date and time ("2030-01-31T18:00"),
+            seconds since 1970, or "auto": what the scheduler tells (SLURM), if there is one. The run then ends with
+            exit code 75, and goes on where it was.
+        stop_signals: The signals at which a run saves and ends, by name.
 
         per_device_train_batch_size: Samples that a process computes at once.
         per_device_eval_batch_size: The same in evaluation; by default as in training.
@@ -91,6 +96,7 @@ class TrainingArguments:
             the run, "skip" leaves the update out, "rewind" goes back to the last checkpoint and then leaves it out.
         max_nonfinite: How many updates of a run may be left out.
         loss_spike: A loss of more than so many times the usual (the median of 50 updates) is treated in the same way.
+        hang_timeout: How long no process may move before the run ends, told which one hangs: seconds, or "10 minutes".
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
         keep_best: How many of the best checkpoints to keep besides.
         keep_every: How often to keep one for good, such as "1000 steps": of those that are saved, the first at or after
@@ -141,6 +147,8 @@ class TrainingArguments:
     num_train_epochs: float | None = None
     max_steps: int | None = None
     max_time: float | timedelta | str | None = None
+    deadline: str | float | datetime | None = "auto"
+    stop_signals: Sequence[str] = STOP_SIGNALS
 
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int | None = None
@@ -180,6 +188,7 @@ class TrainingArguments:
     on_nonfinite: str = "raise"
     max_nonfinite: int = 10
     loss_spike: float | None = None
+    hang_timeout: str | float | timedelta | None = "10 minutes"
     keep_last: int | None = 3
     keep_best: int = 1
     keep_every: int | str | timedelta | Every | None = None
@@ -238,6 +247,11 @@ class TrainingArguments:
     def time_limit(self) -> float | None:
         """The seconds that end the run."""
         return None if self.max_time is None else read_duration("max_time", self.max_time)
+
+    @property
+    def seconds_until_hung(self) -> float | None:
+        """The seconds without a move after which processes hang."""
+        return None if self.hang_timeout is None else read_duration("hang_timeout", self.hang_timeout)
 
     @property
     def eval_batch_size(self) -> int:
@@ -306,6 +320,7 @@ class TrainingArguments:
             return self
         changes: dict[str, Any] = {"num_train_epochs": 1, "max_steps": None, "max_time": None, "log_every": "1 step"}
         changes |= {"output_dir": None, "resume": NEVER, "save_every": None, "load_best_at_end": False}
+        changes["report_to"] = ()
         if self.overfit_batches is not None:
             changes["overfit_batches"] = min(self.overfit_batches, _DRY_BATCHES)
         else:
@@ -318,7 +333,6 @@ class TrainingArguments:
         return dataclasses.replace(self, **changes)
 
     # -- from elsewhere, and back --------------------------------------------------------------------------------
-        changes["report_to"] = ()
 
     def to_dict(self, *, unwritable: Unwritable = "refuse") -> dict[str, Any]:
         """Return all arguments as plain values, which `from_dict` reads back.

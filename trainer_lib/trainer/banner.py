@@ -1,11 +1,13 @@
 """This file is the start banner: what is going to happen, once, before it does."""
 
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from trainer_lib.foundation.every import Every
+from trainer_lib.trainer.deadline import deadline_in
 from trainer_lib.trainer.schedules import peak_first_last
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ def banner(fitting: "Fitting") -> str:
         "loss": fitting.trainer.describe_loss(),
         "evaluation": _evaluation(fitting),
         "output": _output(fitting),
+        "ends early": _ends_early(fitting),
     }
     width = max(map(len, lines))
     text = "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
@@ -111,6 +114,21 @@ def _output(fitting: "Fitting") -> str:
     return f"{fitting.folder.path}, " + (
         "no checkpoints" if interval is None else f"a checkpoint every {_interval(interval)}"
     )
+
+
+def _ends_early(fitting: "Fitting") -> str:
+    signals = fitting.signals
+    parts = [f"at {', '.join(signals.caught)}"] if signals.caught else ["at no signal"]
+    reasons = dict.fromkeys(signals.left.values())
+    parts += [f"not at {_those(signals.left, reason)} ({reason})" for reason in reasons]
+    ends = deadline_in(fitting.trainer.args.deadline)
+    if ends is not None and fitting.deadline is not None:
+        parts.append(time.strftime("saved before %Y-%m-%d %H:%M:%S", time.localtime(ends)))
+    return ", ".join(parts)
+
+
+def _those(left: dict[str, str], reason: str) -> str:
+    return ", ".join(name for name, other in left.items() if other == reason)
 
 
 def _interval(interval: Every) -> str:

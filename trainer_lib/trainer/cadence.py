@@ -6,6 +6,7 @@ import time
 from trainer_lib.events import Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.every import Every
+from trainer_lib.trainer.deadline import Deadline
 
 _FIELDS = {"log": "log_every", "evaluate": "eval_every", "save": "save_every"}
 
@@ -57,9 +58,13 @@ class Cadences:
         intervals: How often, by what is asked for.
         time_limit: How many seconds the run may take, those before a restart included.
         run: The run.
+        deadline: When it has to be through, on the process whose clock counts.
     """
 
-    def __init__(self, intervals: dict[str, Every | None], time_limit: float | None, run: Run) -> None:
+    def __init__(
+        self, intervals: dict[str, Every | None], time_limit: float | None, run: Run, deadline: Deadline | None = None
+    ) -> None:
+        self._deadline = deadline
         every = [Cadence(name, interval, run.state) for name, interval in intervals.items() if interval is not None]
         # The same on all processes, which therefore need not agree; their clocks are not.
         self._counted = [cadence for cadence in every if cadence.unit != "seconds"]
@@ -80,6 +85,8 @@ class Cadences:
         if self._ends_at is not None and time.monotonic() >= self._ends_at:
             run.control.reason = "max_time is over"
             run.control.stop = True
+        if self._deadline is not None:
+            self._deadline.end_step()
 
 
 def _give_reason(run: Run, name: str) -> None:

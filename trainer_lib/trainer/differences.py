@@ -35,6 +35,7 @@ def _of(policy: Policy, *names: str) -> dict[str, Policy]:
 POLICIES: dict[str, Policy] = {
     # Where it is and who looks on.
     **_of(Policy.ASIDE, "output_dir", "run_name", "resume", "progress_bar", "report_to", "dry_run"),
+    **_of(Policy.ASIDE, "deadline", "stop_signals"),
     # The order of the data and the generators go on as they were.
     **_of(Policy.KEPT, "seed", "data_seed"),
     # A position would mean other samples, and an optimizer's state nothing to another.
@@ -49,6 +50,7 @@ POLICIES: dict[str, Policy] = {
     **_of(Policy.NOW, "sync_batchnorm", "tf32", "deterministic", "detect_anomaly", "gc_every", "use_cpu"),
     **_of(Policy.NOW, "log_every", "eval_every", "eval_on_start", "save_every", "save_in_background"),
     **_of(Policy.NOW, "on_save_error", "on_nonfinite", "max_nonfinite", "loss_spike", "keep_last"),
+    **_of(Policy.ASIDE, "hang_timeout"),
     **_of(Policy.NOW, "keep_best", "keep_every", "metric_for_best", "greater_is_better", "load_best_at_end"),
     **_of(Policy.NOW, "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "drop_last"),
     **_of(Policy.NOW, "limit_eval_batches", "label_names", "predict_with_generate", "generation_kwargs"),

@@ -15,6 +15,7 @@ from trainer_lib.foundation.errors import (
     ConfigurationError,
     DistributedOperationException,
 )
+from trainer_lib.trainer.leaving import EvaluationLeft
 from trainer_lib.trainer.metric_objects import Failure
 from trainer_lib.trainer.metrics import computed_metrics
 from trainer_lib.trainer.outputs import EvaluationOutput, Metric, as_numbers
@@ -78,6 +79,7 @@ class Evaluator:
         Raises:
             ConfigurationError: If a set is empty.
             DistributedOperationException: If processes evaluate different things.
+            EvaluationLeft: If `run.control.leaves` says so on one of them.
         """
         measured = {name: _all_metrics(one) for name, one in sets.items()}
         self._agree(measured)
@@ -159,10 +161,13 @@ class Evaluator:
                     with _naming(metric):
                         metric.update(part)
             relay.put(parts)
-        relay.close()
-        is_main = accelerator.is_main_process
-        states = [metric.state() if (is_main if metric.main_process_only else batches) else None for metric in metrics]
-        told = [_Told(*one) for one in exchange((batches, states))]
+        is_left = self._passage.is_left
+        relay.close(is_left)
+        is_main, there = accelerator.is_main_process, [] if is_left else metrics
+        states = [metric.state() if (is_main if metric.main_process_only else batches) else None for metric in there]
+        told = [_Told(*one) for one in exchange((batches, states, is_left))]
+        if any(one.is_left for one in told):
+            raise EvaluationLeft
         if not any(one.batches for one in told):
             raise ConfigurationError(f"The set{name and f' {name!r}'} has no samples, so there is nothing to evaluate.")
         return [
@@ -211,6 +216,7 @@ class _Told(NamedTuple):
 
     batches: int
     states: list[Any]
+    is_left: bool  # the evaluation, by this process
 
     def has(self, index: int) -> bool:
         """Whether it has something to say about a metric."""

@@ -1,8 +1,10 @@
 """This file is one `fit`: what it puts together before the first step, and what it does when it is asked to."""
 
+import contextlib
 import math
 import time
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from torch import nn
 from trainer_lib.callbacks.jsonl import JsonlLog
 from trainer_lib.events import Best, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, UnreachableError, UnwritableError, did_you_mean
+from trainer_lib.foundation.interruption import Interruption
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.logging import get_logger
@@ -18,14 +21,18 @@ from trainer_lib.runs import HISTORY_FILE, RunFolder
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import banner, differences, history, preflight
 from trainer_lib.trainer.cadence import Cadences
+from trainer_lib.trainer.deadline import Deadline, deadline_in
 from trainer_lib.trainer.engine import accumulation_steps
 from trainer_lib.trainer.facts import facts_of
 from trainer_lib.trainer.guard import Guard
+from trainer_lib.trainer.leaving import EvaluationLeft, Leaving
 from trainer_lib.trainer.rates import Fresh
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saves import Saves
 from trainer_lib.trainer.saving import write_beside
 from trainer_lib.trainer.schedules import is_metric_driven, moves_each_update
+from trainer_lib.trainer.watchdog import watched
+from trainer_lib.trainer.signals import Signals
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -39,9 +46,18 @@ class Fitting:
     Args:
         trainer: Whose verbs make its parts.
         folder: The run's folder; `None`: nothing is written.
+        signals: The signals that ask it to save and end.
+
+    Attributes:
+        interruption: What ended it early, known to all processes; `None`: nothing.
+        owed: What is left to do of the last step, before the next one, as `Control` knows it; with reasons.
     """
 
-    def __init__(self, trainer: "Trainer", folder: RunFolder | None) -> None:
+    def __init__(self, trainer: "Trainer", folder: RunFolder | None, signals: Signals) -> None:
+        self.signals = signals
+        self.interruption: Interruption | None = None
+        self.owed: dict[str, str | None] = {}
+        self.deadline: Deadline | None = None
         args, accelerator = trainer.args, trainer.accelerator
         self.trainer, self.folder, self.events = trainer, folder, trainer.events
         if folder is not None and not any(isinstance(one, JsonlLog) for one in self.events):
@@ -65,6 +81,7 @@ class Fitting:
             trainer=trainer,
             args=args,
             state=state,
+            control=signals.control,
             accelerator=accelerator,
             model=trainer.prepared,
             optimizers=prepared,
@@ -115,7 +132,7 @@ class Fitting:
             self.load(checkpoint)
         if self.trainer.default_metric is not None:  # known before it is too late
             self._is_better(0.0, 0.0)
-        run.state.status = "running"
+        run.state.status, run.state.reason = "running", None
         self._begin_counting()
         if self.folder is not None and run.is_main_process:
             self.folder.take_down(HISTORY_FILE)
@@ -125,13 +142,22 @@ class Fitting:
         if told := differences.worth_a_word(self.changed):
             run.note("arguments", changed=told)
         if args.eval_on_start and not run.state.step:
-            self.evaluate()
+            self.evaluate()  # left early only by a run that then ends before its first step
 
     def _begin_counting(self) -> None:
         args = self.trainer.args
         intervals = {"log": args.log_interval, "evaluate": self.trainer.evaluation_interval, "save": args.save_interval}
         self._began = time.monotonic()
-        self.cadences = Cadences(intervals, args.time_limit, self.run)
+        self.deadline = self._deadline()
+        self.cadences = Cadences(intervals, args.time_limit, self.run, self.deadline)
+
+    def _deadline(self) -> Deadline | None:
+        ends, accelerator = deadline_in(self.trainer.args.deadline), self.run.accelerator
+        if ends is None or ends <= time.time() or not self.run.is_main_process:
+            return None
+        # Alone it is acted upon at once; on accelerators processes hear of each other an update later.
+        steps_ahead = 1 if accelerator.num_processes == 1 else 2 if accelerator.device.type == "cpu" else 3
+        return Deadline(ends, self.run, steps_ahead)
 
     # -- when it is asked for ------------------------------------------------------------------------------------
 
@@ -154,18 +180,27 @@ class Fitting:
         self.events.fire("on_log", run, values)
         state.history.append({"step": state.step, "epoch": state.epochs, **values})
 
-    def evaluate(self) -> None:
-        """Evaluate all sets, and see if it is the best so far."""
+    def evaluate(self) -> bool:
+        """Evaluate all sets, and see if it is the best so far; return whether that was not left before its end."""
         run, state = self.run, self.run.state
         self.tell_time()
         self.guard.settle()
-        run.metrics = metrics = self.trainer.evaluate()
-        self._began = time.monotonic()  # the time of an evaluation is none of training
+        run.control.leaves = self._leaving()
+        began = time.monotonic()
+        try:
+            run.metrics = metrics = self.trainer.evaluate()
+        except EvaluationLeft:
+            return False
+        finally:
+            run.control.leaves = None
+            self._began = time.monotonic()  # the time of an evaluation is none of training
+        if self.deadline is not None:
+            self.deadline.end_evaluation(self._began - began)
         self._evaluated_at = state.step
         state.history.append({"step": state.step, "epoch": state.epochs, **metrics})
         name = self.trainer.default_metric
         if name is None:
-            return
+            return True
         if name not in metrics:
             raise ConfigurationError(
                 f"metric_for_best={name!r} is no metric of this evaluation. There are: {', '.join(metrics)}."
@@ -176,6 +211,7 @@ class Fitting:
         if math.isfinite(metrics[name]) and (state.best is None or self._is_better(metrics[name], state.best.value)):
             state.best = Best(name, metrics[name], state.step)
             self.events.fire("on_best", run, name, metrics[name])
+        return True
 
     def save(self) -> None:
         """Save a checkpoint."""
@@ -192,6 +228,8 @@ class Fitting:
         metrics = dict(run.metrics) if self._evaluated_at == state.step else {}
         self.saves.save(self.folder.checkpoint(state.step), metrics)
         self._began = time.monotonic()
+        if self.deadline is not None:
+            self.deadline.begin_step()
 
     @property
     def can_go_back(self) -> bool:
@@ -233,12 +271,43 @@ class Fitting:
         self._saved_at = self.run.state.step
         self.events.fire("on_load_end", self.run, checkpoint)
 
+    def interrupt(self, owed: dict[str, str | None]) -> None:
+        """Save, and end for now.
+
+        Args:
+            owed: What this step leaves to do for when the run goes on.
+        """
+        run, state = self.run, self.run.state
+        self.interruption, self.owed = self.heard_of(), owed
+        assert self.interruption is not None
+        state.status, state.reason = "interrupted", self.interruption.reason
+        if self.folder is not None and self.trainer.args.save_interval is not None and state.step:
+            run.control.save_reasons.add("interruption")
+            self.save()
+        self.saves.settle()
+        self.events.fire("on_interrupt", run)
+        last = state.checkpoints[-1] if state.checkpoints else None
+        _logger.warning(
+            "%s: the run ends at step %d, and %s.",
+            state.reason,
+            state.step,
+            "nothing of it is saved"
+            if last is None
+            else f'goes on with resume="auto" from step {last["step"]}, {last["path"]}',
+        )
+
+    def heard_of(self) -> Interruption | None:
+        """Return what asked any process to save and end, by a message of its own."""
+        told: list[Interruption | None] = self.run.accelerator.group.all_gather_objects(self.run.control.interruption)
+        return next((one for one in told if one is not None), None)
+
     def finish(self) -> None:
         """Do what the last step leaves to do: log, evaluate, save."""
         run, state, trainer = self.run, self.run.state, self.trainer
         self.log()
-        if trainer.evaluation_interval is not None and self._evaluated_at != state.step:
-            self.evaluate()
+        if trainer.evaluation_interval is not None and self._evaluated_at != state.step and not self.evaluate():
+            self.interrupt({})
+            return
         reason = run.control.reason
         state.status, state.reason = ("stopped" if reason else "finished"), reason
         is_best = trainer.args.keep_best > 0 and state.best is not None and state.best.step == state.step
@@ -247,10 +316,12 @@ class Fitting:
         self.saves.settle()
         if trainer.args.load_best_at_end and state.best is not None:
             self._load_best()
+        self.interruption = self.heard_of()  # too late to leave anything undone; but whoever asked for the end gets it
 
     def close(self, status: Any) -> None:
         """Write down how it ended, however that was, and let the callbacks know."""
         run = self.run
+        self._watching.close()
         for handle in self._handles:
             handle.remove()
         self.tell_time()
@@ -268,6 +339,11 @@ class Fitting:
                     _logger.warning("How the run ended could not be written to %s: %s.", self.folder.path, error)
                 self.put_up_history()
 
+    def leave_together(self) -> None:
+        """Wait for the others: who ends first may be taken for one that failed, and the others be ended for it."""
+        with contextlib.suppress(RuntimeError):  # one of them is gone already
+            self.run.accelerator.group.barrier()
+
     def put_up_history(self) -> None:
         """Bring what was logged to where the run is, if that is not this machine."""
         if self.folder is not None and self.run.is_main_process:
@@ -284,6 +360,16 @@ class Fitting:
         self._began = now
 
     # -- private -------------------------------------------------------------------------------------------------
+
+    def _leaving(self) -> Leaving:
+        accelerator = self.run.accelerator
+        return Leaving(
+            self.run.control,
+            accelerator.group,
+            accelerator.device,
+            in_lockstep=accelerator.strategy.needs_lockstep and accelerator.num_processes > 1,
+            look=None if self.deadline is None else self.deadline.look,
+        )
 
     def _count_anew(self, fresh: Fresh, changed: Collection[str]) -> None:
         """Count in the updates of now, if they are of another size than those of the checkpoint."""
@@ -358,6 +444,7 @@ class _Saved:
             "callbacks": fitting.events.state_dict(),
             "averages": fitting.trainer.averages.state_dict(),
             "guard": fitting.guard.state_dict(),
+            "owed": {} if fitting.interruption is None else fitting.owed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -366,6 +453,7 @@ class _Saved:
         self._fitting.run.state.load_state_dict(state["run"])
         self._fitting.events.load_state_dict(state["callbacks"])
         self._fitting.trainer.averages.load_state_dict(state["averages"])
+        self._fitting.owed = dict(state.get("owed", {}))
         self._fitting.guard.load_state_dict(state.get("guard", {}))  # which older ones do not have
 
 

@@ -58,6 +58,7 @@ class Loop:
         state = self.run.state
         if self.is_over:
             _logger.warning("There is nothing left to train: the run is at step %d already.", state.step)
+        self.catch_up()
         while not self.is_over:
             before = state.step
             self.one_pass()
@@ -69,15 +70,32 @@ class Loop:
         if self.updates_in_vain and not self.has_gradients:
             no_gradients(self.trainer.has_own_step)
 
+    def catch_up(self) -> None:
+        """Do what the run still owed to its last step when it was interrupted; unless it is to end again."""
+        fitting, control = self.fitting, self.run.control
+        if fitting.heard_of() is not None:
+            control.agree("interrupt")
+        if fitting.owed or (self.is_over and fitting.saved_state.get("status") == "interrupted"):
+            fitting.forget_save()  # which was before that
+        for name, reason in fitting.owed.items():
+            control.agree(name)
+            control.reason = control.reason or reason
+        if not control.is_empty:
+            self.act()
+
     def one_pass(self) -> None:
         """Go over the data once, from where it was left."""
         self.events.fire("on_epoch_begin", self.run)
-        for batch in self.loader:
-            self.micro_batch(batch)
-            if self.gradients.sync_gradients:
-                self.finish_step()
-                if self.goes_back or self.is_over:
-                    return
+        try:
+            for batch in self.loader:
+                self.micro_batch(batch)
+                if self.gradients.sync_gradients:
+                    self.finish_step()
+                    if self.goes_back or self.is_over:
+                        return
+        except RuntimeError as error:
+            self.loader.name_dead_workers(error)  # whose death torch raises wherever training is just then
+            raise
 
     def micro_batch(self, batch: Any) -> None:
         """Add the gradients of a batch to those of its window, and update with the last one."""
@@ -243,14 +261,32 @@ class Loop:
             fitting.saves.settle()
         if control.take("log") or control.is_due("stop") or self.is_over:
             fitting.log()
-        if control.take("evaluate"):
-            fitting.evaluate()
-            self.agree()
+        if control.is_due("evaluate") and not control.is_due("interrupt"):
+            if fitting.evaluate():
+                control.take("evaluate")
+                self.agree()
+            else:
+                control.agree("interrupt")
+        if control.take("interrupt"):
+            self.interrupt()
+            return
         if control.take("save"):
             fitting.save()
+            if fitting.heard_of() is not None:  # meanwhile: what is saved need not be saved again
+                self.interrupt()
+                return
         if control.take("stop"):
             self.is_stopped = True
             control.reason = control.reason or "a callback asked for it"
+
+    def interrupt(self) -> None:
+        """Save and end; what else was asked for is kept for when the run goes on, so that it does not take time now."""
+        control = self.run.control
+        due = [name for name in ("evaluate", "save", "stop") if control.take(name)]
+        is_before_save = "evaluate" in due
+        owed = [name for name in due if name == "stop" or is_before_save]
+        self.fitting.interrupt({name: control.reason if name == "stop" else None for name in owed})
+        self.is_stopped = True
 
     def agree(self) -> None:
         """Have all processes know what any of them asked for, by a message of its own: where there is time for it."""

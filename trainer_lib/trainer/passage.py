@@ -25,6 +25,7 @@ class Passage:
 
     def __init__(self, dispatcher: Dispatcher, step: Step, in_lockstep: bool) -> None:
         self._dispatcher, self._step, self._in_lockstep = dispatcher, step, in_lockstep
+        self.is_left = False  # whether the last one was left before its end
         self._fits: int | None = None  # rows; None: everything did so far
 
     def outputs(
@@ -33,7 +34,7 @@ class Passage:
         """Yield what the step makes of each batch: as one, or in parts where it did not fit into memory."""
         begin, end = f"{event}_batch_begin", f"{event}_batch_end"
         begins, ends = self._dispatcher.listens(begin), self._dispatcher.listens(end)
-        for batch in self._real(model, loader, limit):
+        for batch in self._real(run, model, loader, limit):
             run.batch = batch
             if begins:
                 self._dispatcher.fire(begin, run)
@@ -43,11 +44,15 @@ class Passage:
                 self._dispatcher.fire(end, run)
             yield parts
 
-    def _real(self, model: Any, loader: PreparedLoader, limit: int | None) -> Iterator[Any]:
-        """Yield the batches of this process, without repeated samples."""
+    def _real(self, run: Run, model: Any, loader: PreparedLoader, limit: int | None) -> Iterator[Any]:
+        """Yield the batches of this process, without repeated samples, until the run is asked to end."""
         loader.rewind()
+        self.is_left, leaves = False, run.control.leaves
         with _unfilled(loader, self._in_lockstep):
             for number, batch in enumerate(loader, 1):
+                if leaves is not None and leaves():
+                    self.is_left = True
+                    break
                 rows = loader.rows
                 if rows is None or rows.real == rows.total:
                     yield batch

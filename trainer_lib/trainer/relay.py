@@ -11,6 +11,7 @@ from trainer_lib.collectives.rows import holds_rows
 from trainer_lib.foundation.trees import leaves, map_leaves, map_tensors
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.process import PartialState
+from trainer_lib.trainer.leaving import EvaluationLeft
 from trainer_lib.trainer.outputs import EvaluationOutput, Metric
 
 _BYTES = 32 * 2**20  # of a process, that travel at once
@@ -41,16 +42,25 @@ class Relay:
         if len(self._waiting) == self._at_once:
             self._hand_round(is_through=False)
 
-    def close(self) -> None:
-        """Hand round what is left here and on the others. All processes have to, after their last batch."""
-        while self._metrics and not self._hand_round(is_through=True):
+    def close(self, is_left: bool = False) -> None:
+        """Hand round what is left here and on the others. All processes have to, after their last batch.
+
+        Args:
+            is_left: Whether that was not the last one, as this process leaves the evaluation.
+
+        Raises:
+            EvaluationLeft: On all processes, if one leaves it.
+        """
+        while self._metrics and not self._hand_round(is_through=True, is_left=is_left):
             pass
 
-    def _hand_round(self, is_through: bool) -> bool:
+    def _hand_round(self, is_through: bool, is_left: bool = False) -> bool:
         """Return whether all processes are through."""
-        own = _Parcel(self._waiting, is_through, _largest(self._waiting))
+        own = _Parcel(self._waiting, is_through, _largest(self._waiting), is_left)
         parcels = self._exchanged(own)
         self._waiting = []
+        if any(parcel.is_left for parcel in parcels):
+            raise EvaluationLeft
         for index in range(max(len(parcel.batches) for parcel in parcels)):
             for parcel in parcels:
                 if index < len(parcel.batches):
@@ -86,6 +96,7 @@ class _Parcel(NamedTuple):
     batches: list[_Batch]
     is_through: bool
     largest: int  # in bytes, of its batches
+    is_left: bool  # the evaluation, by this process
 
 
 class _Packed:

@@ -1,5 +1,6 @@
 """This file is a run's checkpoints while they are saved: announced, written, and told of once they are there."""
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.foundation.errors import CheckpointError, UnwritableError
@@ -28,12 +29,14 @@ class Saves:
     def __init__(self, fitting: "Fitting") -> None:
         self._fitting = fitting
         self._has_asked = False
+        self._began = 0.0  # the last one, by time.monotonic
         self.pending: dict[str, Any] | None = None
         self.reasons: set[str] = set()
 
     def save(self, target: AnyPath, metrics: dict[str, float]) -> None:
         """Save a checkpoint; in the background it is told of later, by `settle`."""
         self.settle()
+        self._began = time.monotonic()
         run = self._fitting.run
         state = run.state
         there = [one for one in state.checkpoints if one["path"] != str(target)]
@@ -115,5 +118,8 @@ class Saves:
         assert entry is not None
         run = self._fitting.run
         run.accelerator.wait_for_save()
+        is_behind = run.args.save_in_background
+        ended = run.accelerator._background.ended_at if is_behind else time.monotonic()
+        run.state.save_seconds = ended - self._began
         run.state.checkpoints = [*run.state.checkpoints, entry]
         return entry

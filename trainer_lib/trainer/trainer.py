@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
-from trainer_lib.events import Callback, Dispatcher, Run, RunState
+from trainer_lib.events import Callback, Control, Dispatcher, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
+from trainer_lib.foundation.interruption import Interrupted, is_interactive
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
@@ -22,6 +23,7 @@ from trainer_lib.trainer.argument_checks import CHECKS
 from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.averages import Averages
 from trainer_lib.trainer.batches import count_items, is_scalar
+from trainer_lib.trainer.deadline import AUTO
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
 from trainer_lib.trainer.fitting import Fitting
@@ -34,6 +36,7 @@ from trainer_lib.trainer.outputs import EvaluationOutput
 from trainer_lib.trainer.places import checkpoint_at, find_place
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saving import read_arguments, save_model
+from trainer_lib.trainer.signals import Signals
 
 _logger = get_logger(__name__)
 
@@ -125,7 +128,10 @@ class Trainer:
         from trainer_lib.checkpointing.weights import load_checkpoint_in_model
 
         folder = checkpoint_at(checkpoint)
-        args = dataclasses.replace(read_arguments(folder), resume=str(folder))
+        # A date is that of the job that it was given for.
+        saved = read_arguments(folder)
+        deadline = AUTO if saved.deadline == AUTO else None
+        args = dataclasses.replace(saved, resume=str(folder), deadline=deadline)
         if not isinstance(admission.checked_model(model), nn.Module):
             raise ConfigurationError(
                 "from_checkpoint takes one model, and this run has several. Give the arguments: "
@@ -144,6 +150,9 @@ class Trainer:
 
         Returns:
             What became of it.
+
+        Raises:
+            Interrupted: If a signal or a deadline ended it early, when it is saved; in a notebook it returns then too.
         """
         preflight.check(self)
         place = find_place(
@@ -160,14 +169,16 @@ class Trainer:
             self.prepared = None
         self._has_fitted = True
         self.averages.clear()
-        with numerics(self.args):
-            fitting = Fitting(self, place.folder)
+        signals = Signals(self.args.stop_signals, Control(), self.accelerator.is_main_process)
+        with numerics(self.args), signals:
+            fitting = Fitting(self, place.folder, signals)
             self.run = fitting.run
             status = "failed"
             try:
                 fitting.begin(place.checkpoint)
                 Loop(fitting).train()
-                fitting.finish()
+                if fitting.interruption is None:
+                    fitting.finish()
                 status = fitting.run.state.status
             except KeyboardInterrupt:
                 status = "interrupted"
@@ -180,7 +191,11 @@ class Trainer:
                 raise
             finally:
                 fitting.close(status)
-        return fitting.result()
+        result = fitting.result()
+        if fitting.interruption is not None and not is_interactive():
+            fitting.leave_together()
+            raise Interrupted(fitting.interruption, result)
+        return result
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluate; the metrics are the same on all processes.
