@@ -4,7 +4,6 @@ import contextlib
 import math
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saves import Saves
 from trainer_lib.trainer.saving import write_beside
 from trainer_lib.trainer.schedules import is_metric_driven, moves_each_update
-from trainer_lib.trainer.watchdog import watched
 from trainer_lib.trainer.signals import Signals
 
 if TYPE_CHECKING:
@@ -321,7 +319,6 @@ class Fitting:
     def close(self, status: Any) -> None:
         """Write down how it ended, however that was, and let the callbacks know."""
         run = self.run
-        self._watching.close()
         for handle in self._handles:
             handle.remove()
         self.tell_time()
