@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ class ProcessGroup(Protocol):
     rank: int
     size: int
     backend: str | None
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long one waits for the others; `None` where there are none."""
+        ...
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
@@ -75,6 +80,7 @@ class LoneProcess:
     rank = 0
     size = 1
     backend: str | None = None
+    timeout: timedelta | None = None
 
     def barrier(self) -> None:
         """Return at once."""
@@ -130,6 +136,11 @@ class TorchProcesses:
         self.backend: str | None = dist.get_backend(group)
         self._timeout, self._group = timeout, group
         self._operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long one waits for the others."""
+        return self._timeout or dist.distributed_c10d._get_default_timeout(cast(Any, self.backend))
 
     def barrier(self) -> None:
         """Wait until all processes are here."""

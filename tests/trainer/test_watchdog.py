@@ -1,0 +1,140 @@
+"""A process that hangs: all end, and it is told which one it was, and where; who only waits long is left to wait."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.tasks import arguments, points, trainer
+from trainer_lib import ConfigurationError
+from trainer_lib.events import Run, Transformer
+from trainer_lib.launchers import run_forked
+from trainer_lib.trainer.watchdog import EXIT_CODE
+
+TIMEOUT = 2.0
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from tests.trainer.tasks import arguments, points, trainer
+
+folder, how = Path(sys.argv[1]), sys.argv[2]
+
+
+class Points:
+    def __init__(self):
+        self.inputs, self.sides = points(200)
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, place):
+        once = folder / "hung"
+        if place == 155 and not once.exists():
+            once.write_text(str(time.time()))
+            if how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            threading.Event().wait()
+        return self.inputs[place], self.sides[place]
+
+
+args = arguments(
+    output_dir=folder / "runs", resume="auto", save_every=3, shuffle=False, num_train_epochs=1, hang_timeout=TIMEOUT
+)
+result = trainer(args, train_dataset=Points()).fit()
+print("finished at", result.state.step)
+""".replace("TIMEOUT", str(TIMEOUT))
+
+
+def launched(folder: Path, how: str, *options: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Return how a job of two processes ended, and how many seconds after one of them hung."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "trainer_lib.commands.main", "launch", "--cpu", "--num_processes", "2", *options]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [*command, str(script), str(folder), how],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done, time.time() - float((folder / "hung").read_text())
+
+
+def test_a_process_that_was_stopped_is_named(tmp_path: Path) -> None:
+    done, seconds = launched(tmp_path, "stopped")
+    assert done.returncode == EXIT_CODE
+    assert f"(hang_timeout={TIMEOUT:g}); it is process 1 that hangs." in done.stderr
+    assert "process 0 is in step 10, in all_reduce (distributed_c10d.py:" in done.stderr
+    assert "process 1 was last heard of in step " in done.stderr
+    (stacks,) = tmp_path.glob("runs/*/hang-process-*.txt")
+    assert "in all_reduce" in stacks.read_text()
+    assert seconds < TIMEOUT + 15  # of which the launcher waits for a process that cannot answer; the machine is busy
+
+
+def test_a_job_that_hung_goes_on_where_it_was(tmp_path: Path) -> None:
+    done, _ = launched(tmp_path, "waits", "--max_restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert "it is process 1 that hangs." in done.stderr
+    assert "process 1 is in step 10, in Event.wait (threading.py:" in done.stderr or "Condition.wait" in done.stderr
+    assert "Points.__getitem__ (script.py:" in done.stderr
+    assert "Starting all processes again (restart 1 of 1)" in done.stderr
+    assert done.stdout.count("finished at 13") == 2
+
+
+class Busy(Transformer):
+    """Has one process compute on its own, far longer than the time-out; the others wait for it."""
+
+    def on_step_begin(self, run: Run) -> None:
+        if run.state.step == 2 and run.is_main_process:
+            end = time.monotonic() + 3 * 0.5
+            while time.monotonic() < end:
+                sum(range(10_000))
+
+
+class Slow(Transformer):
+    """Has all processes sleep, each time for less than the time-out."""
+
+    def on_step_begin(self, run: Run) -> None:
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("callback", [Busy, Slow])
+def test_who_waits_for_one_that_moves_is_left_to_wait(callback: Any) -> None:
+    def train() -> int:
+        one = trainer(arguments(max_steps=5, hang_timeout=0.5), train_dataset=points(80), callbacks=[callback()])
+        return one.fit().state.step
+
+    assert run_forked(train, (), 2, timeout=60) == [5, 5]
+
+
+def test_nobody_watches_where_it_is_not_wanted_or_nobody_waits() -> None:
+    import threading
+
+    class Looks(Transformer):
+        found: bool | None = None
+
+        def on_step_begin(self, run: Run) -> None:
+            self.found = any(thread.name == "watchdog" for thread in threading.enumerate())
+
+    def train(**options: Any) -> tuple[bool | None, bool]:
+        looks = Looks()
+        trainer(arguments(max_steps=2, **options), callbacks=[looks]).fit()
+        return looks.found, any(thread.name == "watchdog" for thread in threading.enumerate())
+
+    assert train() == (False, False)
+    assert (
+        run_forked(lambda: (train(hang_timeout=None), train()), (), 2, timeout=60)
+        == [((False, False), (True, False))] * 2
+    )
+
+
+def test_a_timeout_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="hang_timeout"):
+        arguments(hang_timeout=0)
