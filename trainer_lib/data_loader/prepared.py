@@ -86,7 +86,7 @@ class PreparedLoader(DataLoader[Any]):
             yield from self._delivered(batches, reading, ending)
             reading.finished = True
         except Exception as error:
-            self.explain(error)
+            self._explain(error)
             self._reader.end_workers()
             raise
         finally:
@@ -169,14 +169,18 @@ class PreparedLoader(DataLoader[Any]):
         self._reader.leave_out(quarantine)
         self.quarantine = quarantine
 
-    def explain(self, error: Exception) -> None:
-        """Note on an error which samples were being read when it was raised, and which workers died."""
+    def name_dead_workers(self, error: Exception) -> bool:
+        """Note on an error which workers died and what they had to read, if any did: torch raises it at any moment."""
+        dead = dead_workers(self._reader.read_by, self._samples_ahead, self._reader.read_ahead)
+        for note in dead:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        return bool(dead)
+
+    def _explain(self, error: Exception) -> None:
+        """Note on an error which samples were being read when it was raised."""
         try:
-            dead = dead_workers(self._reader.read_by, self._samples_ahead, self._reader.read_ahead)
-            for note in dead:
-                if note not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
-            if not dead and not isinstance(error, TrainerLibError):
+            if not self.name_dead_workers(error) and not isinstance(error, TrainerLibError):
                 add_notes(error, self._samples_ahead, self._reader.read_by, self._reader.read_ahead)
         except Exception:  # noqa: BLE001 - the sampler itself may be what raises
             return

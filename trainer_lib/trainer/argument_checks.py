@@ -115,6 +115,8 @@ CHECKS: dict[str, Check] = {
     "group_by_length": values.flag,
     "length_column": values.text,
     "sample_weights": optional(values.weights),
+    "on_bad_sample": values.choice("raise", "skip"),
+    "max_bad_samples": values.count_or_share(hint=' For none, give on_bad_sample="raise".'),
     "limit_train_batches": optional(values.whole(hint=_NO_LIMIT)),
     "limit_eval_batches": optional(values.whole(hint=_NO_LIMIT)),
     "overfit_batches": optional(values.whole()),

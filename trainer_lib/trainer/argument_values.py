@@ -48,6 +48,20 @@ def whole(at_least: int = 1, below: float = math.inf, hint: str = "") -> Check:
     return check
 
 
+def count_or_share(hint: str = "") -> Check:
+    """Whole numbers of at least 1, or shares between 0 and 1."""
+
+    def check(name: str, value: Any) -> int | float:
+        exact = _number(value)
+        if isinstance(value, Integral) and exact is not None and exact >= 1:
+            return int(value)
+        if exact is not None and 0 < exact < 1:
+            return float(exact)
+        raise _refusal(name, value, "a whole number of at least 1, or a share between 0 and 1", hint)
+
+    return check
+
+
 def number(at_least: float | None = None, above: float | None = None, hint: str = "") -> Check:
     """Finite numbers of at least `at_least`, or above `above`."""
     allowed = f"a finite number of at least {at_least}" if above is None else f"a finite number above {above}"

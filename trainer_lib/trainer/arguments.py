@@ -114,6 +114,9 @@ class TrainingArguments:
         group_by_length: Make batches of samples of about the same length.
         length_column: The column of the dataset with the lengths, if it has one.
         sample_weights: How often each sample is drawn, relative to the others.
+        on_bad_sample: What follows when a sample cannot be read or collated: "raise" ends the run with its index,
+            "skip" leaves it out of its batch, tells of it in the end, and lists it in `quarantine.jsonl`.
+        max_bad_samples: How many samples may be left out: a number, or below 1 a share of the data.
 
         limit_train_batches: Batches of a pass, at most.
         limit_eval_batches: Batches of an evaluation, at most.
@@ -205,6 +208,8 @@ class TrainingArguments:
     group_by_length: bool = False
     length_column: str = "length"
     sample_weights: Sequence[float] | None = None
+    on_bad_sample: str = "raise"
+    max_bad_samples: int | float = 10
 
     limit_train_batches: int | None = None
     limit_eval_batches: int | None = None

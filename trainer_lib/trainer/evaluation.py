@@ -93,6 +93,9 @@ class Evaluator:
                 outputs = self._passage.outputs(run, evaluated, one.loader, one.limit, "on_evaluate")
                 values = self._measure(name, outputs, measured[name])
                 of_set = _prefixed(prefix, name, zip(measured[name], values, strict=True))
+                if (bad := one.loader.quarantine) is not None:
+                    bad.agree()
+                    of_set["_".join(part for part in (prefix, name, "left_out") if part)] = len(bad.agreed)
                 self._dispatcher.fire("on_evaluate_set_end", run, name, of_set)
                 metrics |= of_set
             run.metrics = metrics

@@ -25,6 +25,7 @@ from trainer_lib.trainer.engine import accumulation_steps
 from trainer_lib.trainer.facts import facts_of
 from trainer_lib.trainer.guard import Guard
 from trainer_lib.trainer.leaving import EvaluationLeft, Leaving
+from trainer_lib.trainer.quarantine import BadSamples
 from trainer_lib.trainer.rates import Fresh
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saves import Saves
@@ -88,6 +89,7 @@ class Fitting:
         self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
         self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
         trainer.guard = self.guard = Guard(self)
+        self.bad_samples = BadSamples(self)
         accelerator.register_for_checkpointing(_Saved(self))
         self._handles = [
             accelerator.register_save_state_pre_hook(self._write_beside),
@@ -164,6 +166,7 @@ class Fitting:
         run, state = self.run, self.run.state
         self.tell_time()
         self.guard.settle()
+        self.bad_samples.agree()
         values = self.trainer.averages.collect()
         state.items += self.trainer.averages.items
         if "loss" in self.trainer.averages.weightless:
@@ -222,6 +225,7 @@ class Fitting:
             return
         self.tell_time()
         self.guard.settle()
+        self.bad_samples.agree()
         self._saved_at = state.step
         metrics = dict(run.metrics) if self._evaluated_at == state.step else {}
         self.saves.save(self.folder.checkpoint(state.step), metrics)
@@ -322,6 +326,7 @@ class Fitting:
         for handle in self._handles:
             handle.remove()
         self.tell_time()
+        self.bad_samples.tell()
         run.state.status = status
         run.batch = run.outputs = run.loss_sum = None
         self.saves.close()
@@ -441,6 +446,7 @@ class _Saved:
             "callbacks": fitting.events.state_dict(),
             "averages": fitting.trainer.averages.state_dict(),
             "guard": fitting.guard.state_dict(),
+            "bad_samples": fitting.bad_samples.state_dict(),
             "owed": {} if fitting.interruption is None else fitting.owed,
         }
 
@@ -452,6 +458,7 @@ class _Saved:
         self._fitting.trainer.averages.load_state_dict(state["averages"])
         self._fitting.owed = dict(state.get("owed", {}))
         self._fitting.guard.load_state_dict(state.get("guard", {}))  # which older ones do not have
+        self._fitting.bad_samples.load_state_dict(state.get("bad_samples", {}))
 
 
 def _named(verb: str, value: Any) -> dict[str, Any]:

@@ -253,6 +253,7 @@ class Loop:
         state.steps_in_epoch = 0
         self.events.fire("on_epoch_end", self.run)
         self.agree()
+        self.fitting.bad_samples.agree()
 
     def act(self) -> None:
         """Do what was asked for."""

@@ -17,6 +17,7 @@ from trainer_lib.foundation.errors import ConfigurationError, PreparationError, 
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.metric_objects import ModuleMetric, ObjectMetric
 from trainer_lib.trainer.outputs import Metric
+from trainer_lib.trainer.quarantine import check_can_leave_out
 from trainer_lib.trainer.sources import as_dataset, length_of
 from trainer_lib.trainer.together import check_same, together
 
@@ -55,6 +56,7 @@ def train_loader(trainer: "Trainer") -> DataLoader[Any]:
     """Return the loader of the training data, if all processes have one, of as many samples."""
     group = trainer.accelerator.group
     loader = together(group, lambda: checked_loader("train_dataloader", trainer.train_dataloader()))
+    check_can_leave_out(trainer.args, loader, "train_dataset")
     is_stream = isinstance(loader.dataset, IterableDataset)  # of which each process may have its own part
     check_same(group, {"the samples to train on": None if is_stream else length_of(loader.dataset)})
     return loader
@@ -212,6 +214,8 @@ def _loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False)
         option = f"{told_as}[{name!r}]" if name else told_as
         loader = trainer.eval_dataloader(data) if has_own else defaults.eval_loader(trainer, data, option)
         made[name] = checked_loader("eval_dataloader", loader)
+        if not is_one:  # of predictions none is left out
+            check_can_leave_out(trainer.args, made[name], option)
     return made
 
 

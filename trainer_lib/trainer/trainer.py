@@ -34,6 +34,7 @@ from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
 from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss, is_shifted
 from trainer_lib.trainer.outputs import EvaluationOutput
 from trainer_lib.trainer.places import checkpoint_at, find_place
+from trainer_lib.trainer.quarantine import leave_out_while_evaluating
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saving import read_arguments, save_model
 from trainer_lib.trainer.signals import Signals
@@ -463,8 +464,10 @@ class Trainer:
 
     def _set(self, name: str, loader: DataLoader[Any]) -> EvaluationSet:
         metrics, compute_metrics = self.measures.get(name, self.measures[""])
+        prepared = self._prepared_for_evaluation(loader)
+        leave_out_while_evaluating(self.args, prepared, self.accelerator.group)
         return EvaluationSet(
-            loader=self._prepared_for_evaluation(loader),
+            loader=prepared,
             metrics=metrics,
             compute_metrics=compute_metrics,
         )

@@ -1,0 +1,172 @@
+"""Samples that cannot be read, in a Trainer: the run ends and names them, or goes on as if they had no label."""
+
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from tests.faults.trainings import Dies
+from tests.trainer.tasks import Points, arguments, points, trainer
+from trainer_lib import ConfigurationError, UnsupportedError
+from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.errors import BadSampleError
+from trainer_lib.launchers import run_forked
+
+BAD = (3, 17, 18, 19, 20, 33)
+
+
+class Samples(Dataset[Any]):
+    """Points of which some cannot be read, or have no label that counts."""
+
+    def __init__(self, *bad: int, raises: bool = True) -> None:
+        self.points: Points = points()
+        self.bad, self.raises = bad, raises
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad and self.raises:
+            raise OSError(f"file {index} is not there")
+        label = torch.tensor(-100) if index in self.bad else self.points[1][index]
+        return self.points[0][index], label
+
+
+class Killing(Samples):
+    def __getitem__(self, index: int) -> Any:
+        if index == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        self.values.append(values["loss"])
+
+
+def fitted(dataset: Any, resume: str = "never", dies_at: int | None = None, **options: Any) -> Any:
+    losses = Losses()
+    callbacks = [losses] if dies_at is None else [losses, Dies(dies_at)]
+    args = arguments(log_every=1, per_device_train_batch_size=4, **options)
+    one = trainer(args, train_dataset=dataset, callbacks=callbacks)
+    result = one.fit(resume=resume)
+    return losses.values, [p.detach().clone() for p in one.unwrapped_model.parameters()], result, one
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_rest_of_a_batch_is_trained_on_as_if_the_bad_samples_had_no_label(processes: int, tmp_path: Path) -> None:
+    def train() -> None:
+        options: dict[str, Any] = {"on_bad_sample": "skip", "shuffle": False, "num_workers": processes - 1}
+        losses, weights, result, _ = fitted(Samples(*BAD), output_dir=tmp_path, **options)
+        expected, there, _, _ = fitted(Samples(*BAD, raises=False), shuffle=False)
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(weights, there, rtol=1e-5, atol=1e-6)
+        assert result.state.step == 20 // processes
+
+    run_forked(train, (), processes, timeout=90)
+    (file,) = tmp_path.glob("*/quarantine.jsonl")
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted(entry["index"] for entry in entries) == list(BAD)
+    assert {entry["pass"] for entry in entries} == {0}
+    assert entries[0]["error"].startswith("OSError: file ")
+    assert {entry["process"] for entry in entries} == set(range(processes))
+
+
+def test_a_resumed_run_leaves_out_the_same_to_the_bit(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"on_bad_sample": "skip", "save_every": 3, "num_train_epochs": 3}
+    expected, there, _, _ = fitted(Samples(*BAD), output_dir=tmp_path / "whole", **options)
+    for dies_at in (4, 17):
+        folder = tmp_path / str(dies_at)
+        with pytest.raises(InterruptedError):
+            fitted(Samples(*BAD), dies_at=dies_at, output_dir=folder, **options)
+        losses, weights, _, _ = fitted(Samples(*BAD), resume="auto", output_dir=folder, **options)
+        assert losses == expected[-len(losses) :]
+        assert all(torch.equal(one, other) for one, other in zip(weights, there, strict=True))
+
+
+def test_what_was_left_out_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        fitted(Samples(3, 17), on_bad_sample="skip")
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("2 samples were left out, as they could not be read. They are ")
+    assert "3 (OSError: file 3 is not there)" in text
+
+
+def test_all_processes_end_alike_if_there_are_too_many() -> None:
+    def train() -> str:
+        with pytest.raises(BadSampleError) as raised:
+            fitted(Samples(*range(20, 40)), on_bad_sample="skip", max_bad_samples=0.1, shuffle=False)
+        return str(raised.value)
+
+    one, other = run_forked(train, (), 2, timeout=60)
+    assert one == other
+    assert "max_bad_samples=0.1 allows 4" in one
+
+
+def test_without_it_the_error_ends_the_run_and_names_the_sample() -> None:
+    with pytest.raises(OSError, match="file 17") as raised:
+        fitted(Samples(17))
+    assert raised.value.__notes__ == ["In sample 17."]
+
+
+def test_a_killed_worker_is_named_wherever_training_is() -> None:
+    with pytest.raises(RuntimeError, match="DataLoader worker") as raised:
+        fitted(Killing(), shuffle=False, num_workers=2, prefetch_factor=4)
+    notes = [note for note in raised.value.__notes__ if note.startswith("Worker 1 (pid ")]
+    assert len(notes) == 1
+    assert "was killed by SIGKILL" in notes[0]
+    assert "samples 28, 29, 30, 31" in notes[0]
+
+
+def test_an_evaluation_says_how_many_were_left_out() -> None:
+    def evaluate() -> Any:
+        one = trainer(arguments(on_bad_sample="skip"), train_dataset=points(), metrics=["accuracy"])
+        other = trainer(arguments(), train_dataset=points(), metrics=["accuracy"])
+        given = one.evaluate(Samples(*BAD))
+        kept = [index for index in range(40) if index not in BAD]
+        whole = other.evaluate([Samples()[index] for index in kept])
+        return given, whole
+
+    for processes in (1, 2):
+        for given, whole in run_forked(evaluate, (), processes, timeout=60):
+            assert given.pop("eval_left_out") == len(BAD)
+            assert given == pytest.approx(whole, rel=1e-6)
+
+
+def test_without_it_an_evaluation_ends_and_a_prediction_always_does() -> None:
+    with pytest.raises(OSError, match="file 17"):
+        trainer().evaluate(Samples(17))
+    with pytest.raises(OSError, match="file 17"):  # it has a row for each sample
+        trainer(arguments(on_bad_sample="skip")).predict(Samples(17))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"on_bad_sample": "ignore"}, "Unknown on_bad_sample 'ignore'. Known: raise, skip"),
+        ({"max_bad_samples": 0}, 'at least 1, or a share between 0 and 1, got 0. For none, give on_bad_sample="raise"'),
+        ({"max_bad_samples": 1.5}, "at least 1, or a share between 0 and 1, got 1.5"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        arguments(**options)
+    assert text in str(raised.value)
+
+
+def test_an_iterable_dataset_is_refused_before_the_first_step() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(Samples())
+
+    with pytest.raises(UnsupportedError, match="train_dataset is iterable"):
+        fitted(Stream(), on_bad_sample="skip", max_steps=2)
