@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from trainer_lib.trainer.saves import Saves
 from trainer_lib.trainer.saving import write_beside
 from trainer_lib.trainer.schedules import is_metric_driven, moves_each_update
 from trainer_lib.trainer.signals import Signals
+from trainer_lib.trainer.watchdog import watched
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -89,6 +91,7 @@ class Fitting:
         self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
         self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
         trainer.guard = self.guard = Guard(self)
+        self._watching = ExitStack()
         self.bad_samples = BadSamples(self)
         accelerator.register_for_checkpointing(_Saved(self))
         self._handles = [
@@ -137,6 +140,8 @@ class Fitting:
         if self.folder is not None and run.is_main_process:
             self.folder.take_down(HISTORY_FILE)
             self._tell_running(self.folder, is_new=checkpoint is None)
+        here = None if self.folder is None else self.folder.here
+        self._watching.enter_context(watched(run, args.seconds_until_hung, here))
         banner.show(self)
         self.events.fire("on_fit_begin", run)
         if told := differences.worth_a_word(self.changed):
@@ -323,6 +328,7 @@ class Fitting:
     def close(self, status: Any) -> None:
         """Write down how it ended, however that was, and let the callbacks know."""
         run = self.run
+        self._watching.close()
         for handle in self._handles:
             handle.remove()
         self.tell_time()
