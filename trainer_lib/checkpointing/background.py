@@ -124,6 +124,11 @@ def _wait_at_exit(saves: BackgroundSaves) -> None:
         _waiting.add(os.getpid())
         # After the world has formed, and so before it is left. A forked process runs multiprocessing's functions only.
         atexit.register(_at_exit)
+        # That is after the end of all pools of threads, which uploads need; what Python has for before it has no
+        # public name.
+        threading_at_exit: Callable[[Callable[[], None]], None] | None = vars(threading).get("_register_atexit")
+        if threading_at_exit is not None:
+            threading_at_exit(_at_exit)
         util.Finalize(None, _at_exit, exitpriority=100)
 
 
