@@ -92,6 +92,13 @@ def test_wheel_holds_the_callbacks_and_the_type_marker_once(wheel: Path) -> None
     assert {name.split("/")[0] for name in names if name.endswith(".py")} == {"trainer_lib"}
 
 
+def test_wheel_holds_what_reports_are_made_of(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if name.startswith("trainer_lib/runs/page/")}
+    assert names == {f"trainer_lib/runs/page/{path.name}" for path in (ROOT / "trainer_lib/runs/page").iterdir()}
+    assert "trainer_lib/runs/page/page.html" in names
+
+
 def test_unpacked_wheel_imports_the_callbacks(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)

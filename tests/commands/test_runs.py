@@ -1,0 +1,106 @@
+"""This file is the tests of `trainer-lib runs` and `trainer-lib report`."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.runs.histories import line, make_run
+from trainer_lib.commands.main import main
+from trainer_lib.runs.report import find_runs
+from trainer_lib.runs.serving import LiveReport
+
+
+def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "one")
+    make_run(tmp_path / "two", [line("started", 0, max_steps=9), line("log", 3, loss="NaN")], {"status": "failed"})
+    assert main(["runs", str(tmp_path)]) == 0
+    rows = {row.split()[0]: row.split() for row in capsys.readouterr().out.splitlines()}
+    assert rows["run"] == ["run", "state", "step", "loss", "best", "time"]
+    assert rows["one"] == ["one", "finished", "100", "0.03567", "eval_accuracy", "1", "at", "50", "50", "s"]
+    assert rows["two"] == ["two", "failed", "3/9", "nan", "1.5", "s"]
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    told = {one["path"]: one for one in json.loads(capsys.readouterr().out)}
+    assert told[str(tmp_path / "one")]["best"] == {"metric": "eval_accuracy", "value": 1.0, "step": 50}
+    assert told[str(tmp_path / "two")]["losses"] == []
+
+
+def test_what_is_no_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "There are no runs in" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path / "nowhere")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    assert main(["runs", str(tmp_path), "--watch"]) == 2
+    assert "--watch needs a terminal" in capsys.readouterr().err
+    assert main(["runs", "--wach"]) == 2
+    assert "unrecognized arguments: --wach" in capsys.readouterr().err
+
+
+def test_runs_are_watched_in_a_terminal(tmp_path: Path) -> None:
+    make_run(tmp_path / "one")
+    reader, terminal = pty.openpty()
+    command = [sys.executable, "-m", "trainer_lib.commands.main", "runs", str(tmp_path), "--watch"]
+    watching = subprocess.Popen(command, stdout=terminal, stdin=terminal, env={**os.environ, "COLUMNS": "100"})
+    os.close(terminal)
+    seen = b""
+    while b"finished" not in seen:
+        seen += os.read(reader, 1 << 16)
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(timeout=30) == 0
+    os.close(reader)
+    assert seen.startswith(b"\x1b[H\x1b[2J")
+    assert "█▇▆▄▄▃▃▂▂▂▂▁▁▁▁▁" in seen.decode()
+
+
+def test_a_report_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.chdir(tmp_path)
+    one, _ = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two")
+    assert main(["report", str(one), "--open"]) == 0
+    assert capsys.readouterr().out == f"{one / 'report.html'}\n"
+    assert opened == [(one / "report.html").as_uri()]
+    assert main(["report", "runs"]) == 0
+    assert "2 runs compared" not in (one / "report.html").read_text()
+    assert '"name":"two"' in (tmp_path / "report.html").read_text()
+    assert main(["report", str(one / "history.jsonl"), "--output", "deep/file.html"]) == 0
+    assert '"name":"history"' in (tmp_path / "deep" / "file.html").read_text()
+    assert main(["report", "nowhere"]) == 2
+    assert main(["report"]) == 2
+    assert main(["report", "runs", "--port", "1"]) == 2
+    assert main(["report", "runs", "--live", "--output", "x"]) == 2
+    assert main(["report", "runs", "--live", "--port", "99999"]) == 2
+    errors = capsys.readouterr().err
+    for told in ("is not there", "RUN", "Add --live", "Leave out --output", "--port 99999 cannot be used"):
+        assert told in errors
+
+
+def test_a_live_report_tells_more_as_there_is_more(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", [line("log", 1, loss=1.0)])
+    live = LiveReport(find_runs([folder]))
+    thread = threading.Thread(target=live.serve)
+    thread.start()
+    try:
+        assert b'"live":true' in urllib.request.urlopen(live.url, timeout=10).read()
+        with (folder / "history.jsonl").open("a") as file:
+            file.write(json.dumps(line("log", 2, loss=0.5)) + "\n")
+        with urllib.request.urlopen(f"{live.url}data.json", timeout=10) as answer:
+            (run,) = json.load(answer)["runs"]
+        assert run["curves"]["loss"]["values"] == [1, 0.5]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{live.url}../etc/passwd", timeout=10)
+        with pytest.raises(urllib.error.HTTPError, match="403"):  # a page of someone else's that calls itself ours
+            urllib.request.urlopen(urllib.request.Request(live.url, headers={"Host": "evil.example:80"}), timeout=10)
+    finally:
+        live.close()
+        thread.join()

@@ -1,0 +1,87 @@
+"""This file is the tests of runs at a glance: how each stands, however long its history is."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs.histories import BEGUN, line, make_run
+from trainer_lib.launchers import run_forked
+from trainer_lib.runs.environment import describe_process
+from trainer_lib.runs.listing import glance, list_runs
+from trainer_lib.runs.sparkline import shows_sparklines, sparkline
+
+
+def unended(status: str = "running", **facts: Any) -> dict[str, Any]:
+    return {"status": status, "created": BEGUN, **facts}
+
+
+def test_what_is_known_of_a_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one")
+    found = glance(folder)
+    assert (found.status, found.step, found.max_steps, found.seconds) == ("finished", 100, None, 50.0)
+    assert found.best == {"metric": "eval_accuracy", "value": 1.0, "step": 50}
+    assert 50 < len(found.losses) <= 61
+    assert found.losses[0] == pytest.approx(0.9672161)
+    assert found.losses[-1] == pytest.approx(0.0356740)
+    assert found.checkpoint is None  # it is gone
+    there = tmp_path / "checkpoint-00000100"
+    there.mkdir()
+    with (folder / "history.jsonl").open("a") as file:
+        file.write(json.dumps(line("save", 100, path=str(there))) + '\n{"event": "log", "step": 7, "lo')
+    found = glance(folder)
+    assert (found.checkpoint, found.saved, found.step) == (str(there), BEGUN + 100, 100)
+
+
+def test_whoever_died_is_told_from_who_still_trains(tmp_path: Path) -> None:
+    lines = [line("started", 0, max_steps=100), line("log", 10, loss=1.0)]
+    there, _ = run_forked(describe_process, timeout=60)
+    alive = make_run(tmp_path / "alive", lines, unended(process=describe_process()))
+    dead = make_run(tmp_path / "dead", lines, unended(process=there))
+    reborn = make_run(tmp_path / "reborn", lines, unended(process={**describe_process(), "began": 1.0}))
+    far = make_run(tmp_path / "far", lines, unended(process={**describe_process(), "host": "elsewhere"}))
+    states = [glance(folder).status for folder in (alive, dead, reborn, far)]
+    assert states == ["running", "died", "died", "running"]
+    os.utime(far / "history.jsonl", (time.time() - 700, time.time() - 700))
+    assert glance(far).status == "silent"
+    interrupted = make_run(tmp_path / "interrupted", lines, unended("interrupted", process=there))
+    assert glance(interrupted).status == "interrupted"
+
+
+def test_runs_are_found_one_and_two_folders_down(tmp_path: Path) -> None:
+    make_run(tmp_path / "b", [], {"created": 2.0})
+    make_run(tmp_path / "deep" / "a", [], {"created": 1.0})
+    make_run(tmp_path / "c", [line("log", 1, loss="NaN")], {"created": 3.0})
+    (tmp_path / "no run").mkdir()
+    assert [one.path.name for one in list_runs(tmp_path)] == ["a", "b", "c"]
+    assert [one.path.name for one in list_runs(tmp_path / "b")] == ["b"]
+    assert list_runs(tmp_path / "no run") == []
+
+
+def test_a_long_history_is_not_read_to_its_end(tmp_path: Path) -> None:
+    text = "".join(f'{{"event": "log", "step": {step}, "loss": {step}}}\n' for step in range(1, 200_001))
+    folder = make_run(tmp_path / "long", [])
+    (folder / "history.jsonl").write_text(text)
+    began = time.process_time()
+    found = glance(folder)
+    assert time.process_time() - began < 0.1
+    assert (found.step, found.losses[-1]) == (200_000, 200_000.0)
+    assert found.losses == sorted(found.losses)
+
+
+def test_sparklines() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([float("nan")]) == ""
+    assert sparkline([5.0, 5.0]) == "▁▁"
+    assert sparkline([float(value) for value in range(8)]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0, float("nan"), 1.0]) == "▁ █"
+    assert len(sparkline([1.0] * 1000, 20)) == 20
+    with Path(os.devnull).open("w", encoding="ascii") as file:
+        assert not shows_sparklines(file)
+    main, other = os.openpty()
+    with os.fdopen(other, "w", encoding="utf-8") as terminal:
+        assert shows_sparklines(terminal)
+    os.close(main)

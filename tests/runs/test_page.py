@@ -1,0 +1,207 @@
+"""This file is the tests of a report in a real browser: what is seen, what moves, and that nothing is fetched."""
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs.browser import Browser, find_browser
+from tests.runs.histories import line, make_run, training
+from trainer_lib.runs.report import find_runs, write_report
+
+pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here (Debian's: chromium)")
+
+CHART = "document.querySelector('[data-chart=\"loss\"] svg')"
+TIP = "document.querySelector('[data-chart=\"loss\"] .tip').innerText"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Generator[Browser]:
+    with Browser(tmp_path_factory.mktemp("home")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("one")
+    return write_report(find_runs([make_run(folder / "first")]), folder / "report.html").as_uri()
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("several")
+    arguments = {"max_steps": 100, "learning_rate": 0.2}
+    make_run(folder / "first")
+    make_run(folder / "second", training(rate=0.2), {"status": "failed", "arguments": arguments})
+    return write_report(find_runs([folder]), folder / "report.html").as_uri()
+
+
+def place_of(browser: Browser, step: float) -> tuple[float, float]:
+    """Return where on the screen a step is in the chart of losses."""
+    x, y = browser.run(
+        f"(() => {{ {CHART}.scrollIntoView(); const box = {CHART}.getBoundingClientRect();"
+        f" return [box.x + page.charts[0].x({step}), box.y + 60]; }})()"
+    )
+    return x, y
+
+
+def test_a_page_opens_without_a_fault_and_asks_for_nothing(browser: Browser, one: str) -> None:
+    browser.open(one)
+    assert browser.run("document.querySelector('h1').innerText") == "first"
+    assert browser.run("document.querySelectorAll('figure.chart').length") == 7
+    drawn = browser.run(f"[...{CHART}.querySelectorAll('.curve')].map((one) => one.getAttribute('d').length)")
+    assert len(drawn) == 2
+    assert min(drawn) > 30
+    marks = browser.run(f"[...{CHART}.querySelectorAll('.mark')].map((one) => one.getAttribute('class'))")
+    assert sorted(marks) == ["mark best", "mark best", "mark fail", "mark resume"]  # the save is that of a best one
+    assert (browser.problems, browser.requests) == ([], [one])
+
+
+def test_the_mouse_shows_numbers_in_all_charts(browser: Browser, one: str) -> None:
+    browser.open(one)
+    browser.mouse("mouseMoved", *place_of(browser, 30))
+    assert browser.run(TIP).split() == ["step", "30", "loss", "0.36788", "eval_loss", "0.25"]
+    legends = browser.run("[...document.querySelectorAll('.legend b')].map((one) => one.innerText)")
+    assert legends[:3] == ["0.36788", "0.25", "0.75"]
+    assert browser.run("document.querySelectorAll('.cursor').length") == 7
+    browser.mouse("mouseMoved", *place_of(browser, 60))
+    assert "died: without a word" in browser.run(TIP)
+    browser.mouse("mouseMoved", 2, 2)
+    assert browser.run("document.querySelectorAll('.cursor').length") == 0
+
+
+def test_a_drag_zooms_in_and_a_double_click_out(browser: Browser, one: str) -> None:
+    browser.open(one)
+    (left, y), (right, _) = place_of(browser, 20), place_of(browser, 40)
+    browser.mouse("mousePressed", left, y)
+    browser.mouse("mouseMoved", right, y)
+    browser.mouse("mouseReleased", right, y)
+    assert browser.run("page.range().map(Math.round)") == [20, 40]
+    assert browser.run("document.getElementById('unzoom').hidden") is False
+    browser.run("document.getElementById('unzoom').click()")
+    assert browser.run("page.range()") == [1, 100]
+
+
+def test_keys_move_the_cursor_and_say_where_it_is(browser: Browser, one: str) -> None:
+    browser.open(one)
+    reached: list[str] = []
+    for _ in range(12):
+        browser.press("Tab")
+        reached.append(browser.run("document.activeElement.getAttribute('aria-label') || document.activeElement.id"))
+        if reached[-1] == "Loss: cursor":
+            break
+    assert reached[-1] == "Loss: cursor"
+    assert {"smoothing", "log", "events", "theme"} <= set(reached)
+    outline = browser.run("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline != "none"
+    said = "document.activeElement.getAttribute('aria-valuetext')"
+    assert browser.run(said).startswith("step 100: loss 0.035674, eval_loss 1")
+    browser.press("Home")
+    assert browser.run(said).startswith("step 1: ")
+    browser.press("ArrowRight")
+    browser.press("ArrowRight", shift=True)
+    assert browser.run(said).startswith("step 12: loss 0.67032")
+    browser.press("ArrowLeft")
+    assert browser.run(said).startswith("step 11: ")
+    assert "step 11" in browser.run(TIP)
+    browser.press("+")
+    low, high = browser.run("page.range()")
+    assert high - low < 60
+    browser.press("0")
+    browser.press("Escape")
+    assert browser.run("page.cursor") is None
+    assert browser.run("page.range()") == [1, 100]
+
+
+def test_smoothing_log_scale_and_axis(browser: Browser, one: str) -> None:
+    browser.open(one)
+    path = f"{CHART}.querySelector('.curve').getAttribute('d')"
+    before, curves = browser.run(path), f"{CHART}.querySelectorAll('.curve').length"
+    browser.run("{ const slider = document.getElementById('smoothing'); slider.value = 0.9; "
+                "slider.dispatchEvent(new Event('input')); }")  # fmt: skip
+    assert browser.run(curves) == 3  # of an evaluation nothing is smoothed
+    assert browser.run("smoothed([1, null, 3], 0.5)") == [1, None, pytest.approx((0.5 * 0.5 * 1 + 0.5 * 3) / 0.75)]
+    browser.run("document.getElementById('log').click()")
+    assert browser.run(path) != before
+    browser.run("document.querySelector('[value=\"seconds\"]').click()")
+    assert browser.run("page.range()") == [0.5, 50]
+    browser.run("document.querySelector('[value=\"samples\"]').click()")
+    assert browser.run("page.range()") == [8, 800]
+    browser.run("document.getElementById('events').click()")
+    assert browser.run("document.querySelectorAll('figure .mark').length") == 0
+    assert browser.problems == []
+
+
+def test_light_and_dark(browser: Browser, one: str) -> None:
+    back = "getComputedStyle(document.body).backgroundColor"
+    browser.open(one)
+    light = browser.run(back)
+    browser.open(one, is_dark=True)
+    dark = browser.run(back)
+    assert (light, dark) == ("rgb(246, 247, 249)", "rgb(16, 19, 23)")
+    browser.run("document.getElementById('theme').click()")
+    assert browser.run(back) == light
+    browser.run("document.getElementById('theme').click()")
+    assert browser.run(back) == dark
+    browser.run("localStorage.clear()")
+
+
+@pytest.mark.parametrize("width", [375, 768])
+def test_a_phone_scrolls_down_and_not_aside(browser: Browser, one: str, several: str, width: int) -> None:
+    for url in (one, several):
+        browser.open(url, width=width, height=812, is_phone=True)
+        assert browser.run("document.documentElement.scrollWidth") == width
+        widest = browser.run("Math.max(...[...document.querySelectorAll('figure')].map((one) => one.clientWidth))")
+        assert 0.8 * width < widest <= width
+        assert browser.problems == []
+
+
+def test_runs_are_compared(browser: Browser, several: str) -> None:
+    browser.open(several)
+    assert browser.run("document.querySelector('h1').innerText") == "2 runs compared"
+    assert browser.run(f"{CHART}.querySelectorAll('.curve').length") == 4
+    differing = "[...document.querySelectorAll('#arguments tbody tr')].map((one) => one.innerText.split('\\t'))"
+    assert browser.run(differing) == [["learning_rate", "0.1", "0.2"], ["fsdp.offload", "True", "\u2013"]]
+    browser.run("document.querySelector('#arguments input[type=checkbox]').click()")
+    assert len(browser.run(differing)) == 3
+    browser.run("{ const search = document.querySelector('#arguments .search'); search.value = 'steps'; "
+                "search.dispatchEvent(new Event('input')); }")  # fmt: skip
+    assert browser.run(differing) == [["max_steps", "100", "100"]]
+    browser.run("document.querySelector('#runs input').click()")
+    assert browser.run(f"{CHART}.querySelectorAll('.curve').length") == 2
+    assert (browser.problems, browser.requests) == ([], [several])
+
+
+def test_no_text_of_a_run_is_ever_code(browser: Browser, tmp_path: Path) -> None:
+    bad = "</script><script>window.harm=1</script><img src=x onerror=window.harm=1>"
+    lines: list[dict[str, Any]] = [*training(), line(bad, 100, why=bad), line("log", 101, **{bad: 1.0})]
+    facts = {"status": "failed", "state": {"reason": bad}, "arguments": {bad: bad}}
+    (run,) = find_runs([make_run(tmp_path / "one", lines, facts)])
+    run.name = bad
+    url = write_report([run], tmp_path / "report.html").as_uri()
+    browser.open(url)
+    browser.mouse("mouseMoved", *place_of(browser, 100))
+    assert browser.run("document.querySelector('h1').innerText") == bad
+    assert browser.run("[window.harm === undefined, document.images.length]") == [True, 0]
+    assert browser.requests == [url]
+    # And if one were: the page says what may run, and this may not.
+    browser.run(f"document.body.insertAdjacentHTML('beforeend', {json.dumps('<img src=x onerror=window.harm=1>')})")
+    assert browser.run("new Promise((done) => setTimeout(() => done(window.harm === undefined), 100))") is True
+
+
+def test_what_is_no_number_is_a_gap_and_a_sign(browser: Browser, tmp_path: Path) -> None:
+    lines = [line("log", step, loss="NaN" if step == 5 else 1.0) for step in range(1, 10)]
+    url = write_report(find_runs([make_run(tmp_path / "one", lines)]), tmp_path / "report.html").as_uri()
+    browser.open(url)
+    assert browser.run(f"{CHART}.querySelector('.curve').getAttribute('d').split('M').length") == 3  # two parts
+    assert browser.run(f"{CHART}.querySelectorAll('.lost').length") == 1
+    assert "1 × no number" in browser.run("document.querySelector('.legend').innerText")
+
+
+def test_a_run_that_said_nothing_yet_has_a_page(browser: Browser, tmp_path: Path) -> None:
+    url = write_report(find_runs([make_run(tmp_path / "one", [], {})]), tmp_path / "report.html").as_uri()
+    browser.open(url)
+    assert "Nothing was logged yet" in browser.run("document.body.innerText")
+    assert browser.problems == []
