@@ -11,7 +11,7 @@ from functools import reduce
 from multiprocessing.connection import Connection
 from typing import Any
 
-from trainer_lib.tracking.entries import Entry, hand_over
+from trainer_lib.tracking.entries import Entry, HandOver, told
 
 _GRACE = 10.0
 
@@ -29,11 +29,12 @@ def main(descriptor: int) -> None:
             request = connection.recv()
         except (EOFError, OSError):
             break
+        complaint = None
         try:
-            answer: tuple[bool, Any] = (True, served.do(*request))
+            served.do(*request)
         except Exception as error:  # noqa: BLE001  # whatever it is, the other side is told
-            answer = (False, _told(error))
-        connection.send(answer)
+            complaint = told(error)
+        connection.send((served.done, complaint))
         if request[0] == "finish":
             _end(0)
     _leave(served)
@@ -45,6 +46,12 @@ class _Served:
     def __init__(self) -> None:
         self._class: Any = None
         self.tracker: Any = None
+        self._calls: HandOver | None = None
+
+    @property
+    def done(self) -> int:
+        """How many entries of the last delivery are through."""
+        return 0 if self._calls is None else self._calls.done
 
     def do(self, request: str, *details: Any) -> None:
         """Do what is asked for."""
@@ -61,7 +68,8 @@ class _Served:
         self.tracker = tracker
 
     def _deliver(self, entries: list[Any]) -> None:
-        hand_over(self.tracker, [Entry(*entry) for entry in entries])
+        self._calls = HandOver(self.tracker, [Entry(*entry) for entry in entries])
+        self._calls.make()
 
     def _finish(self, outcome: str) -> None:
         self.tracker.outcome = outcome
@@ -81,11 +89,6 @@ def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _told(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """This file is the tracker that reports to ClearML."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.imports import require
-from trainer_lib.tracking.base import BuiltInTracker, Point, on_main_process
+from trainer_lib.tracking.base import BuiltInTracker, on_main_process
 
 _SERIES = ("eval", "test", "train")
 _OWN = {"auto_connect_frameworks": False, "auto_connect_arg_parser": False, "auto_resource_monitoring": False}
@@ -85,12 +84,6 @@ class ClearMLTracker(BuiltInTracker):
                 logger.report_single_value(name, value, **kwargs)
             else:
                 logger.report_scalar(title, series, value, iteration=step, **kwargs)
-
-    @on_main_process
-    def log_points(self, points: Sequence[Point]) -> None:
-        """Log the values of several calls."""
-        for point in points:
-            self.log(point.values, step=point.step, **point.kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -1,13 +1,12 @@
 """This file is the tracker that reports to Comet."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.imports import require
-from trainer_lib.tracking.base import BuiltInTracker, Point, on_main_process
+from trainer_lib.tracking.base import BuiltInTracker, on_main_process
 from trainer_lib.tracking.values import flat
 
 # What Comet finds out by itself would be about the process it lives in, and not about the training.
@@ -125,12 +124,6 @@ class CometMLTracker(BuiltInTracker):
                 self.writer.log_other(name, value, **kwargs)
             else:
                 self.writer.log_metric(name, value, step=step, **kwargs)
-
-    @on_main_process
-    def log_points(self, points: Sequence[Point]) -> None:
-        """Log the values of several calls."""
-        for point in points:
-            self.log(point.values, step=point.step, **point.kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -16,14 +16,22 @@ import psutil
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import TrainerLibError
 from trainer_lib.tracking.base import GeneralTracker
-from trainer_lib.tracking.entries import Entry, hand_over
+from trainer_lib.tracking.entries import Entry, HandOver, told
 
 _AT_WORK = 0.04  # of a processor
 _BYTES = 1e6  # written to disk are as much as a second of a processor
 
 
 class DeliveryError(TrainerLibError, RuntimeError):
-    """What a tracker in another process answered, or that it did not answer."""
+    """A tracker failed, or did not answer.
+
+    Attributes:
+        done: How many entries it had taken by then, as far as is known.
+    """
+
+    def __init__(self, text: str, done: int = 0) -> None:
+        super().__init__(text)
+        self.done = done
 
 
 @dataclass
@@ -91,7 +99,11 @@ class LocalDelivery:
         """Call it."""
         del timeout
         assert self.tracker is not None
-        hand_over(self.tracker, entries)
+        calls = HandOver(self.tracker, entries)
+        try:
+            calls.make()
+        except Exception as error:
+            raise DeliveryError(told(error), calls.done) from error
 
     def computes(self, seconds: float) -> bool:
         """Whether it is seen at work."""
@@ -205,7 +217,7 @@ class ChildDelivery:
             if output is not subprocess.DEVNULL:
                 output.close()
 
-    def _ask(self, request: tuple[Any, ...], timeout: float) -> Any:
+    def _ask(self, request: tuple[Any, ...], timeout: float) -> None:
         connection, process = self._connection, self._process
         if connection is None or process is None:
             raise DeliveryError("its process is gone")
@@ -218,14 +230,13 @@ class ChildDelivery:
                     raise DeliveryError(f"no answer in {timeout:.0f} s, so that its process was killed")
                 if self._process is None:
                     raise DeliveryError("its process was killed")
-            is_good, answer = connection.recv()
+            done, complaint = connection.recv()
         except (OSError, EOFError) as error:
             told = process.poll()
             self.cut()
             raise DeliveryError(f"its process ended{_how(told)}") from error
-        if not is_good:
-            raise DeliveryError(answer)
-        return answer
+        if complaint is not None:
+            raise DeliveryError(complaint, done)
 
 
 def _work(process: psutil.Process) -> float:

@@ -70,19 +70,44 @@ def from_line(line: str) -> Entry:
     return Entry(record["kind"], content, record["step"], record["time"], record["kwargs"])
 
 
-def hand_over(tracker: GeneralTracker, entries: list[Entry]) -> None:
-    """Make the calls; those of `log` that follow one another at once."""
-    points: list[Point] = []
-    for entry in entries:
-        if entry.kind == "log":
-            points.append(Point(dict(entry.content), entry.step, entry.time, dict(entry.kwargs)))
-            continue
-        if points:
-            tracker.log_points(points)
-            points = []
-        _call(tracker, entry)
-    if points:
-        tracker.log_points(points)
+class HandOver:
+    """The calls that entries are, made one after the other; those of `log` that follow one another at once.
+
+    Args:
+        tracker: Who is called.
+        entries: The entries.
+
+    Attributes:
+        done: How many are through, also when one failed.
+    """
+
+    def __init__(self, tracker: GeneralTracker, entries: list[Entry]) -> None:
+        self._tracker, self._entries = tracker, entries
+        self._takes_many = type(tracker).log_points is not GeneralTracker.log_points
+        self.done = 0
+
+    def make(self) -> None:
+        """Make the calls."""
+        while self.done < len(self._entries):
+            entry = self._entries[self.done]
+            if entry.kind != "log":
+                _call(self._tracker, entry)
+                self.done += 1
+            elif self._takes_many:
+                points = self._points()
+                self._tracker.log_points(points)
+                self.done += len(points)
+            else:
+                self._tracker.log(dict(entry.content), step=entry.step, **entry.kwargs)
+                self.done += 1
+
+    def _points(self) -> list[Point]:
+        found: list[Point] = []
+        for entry in self._entries[self.done :]:
+            if entry.kind != "log":
+                break
+            found.append(Point(dict(entry.content), entry.step, entry.time, dict(entry.kwargs)))
+        return found
 
 
 def _call(tracker: Any, entry: Entry) -> None:
@@ -101,6 +126,12 @@ def _call(tracker: Any, entry: Entry) -> None:
             for name in content["path"]:
                 target = getattr(target, name)
             target(*content["args"], **entry.kwargs)
+
+
+def told(error: Exception) -> str:
+    """Return an error in a line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 
 
 def _number(value: Any) -> Any:

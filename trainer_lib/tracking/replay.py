@@ -8,7 +8,7 @@ from typing import Any
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
-from trainer_lib.tracking.entries import from_line, hand_over
+from trainer_lib.tracking.entries import HandOver, from_line
 from trainer_lib.tracking.registry import tracker_class
 from trainer_lib.tracking.secrets import MASK
 from trainer_lib.tracking.spool import read_spool
@@ -67,7 +67,7 @@ def send(waiting: Waiting, told: Callable[[int], None] = lambda count: None) -> 
     tracker.start()
     for start in range(0, len(waiting.lines), _AT_ONCE):
         entries = [from_line(line) for line in waiting.lines[start : start + _AT_ONCE]]
-        hand_over(tracker, entries)
+        HandOver(tracker, entries).make()
         told(start + len(entries))
     tracker.finish()
     waiting.path.unlink()

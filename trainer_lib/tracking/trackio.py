@@ -1,11 +1,10 @@
 """This file is the tracker that reports to trackio: a database in a folder, or a Space."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.foundation.imports import require
-from trainer_lib.tracking.base import BuiltInTracker, Point, on_main_process
+from trainer_lib.tracking.base import BuiltInTracker, on_main_process
 
 
 class TrackioTracker(BuiltInTracker):
@@ -66,12 +65,6 @@ class TrackioTracker(BuiltInTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values."""
         self.run.log(values, step=step, **kwargs)
-
-    @on_main_process
-    def log_points(self, points: Sequence[Point]) -> None:
-        """Log the values of several calls."""
-        for point in points:
-            self.log(point.values, step=point.step, **point.kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
-from trainer_lib.tracking.delivery import ChildDelivery, Delivery, LocalDelivery
-from trainer_lib.tracking.entries import Entry, as_given, plain
+from trainer_lib.tracking.delivery import ChildDelivery, Delivery, DeliveryError, LocalDelivery
+from trainer_lib.tracking.entries import Entry, as_given, plain, told
 from trainer_lib.tracking.spool import Spool
 
 _logger = get_logger(__name__)
@@ -42,7 +42,7 @@ class Patience:
     artifact: float = 300.0
     start: float = 120.0
     call: float = 30.0
-    finish: float = 8.0
+    finish: float = 6.0
     working: float = 30.0
     first_pause: float = 1.0
     longest_pause: float = 30.0
@@ -180,8 +180,9 @@ class Worker:
         entries = self.spool.first(1 if self._failures else _AT_ONCE)
         try:
             self._deliver(entries)
-        except Exception:
-            if self._failures < _POISON or len(following := self.spool.first(2)) < 2:
+        except DeliveryError as error:
+            self.spool.drop(0 if self._is_cut else error.done)
+            if error.done or self._failures < _POISON or len(following := self.spool.first(2)) < 2:
                 raise
             # The first one may be what it cannot take. If it takes the one after it, this one is lost.
             self._deliver(following[1:])
@@ -201,11 +202,11 @@ class Worker:
         try:
             if ready:
                 self._deliver(ready)
-        except Exception:
+        except DeliveryError as error:
             with self._lock:
                 if not self._is_cut:
                     self._in_hand = []
-                    self.spool.add(ready)
+                    self.spool.add(ready[error.done :])
             raise
         with self._lock:
             if not self._is_cut:
@@ -319,6 +320,4 @@ class Worker:
 
 
 def _told(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    kind = "" if type(error).__name__ == "DeliveryError" else f"{type(error).__name__}: "
-    return (kind + text if text else type(error).__name__)[:600]
+    return str(error) if isinstance(error, DeliveryError) else told(error)

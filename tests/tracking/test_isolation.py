@@ -1,0 +1,290 @@
+"""Whatever a tracker does, the run goes on, ends in time, and nothing is lost that could be kept."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tracking.misbehaving import Misbehaving, steps, taken
+from trainer_lib.commands.main import main
+from trainer_lib.tracking import GeneralTracker, Patience, TrackerGroup, register_tracker_class
+from trainer_lib.tracking.delivery import ChildDelivery
+from trainer_lib.tracking.spool import read_spool
+
+ROOT = Path(__file__).parents[2]
+QUICK = Patience(linger=0.02, call=0.5, finish=1.0, working=0.0, first_pause=0.05, longest_pause=0.2)
+PATIENT = Patience(linger=0.02, finish=30.0, first_pause=0.05, longest_pause=0.2)
+
+register_tracker_class(Misbehaving)
+
+
+def group(folder: Path, patience: Patience = QUICK, token: str | None = None, **options: Any) -> TrackerGroup:
+    options = {"path": str(folder / "taken"), **options}
+    return TrackerGroup("misbehaving", "project", folder, {"misbehaving": options}, patience=patience, token=token)
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def stalls(trackers: TrackerGroup, count: int = 200) -> float:
+    """Return how long a step is held up, but for what other programs on the machine do."""
+    durations: list[float] = []
+    for step in range(count):
+        begun = time.perf_counter()
+        trackers.log({"loss": 1.0 / (step + 1), "step_seconds": 0.1}, step=step)
+        durations.append(time.perf_counter() - begun)
+    return sorted(durations)[-3]
+
+
+def spooled(folder: Path) -> list[int]:
+    file = folder / "spool" / "misbehaving.jsonl"
+    return [json.loads(line)["step"] for line in read_spool(file)[1]] if file.exists() else []
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
+@pytest.mark.parametrize("where", ["start", "log"])
+@pytest.mark.parametrize("what", ["raise", "hang"])
+def test_what_is_not_taken_is_kept(
+    tmp_path: Path, what: str, where: str, apart: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    patience = PATIENT if what == "raise" else QUICK
+    trackers = group(tmp_path, patience, how=f"{what} in {where}", apart=apart)
+    assert stalls(trackers) < 0.05
+    begun = time.monotonic()
+    trackers.finish()
+    assert time.monotonic() - begun < (30 if what == "raise" else 3)
+    assert spooled(tmp_path) == list(range(200))
+    assert steps(tmp_path / "taken") == []
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sum("fails, and training goes on" in line for line in said) <= 1
+    assert "200 points wait in" in said[-1]
+    assert len(said) <= 2
+
+
+def test_one_that_hangs_at_the_end_is_cut(tmp_path: Path) -> None:
+    for apart in (False, True):
+        folder = tmp_path / str(apart)
+        folder.mkdir()
+        trackers = group(folder, QUICK, how="hang in finish", apart=apart)
+        trackers.log({"loss": 1.0}, step=1)
+        until(lambda folder=folder: steps(folder / "taken") == [1])
+        begun = time.monotonic()
+        trackers.finish()
+        assert time.monotonic() - begun < 3
+        assert not spooled(folder)
+
+
+def test_a_slow_one_gets_all_in_the_end(tmp_path: Path) -> None:
+    trackers = group(tmp_path, PATIENT, how="slow")
+    assert stalls(trackers, 50) < 0.05
+    trackers.finish("interrupted")
+    assert steps(tmp_path / "taken") == list(range(50))
+    assert taken(tmp_path / "taken")[-1] == {"finished": "interrupted"}
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
+def test_what_was_kept_arrives_when_it_is_back(tmp_path: Path, apart: bool, caplog: pytest.LogCaptureFixture) -> None:
+    away = tmp_path / "away"
+    trackers = group(tmp_path, PATIENT, how="away", apart=apart)
+    trackers.log({"loss": 0.0}, step=0)
+    until(lambda: steps(tmp_path / "taken") == [0])
+    away.touch()
+    for step in range(1, 40):
+        trackers.log({"loss": float(step)}, step=step)
+    until(lambda: spooled(tmp_path) == list(range(1, 40)))
+    away.unlink()
+    until(lambda: steps(tmp_path / "taken") == list(range(40)))
+    trackers.log({"loss": 40.0}, step=40)
+    trackers.finish()
+    assert steps(tmp_path / "taken") == list(range(41))
+    assert not (tmp_path / "spool" / "misbehaving.jsonl").exists()
+    assert len(caplog.records) == 1
+    assert "ConnectionError: nobody is there" in caplog.records[0].message
+
+
+@pytest.mark.parametrize("how", ["die in log", "die in start"])
+def test_its_process_is_started_again(tmp_path: Path, how: str) -> None:
+    trackers = group(tmp_path, PATIENT, how=how, apart=True, token="same")
+    for step in range(10):
+        trackers.log({"loss": float(step)}, step=step)
+    trackers.finish()
+    spool = tmp_path / "spool" / "misbehaving.jsonl"
+    if spool.exists():  # the end came before the second try
+        assert main(["track", "replay", str(tmp_path)]) == 0
+    assert sorted(set(steps(tmp_path / "taken"))) == list(range(10))
+    assert {record["started"] for record in taken(tmp_path / "taken") if "started" in record} == {"same"}
+
+
+def test_its_process_ends_with_the_run(tmp_path: Path) -> None:
+    trackers = group(tmp_path, PATIENT, apart=True)
+    (handle,) = trackers.trackers
+    trackers.log({"loss": 0.0}, step=0)
+    until(lambda: steps(tmp_path / "taken") == [0])
+    delivery: Any = handle._worker.delivery
+    assert isinstance(delivery, ChildDelivery)
+    process: Any = delivery._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    trackers.log({"loss": 1.0}, step=1)
+    until(lambda: steps(tmp_path / "taken") == [0, 1])
+    again: Any = delivery._process
+    assert again.pid != process.pid
+    trackers.finish()
+    assert taken(tmp_path / "taken")[-1] == {"finished": "finished"}
+    assert again.poll() is not None
+
+
+def test_the_queue_is_bounded(tmp_path: Path) -> None:
+    patience = Patience(linger=30.0, finish=10.0, capacity=100)  # so that nothing is taken before the end
+    trackers = group(tmp_path, patience)
+    assert stalls(trackers, 1000) < 0.05
+    (handle,) = trackers.trackers
+    assert len(handle._worker._queue) <= 1000
+    trackers.finish()
+    assert steps(tmp_path / "taken") == list(range(1000))
+
+
+def test_without_a_folder_memory_is_what_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"misbehaving": {"path": str(tmp_path / "taken"), "how": "raise in log"}}
+    trackers = TrackerGroup("misbehaving", "project", None, options, patience=QUICK)
+    for step in range(5):
+        trackers.log({"loss": 1.0}, step=step)
+    trackers.finish()
+    assert "5 points are lost" in caplog.messages[-1]
+    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
+
+
+def test_what_it_cannot_take_holds_up_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trackers = group(tmp_path, PATIENT)
+    trackers.log({"loss": 0.0}, step=0)
+    trackers.log({"poison": 1.0}, step=1)
+    trackers.log({"loss": 2.0}, step=2)
+    until(lambda: steps(tmp_path / "taken") == [0, 2])
+    trackers.finish()
+    assert "1 points are lost" in caplog.messages[-1]
+
+
+def test_what_an_earlier_program_left_is_sent_if_it_is_of_the_same_run(tmp_path: Path) -> None:
+    first = group(tmp_path, QUICK, how="raise in log", token="a")
+    first.log({"loss": 0.0}, step=0)
+    first.finish()
+    other = group(tmp_path, QUICK, how="raise in log", token="b")
+    other.log({"loss": 5.0}, step=5)
+    other.finish()
+    again = group(tmp_path, PATIENT, token="a")
+    again.log({"loss": 1.0}, step=1)
+    again.finish()
+    assert steps(tmp_path / "taken") == [0, 1]
+    assert [file.name for file in (tmp_path / "spool").glob("*.jsonl")] == ["misbehaving-2.jsonl"]
+
+
+def test_what_waits_is_sent_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trackers = group(tmp_path, QUICK, how="away", token="t")
+    (tmp_path / "away").touch()
+    trackers.store_init_configuration({"learning_rate": 0.1, "api_key": "secret"})
+    for step in range(3):
+        trackers.log({"loss": float("nan"), "accuracy": 0.5}, step=step)
+    trackers.finish()
+    assert main(["track", "replay", str(tmp_path), "--dry-run"]) == 0
+    assert "misbehaving: 4 entries wait in" in capsys.readouterr().out
+    assert main(["track", "replay", str(tmp_path)]) == 1  # still away
+    assert "ConnectionError: nobody is there" in capsys.readouterr().err
+    (tmp_path / "away").unlink()
+    assert main(["track", "replay", str(tmp_path), "--tracker", "other"]) == 0
+    assert capsys.readouterr().out == "Nothing waits.\n"
+    assert main(["track", "replay", str(tmp_path)]) == 0
+    assert "misbehaving: 4 entries are sent" in capsys.readouterr().out
+    there = taken(tmp_path / "taken")
+    assert there[:2] == [{"started": "t"}, {"settings": {"learning_rate": 0.1, "api_key": "***"}}]
+    assert steps(tmp_path / "taken") == [0, 1, 2]
+    assert not list((tmp_path / "spool").glob("*.jsonl"))
+    assert main(["track", "replay", str(tmp_path / "nowhere")]) == 2
+    assert main(["track", "replay"]) == 2
+
+
+class Threads(GeneralTracker):
+    """Says where it is called."""
+
+    name = "threads"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[str, Any, int]] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self.called
+
+    def start(self) -> None:
+        self.called.append(("start", None, os.getpid()))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.called.append(("log", (values, step, kwargs), os.getpid()))
+
+
+def test_an_object_is_handed_what_was_given_as_it_was(tmp_path: Path) -> None:
+    import numpy as np
+    import torch
+
+    mine = Threads()
+    trackers = TrackerGroup(mine, "project", tmp_path, patience=PATIENT)
+    total, array, nested = torch.tensor(1.0), np.ones(2), {"a": torch.tensor([1, 2])}
+    values: dict[str, Any] = {"total": total, "array": array, "nested": nested, "text": "t", "nothing": None}
+    trackers.log(values, step=3, kwargs={"threads": {"commit": True}})
+    total += 1
+    array += 1
+    nested["a"] += 1
+    values["total"] = 5.0
+    trackers.finish()
+    assert [call[0] for call in mine.called] == ["start", "log"]
+    given, step, kwargs = mine.called[1][1]
+    assert (step, kwargs, given["text"], given["nothing"]) == (3, {"commit": True}, "t", None)
+    assert given["total"].item() == 1.0
+    assert given["array"].tolist() == [1.0, 1.0]
+    assert given["nested"]["a"].tolist() == [1, 2]
+
+
+_SCRIPT = """
+import sys, time
+from tests.tracking.misbehaving import Misbehaving
+from trainer_lib.tracking import TrackerGroup, register_tracker_class
+register_tracker_class(Misbehaving)
+class Second(Misbehaving):
+    name = "second"
+register_tracker_class(Second)
+folder = sys.argv[1]
+options = {"misbehaving": {"path": folder + "/one", "how": "hang in log", "apart": True},
+           "second": {"path": folder + "/two", "how": "hang in log"}}
+trackers = TrackerGroup(["misbehaving", "second"], "project", folder, options)
+for step in range(100):
+    trackers.log({"loss": 1.0}, step=step)
+    time.sleep(0.01)
+print(time.time(), flush=True)  # the last step; what follows is the exit of a program that forgot to end its trackers
+"""
+
+
+def test_a_program_with_trackers_that_hang_ends_in_ten_seconds(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert time.time() - float(ended.stdout) < 10.0
+    assert ended.stderr.count("100 points wait in") == 2
+    assert [len(read_spool(file)[1]) for file in (tmp_path / "spool").glob("*.jsonl")] == [100, 100]
