@@ -12,6 +12,7 @@ HEAVY = {
     "comet_ml",
     "datasets",
     "evaluate",
+    "fsspec",
     "mlflow",
     "tensorboard",
     "torch._dynamo",
