@@ -191,7 +191,8 @@ class FileOnDisk(Content):
 
 def cannot_send(path: RemotePath, error: Exception) -> UnwritableError:
     """Return the error that tells what could not be written, and that nothing else is lost."""
-    reason = str(error) if isinstance(error, UnreachableError) else f"{getattr(error, 'strerror', None) or error}."
+    told = f"{getattr(error, 'strerror', None) or error}."
+    reason = str(error).replace(f"{path} cannot", "it cannot") if isinstance(error, UnreachableError) else told
     return UnwritableError(f"{path} could not be written: {reason} What was saved before is as it was.")
 
 
