@@ -81,8 +81,13 @@ def test_prune_keeps_the_newest_the_best_and_the_last_that_is_whole(
     _, text = told(capsys, "prune", folder, "--keep-last", 1)
     assert "deleted" in text
     assert "checkpoint-00000015.damaged" in names(folder)
+    assert "which was put aside as damaged: --damaged deletes it" in text
     assert names(folder)[-1] == "checkpoint-00000020"
     assert not {"checkpoint-00000010", "checkpoint-00000015"} & set(names(folder))
+    left = set(names(folder)) - {"checkpoint-00000015.damaged"}
+    _, (gone,) = told(capsys, "prune", folder, "--keep-last", 1, "--damaged", "--json")
+    assert gone["path"].endswith("checkpoint-00000015.damaged")
+    assert set(names(folder)) == left
 
 
 def test_consolidate_puts_shards_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

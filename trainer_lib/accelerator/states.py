@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.accelerator import imported
 from trainer_lib.accelerator import parts as engine_parts
 from trainer_lib.accelerator.description import described
 from trainer_lib.checkpointing import retention
@@ -92,7 +93,7 @@ def load(
     try:
         parts = engine_parts.collect(engine, words.strict, manifest)
         with together(engine.group, "load_state"):
-            check_counts(manifest.parts, [part.name for part in parts], str(folder))
+            check_counts(manifest.parts, imported.counted(parts, manifest), str(folder))
             check_kinds(manifest.kinds, kinds_of(parts), str(folder))
         _tell_of_another_world(engine, manifest, folder)
         with together(engine.group, "load_state"):
@@ -234,10 +235,12 @@ def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folde
         if isinstance(part, Weights) and id(engine._models[part.index]) not in remaining:
             continue
         if part.name not in manifest.parts:
-            _logger.warning("The state in %s has no %s, which stays as it is.", folder, part.name)
+            imported.tell_missing(part, manifest, folder)
             continue
         with together(engine.group, "load_state"):
             state = part.read(folder, words)
+            if manifest.origin is not None:
+                state = imported.taken_up(engine, part, state)
         _take_up(part, state, folder)
     for name in sorted(set(manifest.parts) - {part.name for part in parts}):
         _logger.warning("The state in %s has a %s, which nothing here takes up.", folder, name)

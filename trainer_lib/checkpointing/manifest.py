@@ -33,6 +33,7 @@ _TYPES: dict[str, Any] = {
     "reasons": (list, tuple),
     "metrics": dict,
     "best": (dict, _NONE),
+    "origin": (dict, _NONE),
     "parts": list,
     "kinds": dict,
     "files": dict,
@@ -62,6 +63,7 @@ class Manifest:
         reasons: Why it was saved: "interval", "best", "end", "asked".
         metrics: The evaluation at its step, if there was one.
         best: The best evaluation so far: its metric, value and step.
+        origin: Of what another library saved: which, and what of it was left out.
         parts: The names of what was saved.
         kinds: For the parts of which that matters, the name of their class.
         files: For each file what is known of it: its size and its checksum.
@@ -82,6 +84,7 @@ class Manifest:
     reasons: Sequence[str] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
     best: Mapping[str, Any] | None = None
+    origin: Mapping[str, Any] | None = None
     parts: Sequence[str] = ()
     kinds: Mapping[str, str] = field(default_factory=dict[str, str])
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, dict[str, Any]])

@@ -1,5 +1,6 @@
 """This file is finding the state to load, and saying what is there instead if it is not."""
 
+from trainer_lib.checkpointing.foreign import advice, library_of
 from trainer_lib.checkpointing.layout import (
     AUTOMATIC_FOLDER,
     MANIFEST_NAME,
@@ -15,9 +16,6 @@ from trainer_lib.checkpointing.storage import storage_of
 from trainer_lib.checkpointing.verification import check_bytes, check_sizes
 from trainer_lib.foundation.errors import CheckpointError, did_you_mean
 from trainer_lib.foundation.remote import AnyPath
-
-# What Accelerate writes and this library does not.
-_FOREIGN = ("optimizer.bin", "random_states_0.pkl", "scheduler.bin", "pytorch_model_fsdp.bin", "optimizer_0")
 
 
 def find_state(given: str | AnyPath) -> AnyPath:
@@ -38,11 +36,8 @@ def find_state(given: str | AnyPath) -> AnyPath:
     if inside is not None:
         newest = list(automatic_states(inside).values())[-1]
         raise CheckpointError(f"{folder} is no state, but a folder of states. The newest in it is {newest}.")
-    if _is_foreign(folder):
-        raise CheckpointError(
-            f"{folder} was written by Accelerate. This version reads the weights in it, by "
-            "load_checkpoint_in_model(model, folder), and no optimizer or generator, which are pickles there."
-        )
+    if (library := library_of(folder)) is not None:
+        raise CheckpointError(advice(folder, library))
     raise CheckpointError(
         f"{folder} has no {MANIFEST_NAME}: it is no state, or was not written to the end.{_instead(folder)}"
     )
@@ -58,7 +53,7 @@ def newest_state(project: AnyPath) -> AnyPath:
     """
     folder = project / AUTOMATIC_FOLDER
     named = [path for path in storage_of(folder).states() if automatic_number(path.name) is not None]
-    states = [path for path in named if not _is_foreign(path)]
+    states = [path for path in named if library_of(path) is None]
     if not states:
         raise CheckpointError(
             f"There is no state to load yet in {project / AUTOMATIC_FOLDER}. Call save_state first, or give the folder "
@@ -88,10 +83,6 @@ def verify_state(folder: AnyPath) -> Manifest:
     manifest = open_state(folder)
     check_bytes(folder, manifest)
     return manifest
-
-
-def _is_foreign(folder: AnyPath) -> bool:
-    return not is_committed(folder) and any((folder / name).exists() for name in _FOREIGN)
 
 
 def _instead(folder: AnyPath) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from trainer_lib.commands import convert
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.foundation.sizes import convert_bytes
@@ -36,16 +37,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verbs = parser.add_subparsers(required=True, metavar="list | verify | inspect | prune | consolidate")
+    verbs = parser.add_subparsers(required=True, metavar="list | verify | inspect | prune | consolidate | convert")
     _add(verbs, "list", _list, "what is there: step, size, age, metrics, why it is kept")
     verify = _add(verbs, "verify", _verify, "read every byte of the newest checkpoint, and name what is damaged")
     verify.add_argument("--all", action="store_true", help="of all checkpoints")
     _add(verbs, "inspect", _inspect, "what a checkpoint (or the newest) is made of")
     prune = _add(verbs, "prune", _prune, "delete old ones; never the newest, the best, or the last that is whole")
     prune.add_argument("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest stay")
+    prune.add_argument("--damaged", action="store_true", help="delete those too that were put aside as damaged")
     consolidate = _add(verbs, "consolidate", _consolidate, "write the weights, whole, to a folder")
     consolidate.add_argument("target", metavar="TARGET", type=_path, help="the folder to write to")
     consolidate.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
+    convert.add_options(
+        _add(verbs, "convert", convert.convert, "make a checkpoint of one of Hugging Face's Trainer or Accelerate")
+    )
     return parser
 
 
@@ -115,9 +120,12 @@ def _inspect(options: argparse.Namespace) -> int:
 def _print_run(one: Any) -> None:
     manifest = one.manifest
     counts = [("epoch", manifest.epoch), ("samples", manifest.samples), ("items of the loss", manifest.items)]
-    told = ", ".join(f"{name} {value:,.10g}" for name, value in counts if value is not None)
-    if manifest.run_id is not None:
-        print(f"  of the run {manifest.run_id}{', ' if told else ''}{told}")
+    told = [f"{name} {value:,.10g}" for name, value in counts if value is not None]
+    of_run = [] if manifest.run_id is None else [f"of the run {manifest.run_id}"]
+    if of_run or told:
+        print(f"  {', '.join([*of_run, *told])}")
+    if manifest.origin is not None:
+        print(f"  imported from {manifest.origin['library']}")
     if manifest.reasons:
         print(f"  saved for: {', '.join(manifest.reasons)}")
     for name, value in one.metrics.items():
@@ -131,11 +139,16 @@ def _prune(options: argparse.Namespace) -> int:
     from trainer_lib.checkpointing.listing import superfluous
     from trainer_lib.checkpointing.retention import delete_state
 
-    going = [one for group in _groups(options.folder) for one in superfluous(group, options.keep_last)]
+    groups = _groups(options.folder)
+    aside = [one for group in groups for one in group if one.is_aside]
+    going = [one for group in groups for one in superfluous(group, options.keep_last)]
+    going += aside if options.damaged else []
     for one in going:
         delete_state(one.path)
         if not options.json:
             print(f"deleted {one.path} ({convert_bytes(one.size)})")
+    for one in aside if not (options.damaged or options.json) else []:
+        print(f"kept {one.path} ({convert_bytes(one.size)}), which was put aside as damaged: --damaged deletes it")
     if options.json:
         _print_json([_facts(one) for one in going])
     return 0

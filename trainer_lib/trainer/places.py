@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.checkpointing.fallback import open_checked, put_aside
+from trainer_lib.checkpointing.foreign import advice, library_of
 from trainer_lib.checkpointing.layout import is_committed
 from trainer_lib.checkpointing.storage import storage_of
 from trainer_lib.foundation.errors import ConfigurationError, DamagedError, UnreachableError, did_you_mean
@@ -24,6 +25,8 @@ def checkpoint_at(path: str | AnyPath) -> AnyPath:
     folder = path_at(path).resolve()
     if is_committed(folder):
         return folder
+    if (library := library_of(folder)) is not None:
+        raise ConfigurationError(advice(folder, library))
     newest = read_run(folder, None).newest_checkpoint()
     if newest is None:
         raise ConfigurationError(

@@ -1,0 +1,49 @@
+"""This file is `trainer-lib checkpoint convert`: a checkpoint of this library's of one that another library wrote."""
+
+import argparse
+import json
+from pathlib import Path
+
+from trainer_lib.foundation.errors import ConfigurationError
+
+_PARTS = ("optimizer", "scheduler", "scaler", "random_states")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what it takes besides the folder to convert."""
+    parser.add_argument("target", metavar="TARGET", help="the folder to make")
+    parser.add_argument(
+        "--epochs",
+        type=_passes,
+        metavar="N",
+        help="passes over the data that were made, such as 1.4, if it is not told",
+    )
+    parser.add_argument(
+        "--without", action="append", default=[], choices=_PARTS, metavar="PART", help=f"leave out {', '.join(_PARTS)}"
+    )
+    parser.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Convert, and tell what was left out."""
+    from trainer_lib.checkpointing.conversion import convert as make
+
+    if not isinstance(options.folder, Path):
+        raise ConfigurationError(f"{options.folder} is on another machine. Copy it to this one first.")
+    found = make(options.folder, options.target, options.epochs, options.without, options.max_shard_size)
+    told = {"library": found.library, "step": found.step, "epochs": found.epochs, "left_out": found.left_out}
+    if options.json:
+        print(json.dumps({"path": str(options.folder), "target": str(options.target), **told}, indent=1))
+        return 0
+    epochs = "" if found.epochs is None else f", {found.epochs:.10g} epochs"
+    print(f"The checkpoint of {found.library} in {options.folder} (step {found.step}{epochs}) is in {options.target}.")
+    for name, reason in found.left_out.items():
+        print(f"  without {name}: {reason}")
+    return 0
+
+
+def _passes(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return value
