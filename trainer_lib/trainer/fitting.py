@@ -359,7 +359,8 @@ class Fitting:
 
     def result(self) -> FitResult:
         """Return what became of the run."""
-        return FitResult.of({"state": self.run.state.state_dict(), "metrics": self.run.metrics})
+        report = None if self.folder is None else history.report_of(self.folder)
+        return FitResult.of({"state": self.run.state.state_dict(), "metrics": self.run.metrics, "report": report})
 
     def tell_time(self) -> None:
         """Count the time of training so far."""
