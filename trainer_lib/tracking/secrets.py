@@ -39,7 +39,7 @@ def is_secret(name: str) -> bool:
     """
     words = [word.lower() for word in _WORDS.findall(name.rpartition("/")[2])]
     for before, word in zip(["", *words], words, strict=False):
-        if word == "token" and before in _VOCABULARY:
+        if word == "token" and (before in _VOCABULARY or word != words[-1]):
             continue
         if word in _SECRET or (word == "key" and before in _KEYS):
             return True

@@ -1,0 +1,114 @@
+"""Trackers by their names, and what is said of those that there are not."""
+
+import importlib.metadata
+from typing import Any
+
+import pytest
+
+from trainer_lib import Accelerator
+from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError
+from trainer_lib.foundation.imports import is_package_available
+from trainer_lib.tracking import (
+    GeneralTracker,
+    filter_trackers,
+    get_available_trackers,
+    register_tracker_class,
+    registry,
+)
+from trainer_lib.utils import LoggerType
+
+
+class Silent(GeneralTracker):
+    name = "silent"
+    requires_logging_directory = False
+    tracker = None
+
+
+def test_names_and_objects_may_be_mixed() -> None:
+    silent = Silent()
+    assert registry.resolve(["comet", LoggerType.MLFLOW, silent], "log_with") == ["comet_ml", "mlflow", silent]
+    assert registry.resolve(None, "log_with") == []
+    assert registry.resolve("jsonl", "log_with") == ["jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("tensorbord", "Unknown tracker 'tensorbord'.*Known: all, clearml, comet_ml.*Did you mean 'tensorboard'?"),
+        (["mlflow", "mlflow"], "log_with has the tracker 'mlflow' twice"),
+        ([Silent(), Silent()], "log_with has the tracker 'silent' twice"),
+        (Silent, "log_with has the class Silent. Give its name, or an object."),
+        ("aim", "The tracker aim is not supported"),
+        (3, "Unknown tracker '3'"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(wanted: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        registry.resolve(wanted, "log_with")
+
+
+def test_a_package_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_lib.tracking.base.is_package_available", lambda module: False)
+    with pytest.raises(MissingPackageError, match=r"needs the package comet_ml.*pip install trainer_lib\[comet\]"):
+        Accelerator(cpu=True, log_with="comet_ml")
+    assert get_available_trackers() == ["jsonl", *sorted(registry._registered)]
+    assert filter_trackers(["wandb", "jsonl"], "logs") == ["jsonl"]
+
+
+def test_all_is_what_is_installed_and_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("COMET_API_KEY", "WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    found = registry.available_names()
+    assert not {"comet_ml", "wandb", "jsonl"} & set(found)
+    assert ("tensorboard" in found) == is_package_available("tensorboard")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("COMET_API_KEY", "k")
+    found = registry.available_names()
+    assert ("wandb" in found, "comet_ml" in found) == (is_package_available("wandb"), is_package_available("comet_ml"))
+
+
+def test_classes_of_ones_own_have_free_names() -> None:
+    register_tracker_class(Silent)
+    register_tracker_class(Silent)  # as a module that is imported again does
+    assert registry.tracker_class("silent") is Silent
+    assert "silent" in registry.available_names()
+
+    class Other(GeneralTracker):
+        name = "silent"
+
+    class Wandb(GeneralTracker):
+        name = "wandb"
+
+    class Nameless(GeneralTracker):
+        requires_logging_directory = False
+
+    for kind, said in ((Other, "is taken"), (Wandb, "is taken"), (Nameless, "has no name"), (3, "is no class derived")):
+        with pytest.raises(ConfigurationError, match=said):
+            register_tracker_class(kind)  # type: ignore[arg-type]
+
+
+def test_other_packages_bring_theirs_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        importlib.metadata.EntryPoint("theirs", f"{__name__}:Silent", registry.ENTRY_POINTS),
+        importlib.metadata.EntryPoint("broken", "json:dumps", registry.ENTRY_POINTS),
+    ]
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: points if group == registry.ENTRY_POINTS else []
+    )
+    registry._entry_points.cache_clear()
+    try:
+        assert registry.tracker_class("theirs").__name__ == "Silent"
+        with pytest.raises(ConfigurationError, match=r"'broken' of trainer_lib.trackers is no class derived"):
+            registry.tracker_class("broken")
+    finally:
+        registry._entry_points.cache_clear()
+
+
+def test_a_tracker_lacks_nothing() -> None:
+    class Incomplete(GeneralTracker):
+        name = "incomplete"
+
+    with pytest.raises(NotImplementedError, match="Incomplete lacks requires_logging_directory, tracker"):
+        Incomplete()
+    assert Incomplete(_blank=True).name == "incomplete"

@@ -1,0 +1,162 @@
+"""The engine's side: what `Accelerator` takes, tells and returns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tracking.misbehaving import Misbehaving, taken
+from trainer_lib import Accelerator, GeneralTracker, ProjectConfiguration
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.launchers import run_forked
+from trainer_lib.tracking import on_main_process, register_tracker_class
+from trainer_lib.tracking.group import TrackerHandle
+
+register_tracker_class(Misbehaving)
+
+
+class Listing(GeneralTracker):
+    """As people write them for Accelerate."""
+
+    name = "listing"
+    requires_logging_directory = False
+
+    @on_main_process
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.run: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.append(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        self.run.append((step, values))
+
+
+def test_a_tracker_written_for_accelerate_works_unchanged() -> None:
+    mine = Listing("mine")
+    accelerator = Accelerator(cpu=True, log_with=mine)
+    accelerator.log({"loss": 9.0}, step=0)  # before there is anybody to tell
+    accelerator.init_trackers("project", config={"lr": 0.1, "api_key": "k"})
+    accelerator.log({"loss": torch.tensor(0.5)}, step=1)
+    tracker = accelerator.get_tracker("listing")
+    assert isinstance(tracker, TrackerHandle)
+    assert tracker.run_name == "mine"
+    assert accelerator.get_tracker("listing", unwrap=True) is mine.run
+    accelerator.end_training()
+    assert mine.run == [{"lr": 0.1, "api_key": "***"}, (1, {"loss": torch.tensor(0.5)})]
+    assert accelerator.trackers == []
+
+
+def test_names_take_their_folder_and_options(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=["jsonl", Listing("mine")], project_dir=tmp_path)
+    accelerator.init_trackers("digits", config={"lr": 0.1})
+    accelerator.log({"loss": {"train": float("nan")}}, step=1, log_kwargs={"jsonl": {"epoch": 2}})
+    for tracker in accelerator.trackers:
+        if tracker.name == "jsonl":
+            tracker.log_table("table", columns=["a"], data=[[1], [2]], step=1)
+    accelerator.end_training()
+    lines = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
+    assert lines[0] == {"settings": {"lr": 0.1}}
+    assert lines[1].pop("time") > 1.7e9
+    assert lines[1] == {"step": 1, "epoch": 2, "loss/train": "NaN"}
+    assert lines[2] == {"step": 1, "table": "table", "columns": ["a"], "data": [[1], [2]]}
+
+
+def test_one_in_another_process_passes_calls_on(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="misbehaving", project_dir=tmp_path)
+    options = {"path": str(tmp_path / "taken"), "apart": True}
+    accelerator.init_trackers("project", init_kwargs={"misbehaving": options})
+    tracker = accelerator.get_tracker("misbehaving")
+    assert isinstance(tracker, TrackerHandle)
+    assert tracker.runs_apart
+    tracker.say("hello", times=2)
+    tracker.log_images({"batch": torch.zeros(2, 3, 8, 4)}, step=1)
+    tracker.log_artifact(__file__, "a test")
+    accelerator.get_tracker("misbehaving", unwrap=True).parent.chmod(0o750)
+    for call, error in (
+        (lambda: tracker.log_table("t", ["a"], [[1]]), UnsupportedError),
+        (lambda: tracker.log_artifact("nowhere"), ConfigurationError),
+        (lambda: tracker.path, AttributeError),
+    ):
+        with pytest.raises(error):
+            call()
+    accelerator.end_training()
+    assert tmp_path.stat().st_mode & 0o777 == 0o750
+    there = taken(tmp_path / "taken")[1:]
+    assert there == [
+        {"said": "hellohello"},
+        {"step": 1, "shapes": {"batch": [2, 3, 8, 4]}},
+        {"artifact": __file__, "as": "a test"},
+        {"finished": "finished"},
+    ]
+
+
+def test_a_thread_may_be_asked_for(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="misbehaving", project_dir=tmp_path)
+    options = {"misbehaving": {"path": str(tmp_path / "taken"), "apart": True}}
+    accelerator.init_trackers("project", init_kwargs=options, isolation={"misbehaving": "thread"})
+    assert accelerator.get_tracker("misbehaving").path == tmp_path / "taken"
+    assert accelerator.get_tracker("misbehaving", unwrap=True) == tmp_path / "taken"
+    accelerator.init_trackers("again", init_kwargs=options, isolation="thread")  # ends those before
+    assert taken(tmp_path / "taken")[-1]["finished"] == "finished"
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda a: a.init_trackers(""), "project_name must be a text"),
+        (lambda a: a.init_trackers("p", config=[1]), "config must be a dictionary, got a list"),
+        (lambda a: a.init_trackers("p", init_kwargs={"wandb": {}}), "Unknown tracker in init_kwargs 'wandb'"),
+        (lambda a: a.init_trackers("p", isolation="prosess"), "Unknown isolation 'prosess'.*'process'"),
+        (lambda a: a.get_tracker("jsonl"), "jsonl has not begun. Call init_trackers first."),
+        (lambda a: a.get_tracker("json"), "Unknown tracker 'json'. Known: jsonl. Did you mean 'jsonl'"),
+    ],
+)
+def test_what_cannot_be_done_is_said(tmp_path: Path, make: Any, said: str) -> None:
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=said):
+        make(accelerator)
+
+
+def test_folders_that_there_are_not(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path / "file" / "inside")
+    with pytest.raises(ConfigurationError, match=r"jsonl cannot write to .*inside: Not a directory. Name another"):
+        accelerator.init_trackers("p")
+    config = ProjectConfiguration(logging_dir=str(tmp_path / "logs"))
+    assert Accelerator(cpu=True, log_with="jsonl", project_config=config).logging_dir == str(tmp_path / "logs")
+    assert Accelerator(cpu=True, log_with="jsonl", logging_dir=tmp_path).logging_dir == tmp_path
+    with pytest.raises(ConfigurationError, match=r"logging_dir=.* contradict each other"):
+        Accelerator(cpu=True, logging_dir="a", project_config=ProjectConfiguration(logging_dir="b"))
+
+
+def test_the_main_process_reports_and_others_do_nothing(tmp_path: Path) -> None:
+    class Everywhere(Listing):
+        name = "everywhere"
+        main_process_only = False
+
+    def train() -> tuple[int, int, int, Any]:
+        accelerator = Accelerator(cpu=True, log_with=["jsonl", Listing("l"), everywhere], project_dir=tmp_path)
+        accelerator.init_trackers("digits")
+        accelerator.log({"rank": accelerator.process_index}, step=1)
+        blank = accelerator.get_tracker("jsonl")
+        blank.log({"more": 1}, step=2)
+        count = len(accelerator.trackers)
+        accelerator.end_training()
+        return accelerator.process_index, count, len(everywhere.run), type(blank).__name__
+
+    everywhere = Everywhere("e")
+    assert run_forked(train, (), 2, timeout=60) == [(0, 3, 1, "TrackerHandle"), (1, 1, 1, "GeneralTracker")]
+    lines = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
+    assert [(line["step"], line.get("rank")) for line in lines] == [(1, 0), (2, None)]

@@ -1,0 +1,137 @@
+"""What becomes of values on their way: kept as they were, then plain and flat; and no secrets."""
+
+import dataclasses
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer_lib.tracking.entries import Entry, from_line, to_line
+from trainer_lib.tracking.secrets import is_secret, masked
+from trainer_lib.tracking.values import kept, pictures, plain_metrics, plain_settings
+
+
+def test_plain_metrics_are_numbers_by_flat_names() -> None:
+    values = {
+        "float": 0.5,
+        "int": 3,
+        "bool": True,
+        "tensor": torch.tensor(2.5),
+        "one": torch.tensor([[4]]),
+        "numpy": np.float32(0.25),
+        "array": np.array([7]),
+        "nested": {"deep": {"loss": torch.tensor(True)}},
+        "text": "warm-up",
+    }
+    good, refused = plain_metrics(values)
+    assert good == {
+        "float": 0.5,
+        "int": 3,
+        "bool": 1,
+        "tensor": 2.5,
+        "one": 4,
+        "numpy": 0.25,
+        "array": 7,
+        "nested/deep/loss": 1,
+        "text": "warm-up",
+    }
+    assert {type(value) for value in good.values()} == {int, float, str}
+    assert refused == {}
+
+
+def test_what_is_no_number_is_refused_by_name() -> None:
+    values: dict[str, Any] = {"logits": torch.ones(2, 3), "array": np.ones(4), "list": [1.0], "none": None, "text": "t"}
+    good, refused = plain_metrics(values, takes_texts=False)
+    assert good == {}
+    assert refused == {
+        "logits": "a Tensor of shape (2, 3)",
+        "array": "a ndarray of shape (4,)",
+        "list": "a list",
+        "none": "nothing (None)",
+        "text": "a str",
+    }
+
+
+def test_kept_values_are_those_of_the_call() -> None:
+    total, array, inside = torch.zeros(()), np.zeros(1), {"a": torch.zeros(())}
+    values = kept({"total": total, "array": array, "inside": inside, "number": 1.5})
+    total += 1
+    array += 1
+    inside["a"] += 1
+    assert plain_metrics(values)[0] == {"total": 0.0, "array": 0.0, "inside/a": 0.0, "number": 1.5}
+
+
+def test_tensors_of_other_devices_are_read_later() -> None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        pytest.skip("there is no device besides the CPU")
+    loss = torch.full((), 2.0, device=device)
+    values = kept({"loss": loss})
+    loss += 1
+    assert plain_metrics(values)[0] == {"loss": 2.0}
+
+
+@dataclasses.dataclass
+class Settings:
+    folder: Path
+    kind: Enum
+    hub_token: str
+    inner: Any = None
+
+
+class Kind(Enum):
+    FIRST = "first"
+
+
+def test_settings_are_plain_and_without_secrets() -> None:
+    settings = Settings(Path("runs"), Kind.FIRST, "hf_abc", {"steps": {1}, "object": int, "array": np.int64(3)})
+    assert masked(plain_settings(settings)) == {
+        "folder": "runs",
+        "kind": "first",
+        "hub_token": "***",
+        "inner": {"steps": [1], "object": "<class 'int'>", "array": 3},
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "apiKey", "WANDB_API_KEY", "password", "hub_token", "token", "aws_secret_access_key", "secret"]
+)
+def test_secrets_are_told_by_their_names(name: str) -> None:
+    assert is_secret(name)
+    assert masked({name: "x", "list": [{name: "y"}]}) == {name: "***", "list": [{name: "***"}]}
+    assert masked({name: 5, "steps": 3}) == {name: 5, "steps": 3}  # no number opens a door
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "pad_token", "eos_token", "tokenizer", "key", "keep_last", "num_token_ids"]
+)
+def test_what_only_looks_like_one_stays(name: str) -> None:
+    assert masked({name: "value"}) == {name: "value"}
+
+
+def test_addresses_are_shown_without_who_may_use_them() -> None:
+    assert masked("postgresql://me:pw@host:5432/db") == "postgresql://***@host:5432/db"
+    assert masked({"uri": "https://host/x?api_key=k&n=1"}) == {"uri": "https://host/x?api_key=***&n=1"}
+    assert masked("https://host/a@b") == "https://host/a@b"
+
+
+def test_lines_say_the_same_again() -> None:
+    values: dict[str, Any] = {"loss": 0.5, "nan": float("nan"), "low": float("-inf"), "text": "t"}
+    line = to_line(Entry("log", values, 3, 12.5, {"epoch": 1}))
+    assert line is not None
+    back = from_line(line)
+    assert (back.kind, back.step, back.time, back.kwargs) == ("log", 3, 12.5, {"epoch": 1})
+    assert repr(back.content) == repr(values)
+    assert to_line(Entry("images", {}, 3, 12.5, {})) is None
+
+
+def test_pictures_are_arrays() -> None:
+    tensor = torch.arange(24).reshape(3, 2, 4)
+    assert pictures({"a": tensor}, channels_last=True)["a"].shape == (2, 4, 3)
+    assert pictures({"a": [tensor, tensor]}, channels_last=True)["a"].shape == (2, 2, 4, 3)
+    assert pictures({"a": tensor}, channels_last=False)["a"].tolist() == tensor.tolist()
+    array = np.zeros((5, 2, 4, 3))
+    assert pictures({"a": array}, channels_last=True)["a"].shape == (5, 2, 4, 3)
