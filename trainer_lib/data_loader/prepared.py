@@ -157,6 +157,10 @@ class PreparedLoader(DataLoader[Any]):
         kept = None if self.quarantine is None else self.quarantine.kept
         return samples if samples is None or kept is None else [samples[at] for at in kept if at < len(samples)]
 
+    def first_samples(self) -> list[Any] | None:
+        """Return which samples the first process reads first, as this one sees it; see `sample_ids`."""
+        return self._reader.samples(self._seed, 0, 0, 0, None)
+
     def leave_out_bad_samples(self, quarantine: Quarantine) -> None:
         """From the next pass on, leave out samples that cannot be read, and note them in `quarantine`.
 

@@ -28,6 +28,7 @@ class Control:
 
     NAMES = ("log", "evaluate", "save", "stop")
     _SENT = (*NAMES, "settle", "interrupt")  # and what only the loop asks for
+    COUNT = len(_SENT)  # the numbers that `send` returns
 
     __slots__ = ("_agreed", "_asked", "_sent", "interruption", "leaves", "reason", "save_reasons")
 

@@ -70,6 +70,7 @@ class Fitting:
         loader = preflight.train_loader(trainer)
         self.models: list[nn.Module] = trainer.prepare_models()
         self.loader: Any = accelerator.prepare_data_loader(loader)
+        preflight.check_order(accelerator.group, self.loader)
         optimizers = _named("configure_optimizer", trainer.configure_optimizer())
         prepared = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}
         state = RunState(run_id="" if folder is None else folder.run_id, status="running")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.batches import batch_size
 from trainer_lib.trainer.failures import add_note
@@ -113,7 +113,8 @@ class Loop:
                 return
             events.fire("on_micro_batch_begin", run)
             if self.gradients.sync_gradients and not self.is_alone:
-                self.window.notes, self.window.heard = run.control.send(), ()
+                is_end = float(self.loader.end_of_dataloader)
+                self.window.notes, self.window.heard = [*run.control.send(), is_end], ()
             if is_filler:
                 self.run_along()
             else:
@@ -213,9 +214,24 @@ class Loop:
         heard, control = self.window.heard, self.run.control
         if not heard:  # a step of one's own that weighs nothing, so that nothing came along
             control.unsend()
+        elif (not self.hears_late or self.loader.end_of_dataloader) and 0 < heard[control.COUNT] < 1:
+            self.end_apart(float(heard[control.COUNT]))
         if self.hears_late:
             heard, self.heard = self.heard, heard
         control.hear([float(number) for number in heard])
+
+    def end_apart(self, share: float) -> None:
+        """Raise where the data ends on a share of the processes only: the others would wait for them."""
+        if self.loader.even_batches:
+            processes = self.accelerator.num_processes
+            ended = round(share * processes)
+            here = "is at its end" if self.loader.end_of_dataloader else "goes on"
+            raise DistributedOperationException(
+                f"In step {self.run.state.step + 1} the training data of {ended} of {processes} processes is at its "
+                f"end, and that of the others goes on; here, on process {self.accelerator.process_index}, it {here}. "
+                "All processes have to be given the same samples, which are shared out here; a dataset that gives each "
+                "its own says so by an attribute is_split_between_processes = True."
+            )
 
     def count(self, batch: Any) -> None:
         """Count a batch."""

@@ -12,8 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.callbacks.early_stopping import EarlyStopping
+from trainer_lib.data_loader.order import iterates_as
+from trainer_lib.data_loader.prepared import PreparedLoader
 from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, did_you_mean
+from trainer_lib.process_group import ProcessGroup
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.metric_objects import ModuleMetric, ObjectMetric
 from trainer_lib.trainer.outputs import Metric
@@ -58,8 +61,20 @@ def train_loader(trainer: "Trainer") -> DataLoader[Any]:
     loader = together(group, lambda: checked_loader("train_dataloader", trainer.train_dataloader()))
     check_can_leave_out(trainer.args, loader, "train_dataset")
     is_stream = isinstance(loader.dataset, IterableDataset)  # of which each process may have its own part
-    check_same(group, {"the samples to train on": None if is_stream else length_of(loader.dataset)})
+    facts = {"the samples to train on": None if is_stream else length_of(loader.dataset)}
+    check_same(group, facts if is_stream or group.size == 1 else facts | _order(loader))
     return loader
+
+
+def check_order(group: ProcessGroup, loader: PreparedLoader) -> None:
+    """Check that all processes know of the same order, of which each reads its part.
+
+    Raises:
+        DistributedOperationException: If they do not; on all processes.
+    """
+    if group.size > 1:
+        first = loader.first_samples()
+        check_same(group, {"the samples that a pass begins with": first and first[:_SHOWN]})
 
 
 def loaders_of(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
@@ -293,6 +308,13 @@ def _facts(trainer: "Trainer") -> dict[str, Any]:
         facts["the sets to evaluate on"] = [f"{name or 'eval'}: {_samples(data)}" for name, data in sets.items()]
         facts["the metrics"] = _metric_names(trainer)[0]
     return facts | {one.name: _short(getattr(args, one.name)) for one in fields(args) if one.name not in _OWN}
+
+
+def _order(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return what of the order of samples has to be the same: it is shared out by each process for itself."""
+    source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    own = source.sampler if iterates_as(source, "BatchSampler") else source
+    return {f"the length of the training data's {type(own).__name__}": length_of(own)}
 
 
 def _short(value: Any) -> str:
