@@ -11,6 +11,7 @@ from pathlib import Path
 from trainer_lib.commands.launch_options import parse
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.interruption import reason_of
 from trainer_lib.launchers.plan import LOCALHOST, Plan, check_precision
 from trainer_lib.options.compilation import TorchDynamoPlugin
 
@@ -40,13 +41,13 @@ def _watch(program: Sequence[str], plan: Plan, quiet: bool) -> int:
             _say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        stopped = signal.SIGINT
+        code = 128 + signal.SIGINT
     except SystemExit as error:
-        stopped = int(error.code or 0) - 128
+        code = int(error.code or 0)
     else:
         return 0
-    _say(f"Ended by {signal_name(stopped)}, and all processes with it.")
-    return 128 + stopped
+    _say(f"Ended by {reason_of(code) or signal_name(code - 128)}, and all processes with it.")
+    return code
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str | int]:
@@ -120,6 +121,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         rdzv_conf=_rendezvous_options(options.rdzv_conf),
         max_restarts=options.max_restarts,
         monitor_interval=options.monitor_interval,
+        shutdown_timeout=options.shutdown_timeout,
         log_dir=options.log_dir,
         tee=options.tee,
         role=options.role,

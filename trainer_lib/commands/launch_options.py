@@ -14,7 +14,8 @@ examples:
                                                          on each of two machines, with its own rank
 
 exit codes: 0 if all processes end well; 2 for a wrong option; 128 and the signal's number if a signal ended it
-(130 for Ctrl-C); else that of the process that failed first.
+(143 for SIGTERM, 130 for Ctrl-C), or 75 if a deadline did; else that of the process that failed first.
+A signal is passed on, and a Trainer saves then; a run that was ended so is not started again here.
 """
 
 # Accelerate's options for what this version does not have; a name that ends in _ stands for all that begin so.
@@ -134,6 +135,13 @@ def _add_failures(group: Any) -> None:
     )
     group.add_argument(
         "--monitor_interval", type=float, default=0.1, metavar="SECONDS", help="between two looks (default: 0.1)"
+    )
+    group.add_argument(
+        "--shutdown_timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="for processes to save when a signal ends the launch (default: 30)",
     )
     group.add_argument("--log_dir", metavar="FOLDER", help="where --tee writes")
     group.add_argument(

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 STOP_SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 # What else can be a request to end; other signals tell of errors, of children, of terminals.
 REQUESTS = tuple(name for name in (*STOP_SIGNALS, "SIGUSR2", "SIGXCPU", "SIGQUIT", "SIGBREAK") if hasattr(signal, name))
+# Seconds in which further signals are the same request: a terminal sends it to all processes and a launcher passes it
+# on, `timeout` sends it to a process and to its group.
+SAME_REQUEST = 1.0
 DEADLINE_CODE = 75  # EX_TEMPFAIL of sysexits.h: no error, to be tried again
 
 
@@ -30,14 +33,15 @@ class Interrupted(SystemExit):
     Attributes:
         result: What became of the run so far.
         reason: What asked for it.
-        code: The exit code: 143 for SIGTERM, 130 for Ctrl-C, 129 for SIGHUP, 138 for SIGUSR1, 75 for a deadline.
+        exit_code: 143 for SIGTERM, 130 for Ctrl-C, 129 for SIGHUP, 138 for SIGUSR1, 75 for a deadline.
     """
 
     is_interruption = True  # for what runs the program and cannot import this
 
     def __init__(self, interruption: Interruption, result: Any = None) -> None:
         super().__init__(interruption.exit_code)
-        self.reason, self.result = interruption.reason, result
+        self.reason, self.exit_code = interruption
+        self.result = result
 
 
 def by_signal(number: int) -> Interruption:
@@ -56,6 +60,11 @@ def reason_of(code: int) -> str | None:
         return "a deadline"
     codes = {128 + getattr(signal, name): name for name in REQUESTS}
     return codes.get(code)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return what a program is to end with for an error that nobody caught."""
+    return error.exit_code if isinstance(error, Interrupted) else 1
 
 
 def is_interactive() -> bool:

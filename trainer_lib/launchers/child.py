@@ -50,7 +50,7 @@ def begin(parent: int, variables: Mapping[str, str], threads: int) -> None:
     """Make a fresh process of a copy of its parent."""
     # What the parent left for the garbage collector (a loader with workers, say) is not this process's to tear down.
     gc.freeze()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)  # a handler of the parent's would not run inside a collective
     signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(parent, signal.SIGKILL)
@@ -59,11 +59,11 @@ def begin(parent: int, variables: Mapping[str, str], threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def leave() -> NoReturn:
-    """End this process as one that failed."""
+def leave(code: int = 1) -> NoReturn:
+    """End this process as one that failed, or with the code of an interruption."""
     for child in active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # Not sys.exit: a thread that waits for the other processes would keep this one alive.
-    os._exit(1)
+    os._exit(code)

@@ -3,11 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trainer_lib.foundation.interruption import reason_of
+from trainer_lib.launchers.failures import ProcessFailedError
 from trainer_lib.launchers.fork import run_forked
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
     """Run `function(*args)` on CPU processes that form a real world, and return what each of them returned.
+
+    Raises:
+        ProcessFailedError: If a process raised or died; the message holds its traceback.
+        SystemExit: If a signal or a deadline ended the runs of all processes early; with their exit code.
 
     Example:
         >>> def count():
@@ -17,4 +23,9 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         >>> debug_launcher(count, num_processes=2)
         [2, 2]
     """
-    return run_forked(function, args, num_processes)
+    try:
+        return run_forked(function, args, num_processes)
+    except ProcessFailedError as error:
+        if reason_of(error.exit_code) is None:
+            raise
+        raise SystemExit(error.exit_code) from error

@@ -4,10 +4,13 @@ import contextlib
 import json
 import logging
 import signal
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -19,17 +22,19 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
+from trainer_lib.foundation.interruption import SAME_REQUEST, reason_of
 from trainer_lib.launchers.failures import Failure, ProcessFailedError, failed
 from trainer_lib.launchers.plan import Plan
 from trainer_lib.launchers.store import MeetAtPort, MeetInFile
 
 # After a death the others cannot go on, and may wait for the dead one in a collective that no signal interrupts.
 _GRACE_AFTER_DEATH = 3
-# A signal to the launcher is a request to end: the processes may want to save first.
-_GRACE_AFTER_SIGNAL = 30
 
+_POLL = 0.05  # seconds between two looks at who still saves
 _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_SIGNALS = tuple(
+    name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+)
 _SHOWN_LINES = 20  # of the traceback of a program, which has printed all of it before
 
 
@@ -40,7 +45,8 @@ def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan
         ProcessFailedError: If a process failed and no restart is left.
         WorldError: If the machines do not find one another.
         KeyboardInterrupt: If this process was interrupted; the others have been ended.
-        SystemExit: If this process was asked to end by another signal; the others have been ended.
+        SystemExit: If this process was asked to end by another signal, or all others by a signal or a deadline; the
+            others have ended.
     """
     with (
         _torch_is_quiet(plan.verbose),
@@ -53,11 +59,17 @@ def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan
             result = agent.run()
         except (RendezvousError, dist.DistError, TimeoutError) as error:
             raise _not_met(plan, error) from error
+        except SignalException as stop:
+            if agent.interruption in (None, 128 + stop.sigval):
+                raise
+            raise SystemExit(agent.interruption) from None  # they were about to end anyway
         finally:
             agent.forget_store()
         if result is None:  # the others agreed to end before this machine joined
             return []
         if result.is_failed():
+            if agent.interruption is not None:
+                raise SystemExit(agent.interruption)
             raise agent.failed()
         return [value for _, value in sorted(result.return_values.items())]
 
@@ -91,11 +103,12 @@ class _Agent(_TorchAgent):
             DefaultLogsSpecs(log_dir=folder, tee=_streams(plan.tee)),
             start_method=plan.start_method,
             log_line_prefix_template=plan.log_line_prefix_template,
-            shutdown_timeout=_GRACE_AFTER_SIGNAL,
+            shutdown_timeout=plan.shutdown_timeout,
         )
         self._plan = plan
         self._shown_lines = _SHOWN_LINES if isinstance(entry, str) else None
         self._died: set[int] = set()
+        self.interruption: int | None = None  # the exit code of processes that were asked to end early, and did
         self._failures: list[Failure] = []
 
     def failed(self) -> ProcessFailedError:
@@ -116,16 +129,34 @@ class _Agent(_TorchAgent):
         def close_soon(death_sig: signal.Signals | None = None, timeout: int = _GRACE_AFTER_DEATH) -> None:
             # Who is dead by now died by itself; the others will be ended here.
             self._died |= set(getattr(context, "_failures", ()))
+            if death_sig is None and self._are_ending(context):
+                self._wait_for_all(context)
+            by_themselves = _exit_codes(context)
             close(death_sig, timeout)
+            # A signal that is sent here after a failure is no request of anybody's.
+            codes = (by_themselves if death_sig is None else _exit_codes(context)).values()
+            self.interruption = self.interruption or next((one for one in codes if one and reason_of(one)), None)
 
         self._died.clear()
         context.close = close_soon
         return ids
 
+    def _are_ending(self, context: PContext) -> bool:
+        """Whether a process was interrupted, and so are all: they save together, and then end one after the other."""
+        ended = {rank: code for rank, code in _exit_codes(context).items() if code}
+        return any(reason_of(code) and not Path(context.error_files[rank]).is_file() for rank, code in ended.items())
+
+    def _wait_for_all(self, context: PContext) -> None:
+        ends = time.monotonic() + self._plan.shutdown_timeout
+        while None in _exit_codes(context).values() and time.monotonic() < ends:
+            time.sleep(_POLL)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and self._pcontext is not None:
             self._failures = list(self._collect(worker_group, result, self._pcontext))
+            if self.interruption is not None:  # whoever asked for that does not want it again
+                self._remaining_restarts = 0
         return result
 
     def _collect(self, worker_group: WorkerGroup, result: RunResult, context: PContext) -> Generator[Failure]:
@@ -151,11 +182,36 @@ class _Agent(_TorchAgent):
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if isinstance(sys.exception(), SignalException):
+            _take_for_the_same()
         try:
             super()._shutdown(death_sig, timeout)
         except SignalException:  # a second signal, from somebody who does not want to wait
             super()._shutdown(signal.SIGKILL, 0)
             raise
+
+
+def _exit_codes(context: Any) -> dict[int, int | None]:
+    """Return the exit codes of the processes of this machine, `None` for one that runs."""
+    programs = getattr(context, "subprocess_handlers", None)
+    if programs is not None:
+        return {rank: handler.proc.poll() for rank, handler in programs.items()}
+    return {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
+
+
+def _take_for_the_same() -> None:
+    """Have a signal that comes again at once be the one that came: it may be sent to this process and to its group."""
+    began = time.monotonic()
+
+    def ignore_at_first(number: int, frame: FrameType | None) -> None:
+        del frame
+        if time.monotonic() > began + SAME_REQUEST:
+            raise SignalException(f"{signal.Signals(number).name} again", signal.Signals(number))
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (getattr(signal, name) for name in _SIGNALS):
+            if callable(signal.getsignal(number)):
+                signal.signal(number, ignore_at_first)
 
 
 def _traceback(record: Path) -> str:

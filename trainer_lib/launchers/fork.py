@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainer_lib.foundation.interruption import exit_code_of
 from trainer_lib.foundation.ports import free_port
 from trainer_lib.launchers.child import begin, check_call, leave, refuse_a_world
 from trainer_lib.launchers.failures import Failure, ProcessFailedError, failed
@@ -101,11 +102,11 @@ class _Worker:
             begin(parent, variables, threads=1)
             with self.stacks.open("w") as stacks:
                 # In C, since Python's own handlers would wait for the end of a collective that hangs.
-                faulthandler.register(signal.SIGUSR1, stacks, chain=True)
+                faulthandler.register(signal.SIGUSR2, stacks, chain=True)
                 torch.save(function(*args), self.result)
-        except BaseException:  # noqa: BLE001 - whatever it is, the parent has to hear of it
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
             self.error.write_text(traceback.format_exc())
-            leave()
+            leave(exit_code_of(error))
 
 
 def _place(rank: int, size: int, port: int, folder: str) -> dict[str, str]:
@@ -144,7 +145,7 @@ def _wait(workers: Sequence[_Worker], timeout: float | None) -> None:
 def _late(workers: Sequence[_Worker], num_processes: int, timeout: float | None) -> ProcessFailedError:
     for worker in workers:
         if worker.is_running and worker.process.pid is not None:
-            os.kill(worker.process.pid, signal.SIGUSR1)
+            os.kill(worker.process.pid, signal.SIGUSR2)
     for worker in workers:
         worker.process.join(_GRACE)
     where = "".join(f"\nProcess {worker.rank} was here:\n{_stacks(worker)}" for worker in workers)

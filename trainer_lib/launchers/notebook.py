@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, WorldError
 from trainer_lib.foundation.imports import is_package_available
+from trainer_lib.foundation.interruption import Interrupted
 from trainer_lib.launchers.accelerators import check_enough, count_accelerators, forks_are_poisoned
 from trainer_lib.launchers.child import begin, check_call, leave, refuse_a_world
 from trainer_lib.launchers.elastic import run_elastic
@@ -63,6 +64,7 @@ def notebook_launcher(
 
     Raises:
         ProcessFailedError: If a process raised or died; the message holds its traceback.
+        SystemExit: If a signal or a deadline ended the runs of all processes early; with their exit code.
 
     Example:
         >>> def count():
@@ -121,6 +123,8 @@ def _call(parent: int, function: Callable[[], Any], threads: int = 1) -> bytes:
         result = io.BytesIO()
         torch.save(function(), result)
         return result.getvalue()
+    except Interrupted as stop:
+        leave(stop.exit_code)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
         get_error_handler().record_exception(error)
         leave()

@@ -40,6 +40,7 @@ class Plan:
         rdzv_id: The name of the meeting, the same on all machines.
         max_restarts: How often all processes are started again after one has failed.
         monitor_interval: Seconds between two looks at who has died.
+        shutdown_timeout: Seconds that processes get to save and end when a signal asks for it.
         log_dir: Where output goes that `tee` sends to files.
         tee: What goes to files too: 1 output, 2 errors, 3 both; or for some processes, `0:3,1:2`.
         role: What the processes are called in the lines that `tee` prints.
@@ -60,6 +61,7 @@ class Plan:
     rdzv_id: str = "none"
     max_restarts: int = 0
     monitor_interval: float = 0.1
+    shutdown_timeout: float = 30.0
     log_dir: str | None = None
     tee: str = "0"
     role: str = "default"
@@ -75,6 +77,7 @@ class Plan:
         check_count("machine_rank", self.machine_rank, at_least=0)
         check_count("max_restarts", self.max_restarts, at_least=0)
         check_positive("monitor_interval", self.monitor_interval)
+        check_positive("shutdown_timeout", self.shutdown_timeout)
         if self.machine_rank >= self.num_machines:
             raise ConfigurationError(
                 f"machine_rank must be below num_machines ({self.num_machines}), got {self.machine_rank}."

@@ -48,7 +48,8 @@ def main() -> None:
     try:
         _run(target, as_module)
     except SystemExit as error:
-        if error.code not in (None, 0):
+        # All processes end a run together that was asked to end: nothing failed.
+        if error.code not in (None, 0) and not getattr(error, "is_interruption", False):
             _record(error)
         raise
     except BaseException as error:  # noqa: BLE001

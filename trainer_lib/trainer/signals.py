@@ -15,14 +15,10 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from trainer_lib.events import Control
-from trainer_lib.foundation.interruption import by_signal, is_interactive
+from trainer_lib.foundation.interruption import SAME_REQUEST, by_signal, is_interactive
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
-
-# Seconds in which further signals are the same request: a terminal sends it to all processes and a launcher passes it
-# on, `timeout` sends it to a process and to its group.
-SAME_REQUEST = 1.0
 
 
 class Signals:
