@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.garbage import GarbageSchedule as GarbageSchedule
     from trainer_lib.callbacks.jsonl import JsonlLog as JsonlLog
     from trainer_lib.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
+    from trainer_lib.callbacks.notebook import NotebookChart as NotebookChart
     from trainer_lib.callbacks.printer import Printer as Printer
     from trainer_lib.callbacks.progress import ProgressBar as ProgressBar
     from trainer_lib.callbacks.throughput import Throughput as Throughput
@@ -43,6 +44,7 @@ _HOMES = {
     "LambdaCallback": "trainer_lib.callbacks.functions",
     "LearningRateMonitor": "trainer_lib.callbacks.learning_rate",
     "MLflowCallback": "trainer_lib.callbacks.trackers",
+    "NotebookChart": "trainer_lib.callbacks.notebook",
     "Printer": "trainer_lib.callbacks.printer",
     "ProgressBar": "trainer_lib.callbacks.progress",
     "SwanLabCallback": "trainer_lib.callbacks.trackers",
@@ -67,6 +69,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "MLflowCallback",
+    "NotebookChart",
     "Printer",
     "ProgressBar",
     "SwanLabCallback",

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from trainer_lib.events import Callback, Run
+from trainer_lib.runs.sparkline import shows_sparklines, sparkline
 
 
 class Printer(Callback):
@@ -42,10 +43,23 @@ class Printer(Callback):
             columns = ["step", "epoch", *self._metrics]
             table = [columns, *([_short(row.get(column, "")) for column in columns] for row in rows)]
             self._print(run, _aligned(table))
+        file = self._file or sys.stdout
+        if run.is_main_process and shows_sparklines(file):
+            print_curves(run, file)
 
     def _print(self, run: Run, text: str) -> None:
         if run.is_main_process:
             print(text, file=self._file or sys.stdout, flush=True)
+
+
+def print_curves(run: Run, file: TextIO) -> None:
+    """Print the losses and the best metric of a run, each as a line with its curve."""
+    best = [] if run.state.best is None else [run.state.best.metric]
+    curves = {name: [entry[name] for entry in run.state.history if name in entry] for name in ("loss", *best)}
+    width = max(map(len, curves))
+    for name, values in curves.items():
+        if len(values) > 1:
+            print(f"{name:<{width}}  {sparkline(values)}  {_short(values[0])} → {_short(values[-1])}", file=file)
 
 
 def line_of(run: Run, values: Mapping[str, Any]) -> str:

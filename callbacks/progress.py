@@ -6,9 +6,10 @@ import time
 from contextlib import ExitStack
 from typing import TextIO
 
-from trainer_lib.callbacks.printer import line_of
+from trainer_lib.callbacks.printer import line_of, print_curves
 from trainer_lib.events import Callback, Run
 from trainer_lib.progress import Progress, is_live, lines_above_bars, show_progress
+from trainer_lib.runs.sparkline import shows_sparklines
 
 
 class ProgressBar(Callback):
@@ -77,7 +78,11 @@ class ProgressBar(Callback):
         self._text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
 
     def on_fit_end(self, run: Run) -> None:
+        was_shown = self._train is not None
         self._close(run)
+        file = self._file or sys.stderr
+        if was_shown and run.state.status in ("finished", "stopped") and shows_sparklines(file):
+            print_curves(run, file)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._close(run)

@@ -37,3 +37,10 @@ def write_report(folder: RunFolder) -> None:
         storage_of(folder.path).write(REPORT_FILE, page(contents([run])).encode())
     except Exception as error:  # noqa: BLE001 - a report is worth no run
         _logger.warning("The report of the run could not be written to %s: %s.", folder.path, error)
+
+
+def report_of(folder: RunFolder) -> str | None:
+    """Return where the report of a run is, if it has one."""
+    from trainer_lib.runs.report import REPORT_FILE
+
+    return str(folder.path / REPORT_FILE) if (folder.path / REPORT_FILE).is_file() else None

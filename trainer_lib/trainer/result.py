@@ -1,11 +1,15 @@
 """This file is what `fit` returns."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.events import RunState
+from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.imports import require
 from trainer_lib.foundation.remote import AnyPath, path_at
+from trainer_lib.runs.sparkline import shows_sparklines, sparkline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +22,12 @@ class FitResult:
         throughput: Samples and steps a second, over the whole run.
         best_checkpoint: The folder of the best evaluation, if it was saved.
         last_checkpoint: The folder saved last.
+        report: The page that shows the run, if it has a folder.
+
+    Example:
+        >>> state = RunState(step=2, history=[{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}])
+        >>> FitResult(state=state).to_pandas()["loss"].tolist()
+        [0.5, 0.25]
     """
 
     state: RunState
@@ -25,6 +35,7 @@ class FitResult:
     throughput: dict[str, float] = field(default_factory=dict[str, float])
     best_checkpoint: AnyPath | None = None
     last_checkpoint: AnyPath | None = None
+    report: AnyPath | None = None
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "FitResult":
@@ -40,6 +51,7 @@ class FitResult:
             throughput={"samples_per_second": state.samples / seconds, "steps_per_second": state.step / seconds},
             best_checkpoint=path_at(at_best[-1]) if at_best else None,
             last_checkpoint=path_at(state.checkpoints[-1]["path"]) if state.checkpoints else None,
+            report=path_at(facts["report"]) if facts.get("report") else None,
         )
 
     @property
@@ -52,6 +64,41 @@ class FitResult:
         """How it ended: "finished", "stopped" or "interrupted"."""
         return self.state.status
 
+    def to_pandas(self) -> Any:
+        """Return the history as a data frame: a row for each step at which something was logged or evaluated."""
+        pandas = require("pandas", "plot")
+        rows: dict[int, dict[str, Any]] = {}
+        for entry in self.history:
+            rows.setdefault(entry["step"], {}).update(entry)
+        names = dict.fromkeys(("step", "epoch", *(name for row in rows.values() for name in row)))
+        return pandas.DataFrame(list(rows.values()), columns=list(names)).set_index("step")
+
+    def plot(self, *names: str, axes: Any = None) -> Any:
+        """Draw curves over the steps, and return matplotlib's axes.
+
+        Args:
+            *names: What to draw, such as "loss" and "eval_accuracy"; by default all losses.
+            axes: Where to; by default in a new figure.
+
+        Raises:
+            ConfigurationError: If something of that name was not logged.
+        """
+        known = {name for entry in self.history for name in entry} - {"step", "epoch"}
+        for name in names:
+            if name not in known:
+                raise ConfigurationError(unknown("curve", name, known))
+        require("matplotlib", "plot")
+        from matplotlib import pyplot
+
+        axes = pyplot.subplots()[1] if axes is None else axes
+        for name in names or sorted(one for one in known if one == "loss" or one.endswith("_loss")):
+            points = [(entry["step"], entry[name]) for entry in self.history if name in entry]
+            axes.plot(*zip(*points, strict=True), label=name, marker="o" if name.startswith("eval_") else None)
+        axes.set_xlabel("step")
+        if axes.lines:
+            axes.legend()
+        return axes
+
     def __str__(self) -> str:
         """Return it as a small table."""
         state = self.state
@@ -61,12 +108,22 @@ class FitResult:
                 ", ".join(filter(None, (state.run_id, state.status))) + (f" ({state.reason})" if state.reason else ""),
             ),
             ("steps", f"{state.step} in {state.epochs:.4g} epochs, {state.seconds:.1f} s"),
-            *((name, f"{value:.6g}") for name, value in {**self.metrics, **self.throughput}.items()),
+            *((name, self._number(name, value)) for name, value in {**self.metrics, **self.throughput}.items()),
         ]
         if state.best is not None:
             rows.append(("best", f"{state.best.metric} {state.best.value:.6g} at step {state.best.step}"))
-        for name, folder in (("best checkpoint", self.best_checkpoint), ("last checkpoint", self.last_checkpoint)):
-            if folder is not None:
-                rows.append((name, str(folder)))
+        for name, path in (
+            ("best checkpoint", self.best_checkpoint),
+            ("last checkpoint", self.last_checkpoint),
+            ("report", self.report),
+        ):
+            if path is not None:
+                rows.append((name, str(path)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _number(self, name: str, value: float) -> str:
+        """Return a number, with the way to it where that can be shown."""
+        values = [entry[name] for entry in self.history if name in entry]
+        way = f"  {sparkline(values)}" if len(values) > 1 and shows_sparklines(sys.stdout) else ""
+        return f"{value:.6g}{way}"

@@ -1,0 +1,99 @@
+"""This file is a run as curves in a notebook, which are drawn again in place as it goes on."""
+
+import html
+import time
+from typing import Any
+
+from trainer_lib.callbacks.printer import line_of
+from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.imports import require
+from trainer_lib.runs.charts import charts_of
+from trainer_lib.runs.svg import draw_curves
+
+_COSTS = ("samples", "tokens", "data-wait", "memory", "steps", "momentum")  # charts that are left to the report
+
+
+class NotebookChart(Callback):
+    """Draws losses, metrics, learning rate and gradient norm below a notebook's cell, and draws them again in place.
+
+    Of all processes the main one draws, at most once in `seconds`, and in steps that log or evaluate only. What is
+    drawn last stays there. Nothing is fetched: the pictures are part of the notebook.
+
+    Args:
+        seconds: How far apart two pictures are at least.
+
+    Example:
+        >>> chart = NotebookChart()  # Trainer(model, args, callbacks=[chart])
+        >>> chart.on_log(Run(), {"loss": 0.5})
+        >>> "loss 0.5" in chart.picture()
+        True
+    """
+
+    order = 100  # after those who add to what is logged
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self._seconds = seconds
+        self._curves: dict[str, list[tuple[float, float]]] = {}
+        self._handle: Any = None  # of what is displayed
+        self._next = 0.0  # when to draw it again
+        self._line = ""
+
+    def picture(self) -> str:
+        """Return what is drawn now, as HTML."""
+        charts = [chart for chart in charts_of(self._curves) if chart["id"] not in _COSTS]
+        drawn = [draw_curves(chart["title"], {name: self._curves[name] for name in chart["names"]}) for chart in charts]
+        line = f'<div style="font: 12px system-ui, sans-serif; opacity: .8">{html.escape(self._line)}</div>'
+        return f'<div style="display: flex; flex-wrap: wrap; gap: 8px">{"".join(drawn)}</div>{line}'
+
+    def on_fit_begin(self, run: Run) -> None:
+        self._curves, self._line, self._next = {}, "", 0.0
+        for entry in run.state.history:  # of a run that goes on
+            self._take(entry, entry["step"])
+        if run.is_main_process:
+            self._handle = _display(self.picture())
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        self._add(run, values)
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        if run.state.status != "new":  # else one of its own, of no run
+            self._add(run, metrics)
+
+    def on_fit_end(self, run: Run) -> None:
+        self._line = f"{self._line} ({run.state.status})"
+        self._next = 0.0
+        self._draw()
+        self._handle = None
+
+    def _add(self, run: Run, values: dict[str, float]) -> None:
+        self._take(values, run.state.step)
+        self._line = line_of(run, values)
+        self._draw()
+
+    def _take(self, values: dict[str, Any], step: float) -> None:
+        for name, value in values.items():
+            if name not in ("step", "epoch") and isinstance(value, (int, float)):
+                self._curves.setdefault(name, []).append((step, float(value)))
+
+    def _draw(self) -> None:
+        if self._handle is not None and time.monotonic() >= self._next:
+            self._handle.update(_html(self.picture()))
+            self._next = time.monotonic() + self._seconds
+
+
+def _display(text: str) -> Any:
+    interactive = require("IPython", "notebook")
+    if interactive.get_ipython() is None:
+        raise ConfigurationError(
+            "NotebookChart draws in a notebook, and there is none here. Take ProgressBar or Printer instead."
+        )
+    from IPython.display import display
+
+    return display(_html(text), display_id=True)
+
+
+def _html(text: str) -> Any:
+    from IPython.display import HTML
+
+    return HTML(text)

@@ -1,0 +1,51 @@
+"""This file is the tests of a run as curves in a notebook, in a real one."""
+
+import re
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.callbacks.loops import go_through, running
+from trainer_lib.callbacks import NotebookChart
+from trainer_lib.foundation.errors import ConfigurationError
+
+CELL = """
+from tests.callbacks.loops import go_through
+from trainer_lib.callbacks import NotebookChart
+metrics = {2: {"eval_loss": 0.5, "eval_accuracy": 0.75}}
+go_through([NotebookChart(seconds=0)], 4, log_every=1, evaluations=metrics)
+None
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # of the client, whose kernel is another process
+def test_a_notebook_draws_again_in_place() -> None:
+    cells = [nbformat.v4.new_code_cell(CELL)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    (output,) = notebook.cells[0].outputs  # one, however often it was drawn
+    text = output["data"]["text/html"]
+    assert [re.sub("<.*?>", "", part) for part in re.findall(r"<svg.*?</text>", text)] == ["Loss", "Accuracy"]
+    assert "step 4, epoch 0: loss 0.25 (finished)" in text
+    assert text.count("<path") == 2 * 5 + 3
+
+
+def test_where_there_is_no_notebook() -> None:
+    with pytest.raises(ConfigurationError, match=r"draws in a notebook, and there is none here. Take ProgressBar"):
+        NotebookChart().on_fit_begin(running())
+
+
+def test_a_run_that_goes_on_has_the_curves_of_before() -> None:
+    chart, run = NotebookChart(), running(step=2)
+    run.state.history = [{"step": 1, "epoch": 0.5, "loss": 4.0}, {"step": 2, "epoch": 1.0, "<b>": float("nan")}]
+    chart._handle = None
+    with pytest.raises(ConfigurationError):
+        chart.on_fit_begin(run)
+    go_through([], 2, run)
+    chart.on_log(run, {"loss": 2.0})
+    text = chart.picture()
+    assert "loss 2" in text
+    assert "<b>" not in text
+    (path,) = re.findall(r'<path d="(M[^"]*L[^"]*)" fill="none"', text)
+    assert path.count("L") == 1

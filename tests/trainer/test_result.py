@@ -1,0 +1,98 @@
+"""This file is the tests of what `fit` returns: as a table, as a data frame, as curves."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+from tests.trainer.tasks import arguments, points, trainer
+from trainer_lib.events import Best, RunState
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.result import FitResult
+
+HISTORY = [
+    {"step": 2, "epoch": 0.5, "loss": 4.0},
+    {"step": 2, "epoch": 0.5, "eval_loss": 5.0},
+    {"step": 4, "epoch": 1.0, "loss": 2.0},
+]
+
+
+def result() -> FitResult:
+    return FitResult(state=RunState(step=4, history=HISTORY, best=Best("eval_loss", 5.0, 2)), metrics={"loss": 2.0})
+
+
+def test_a_data_frame_has_a_row_for_each_step() -> None:
+    frame = result().to_pandas()
+    assert frame.index.tolist() == [2, 4]
+    assert list(frame.columns) == ["epoch", "loss", "eval_loss"]
+    assert frame["loss"].tolist() == [4.0, 2.0]
+    assert frame["eval_loss"].isna().tolist() == [False, True]
+    assert len(FitResult(state=RunState()).to_pandas()) == 0
+
+
+def test_curves_are_drawn_by_name() -> None:
+    mpl.use("agg")
+    axes = result().plot()
+    assert [line.get_label() for line in axes.lines] == ["eval_loss", "loss"]
+    assert axes.lines[1].get_xydata().tolist() == [[2.0, 4.0], [4.0, 2.0]]
+    assert axes.get_xlabel() == "step"
+    assert result().plot("eval_loss", axes=axes) is axes
+    assert len(axes.lines) == 3
+    with pytest.raises(ConfigurationError, match="Unknown curve 'los'. Known: eval_loss, loss. Did you mean 'loss'"):
+        result().plot("los")
+    from matplotlib import pyplot
+
+    pyplot.close("all")
+
+
+def test_what_is_not_installed_is_named_with_its_extra() -> None:
+    code = """
+import sys
+from trainer_lib.events import RunState
+from trainer_lib.trainer.result import FitResult
+for name, verb in (("matplotlib", "plot"), ("pandas", "to_pandas")):
+    sys.modules[name] = None
+    try:
+        getattr(FitResult(state=RunState()), verb)()
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("trainer-lib[plot]") == 2, done.stdout
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_table_has_curves_where_a_terminal_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "loss" in str(result())
+    assert "█" not in str(result())
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert "2  █▁" in str(result())
+
+
+def test_a_run_has_a_report_in_its_folder(tmp_path: Path) -> None:
+    found = trainer(arguments(output_dir=tmp_path), eval_dataset=points(8)).fit()
+    (report,) = tmp_path.glob("*/report.html")
+    assert found.report == report
+    assert str(report) in str(found)
+    text = report.read_text()
+    assert '"status":"finished"' in text
+    assert '"learning_rate"' in text
+    assert trainer(arguments()).fit().report is None
+
+
+def test_a_report_that_cannot_be_written_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*told: object) -> None:
+        raise ValueError("no page")
+
+    monkeypatch.setattr("trainer_lib.runs.report.page", fail)
+    found = trainer(arguments(output_dir=tmp_path)).fit()
+    assert (found.status, found.report) == ("finished", None)
