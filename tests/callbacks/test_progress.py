@@ -100,9 +100,9 @@ def test_a_terminal_shows_how_far_it_is_and_what_was_logged_last(screen: Screen)
     assert [re.findall(r"\d/4", text) for text in seen] == [["0/4"], ["1/4"], ["2/4"], ["3/4"]]
     assert "epoch 0, loss 0.25" in seen[3]
     assert "epoch 0, loss 0.25" not in seen[2]
-    [line, rest] = screen.lines()
+    [line, curve, rest] = screen.lines()
     assert re.fullmatch(r"train: 100%\|█+\| 4/4 \[00:00<00:00, .*it/s, epoch 0, loss 0.5\]", line)
-    assert rest == ""
+    assert (curve, rest) == ("loss  ▁█  0.25 → 0.5", "")
 
 
 def test_the_learning_rate_is_shown_and_the_steps_before_a_restart_count(screen: Screen) -> None:
