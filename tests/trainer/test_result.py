@@ -41,7 +41,7 @@ def test_curves_are_drawn_by_name() -> None:
     assert axes.get_xlabel() == "step"
     assert result().plot("eval_loss", axes=axes) is axes
     assert len(axes.lines) == 3
-    with pytest.raises(ConfigurationError, match="Unknown curve 'los'. Known: eval_loss, loss. Did you mean 'loss'"):
+    with pytest.raises(ConfigurationError, match=r"Unknown curve 'los'. Known: eval_loss, loss. Did you mean 'loss'"):
         result().plot("los")
     from matplotlib import pyplot
 
