@@ -181,7 +181,9 @@ def _batch_size(args: "TrainingArguments") -> None:
 
 def _files(args: "TrainingArguments") -> None:
     if args.keep_every is not None and args.keep_last is None:
-        raise ConfigurationError(f"keep_every={args.keep_every!r} says nothing where keep_last=None keeps all. Give one.")
+        raise ConfigurationError(
+            f"keep_every={args.keep_every!r} says nothing where keep_last=None keeps all. Give one of them."
+        )
     if args.output_dir is not None:
         return
     if args.resume in ("auto", "extend"):

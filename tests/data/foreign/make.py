@@ -3,6 +3,7 @@
 Run by hand, with transformers and accelerate: `python tests/data/foreign/make.py`. The tests read what it wrote.
 """
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import set_seed
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 STEPS, SAVED_AT = 10, 7  # 5 updates a pass
 
 
@@ -42,9 +43,9 @@ class Noting(Trainer):
         return loss
 
 
-def transformers_trainer(folder: Path, resume: str | None = None) -> list[float]:
+def transformers_trainer(folder: str, resume: str | None = None) -> list[float]:
     args = TrainingArguments(
-        output_dir=str(folder),
+        output_dir=folder,
         num_train_epochs=2,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
@@ -100,10 +101,10 @@ def main() -> None:
     """Make them."""
     for name in ("transformers", "accelerate"):
         shutil.rmtree(HERE / name, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        whole = transformers_trainer(Path(scratch))
-        checkpoint = Path(scratch) / f"checkpoint-{SAVED_AT}"
-        resumed = transformers_trainer(Path(scratch) / "again", str(checkpoint))
+    with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):  # paths are noted in what is saved
+        whole = transformers_trainer("run")
+        checkpoint = f"run/checkpoint-{SAVED_AT}"
+        resumed = transformers_trainer("again", checkpoint)
         shutil.copytree(checkpoint, HERE / "transformers")
     accelerate_loop(HERE / "accelerate", resume=False)
     assert resumed == whole[2 * SAVED_AT :]
