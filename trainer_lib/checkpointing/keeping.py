@@ -8,7 +8,7 @@ from trainer_lib.checkpointing.layout import committed
 from trainer_lib.checkpointing.manifest import read_manifest
 from trainer_lib.checkpointing.retention import delete_state
 from trainer_lib.checkpointing.verification import check_sizes
-from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.errors import CheckpointError, UnreachableError
 from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.logging import get_logger
@@ -51,7 +51,11 @@ def delete_older(paths: Iterable[AnyPath], newest: AnyPath, run_id: str) -> None
         newest: The one just written, which has to be there in full length.
         run_id: The run.
     """
-    going = [path for path in paths if _is_own(path, newest, run_id)]
+    try:
+        going = [path for path in paths if _is_own(path, newest, run_id)]
+    except UnreachableError as error:
+        _logger.warning("No older checkpoint is deleted. %s", error)
+        return
     if not going:
         return
     try:

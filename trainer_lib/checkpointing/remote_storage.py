@@ -19,6 +19,8 @@ from trainer_lib.foundation.remote import AnyPath, RemotePath, persistently
 # In a folder while a state is written there: which files that will be. What has one and no manifest is debris.
 PARTIAL_NAME = "partial.json"
 
+_put_up: dict[Path, tuple[int, int]] = {}  # how files that grow looked when they were put up
+
 
 class RemoteStorage(Storage):
     """A folder behind a URL.
@@ -103,10 +105,15 @@ class RemoteStorage(Storage):
         if (self._folder / name).is_file():
             (self._folder / name).fetch(self.growing() / name)
 
-    def put_up(self, name: str) -> None:
-        """Put it there."""
-        if (self.growing() / name).is_file():
-            (self._folder / name).put(self.growing() / name)
+    def put_up(self) -> None:
+        """Put those there that changed since the last time."""
+        here = self.growing()
+        for path in sorted(path for path in here.rglob("*") if path.is_file()):
+            facts = path.stat()
+            stamp = (facts.st_size, facts.st_mtime_ns)
+            if _put_up.get(path) != stamp:
+                (self._folder / path.relative_to(here)).put(path)
+                _put_up[path] = stamp
 
     def _folders(self) -> dict[str, list[str]]:
         """Return the folders in this one by name, and the files in each."""

@@ -69,8 +69,8 @@ class Storage(ABC):
         """Bring a file that grows to this machine, if it is there."""
 
     @abstractmethod
-    def put_up(self, name: str) -> None:
-        """Bring a file that grew to where it belongs."""
+    def put_up(self) -> None:
+        """Bring files that grew to where they belong."""
 
 
 def storage_of(folder: AnyPath) -> Storage:
@@ -154,9 +154,9 @@ class LocalStorage(Storage):
         """Leave it: it is here."""
         del name
 
-    def put_up(self, name: str) -> None:
-        """Leave it: it is here."""
-        del name
+    def put_up(self) -> None:
+        """Leave them: they are here."""
+        del self
 
 
 def remove(path: Path) -> None:

@@ -137,9 +137,9 @@ class RemotePath:
         """Return the sizes of all files in a folder and those in it, by name; one question, however many there are."""
 
         def found(files: Any, root: str) -> dict[str, int]:
-            return {
-                _inside(root, name): int(facts["size"] or 0) for name, facts in files.find(root, detail=True).items()
-            }
+            there = files.find(root, detail=True).values()
+            sizes = {_inside(root, facts["name"]): int(facts["size"] or 0) for facts in there if _is_file(facts)}
+            return {name: size for name, size in sizes.items() if name}
 
         return self._ask(found)
 
@@ -277,6 +277,10 @@ def path_at(given: str | os.PathLike[str] | RemotePath) -> AnyPath:
             f"{url} has a password in it, and URLs get into logs and manifests. Leave it out, and give it as the file "
             "system takes it: in its configuration or the environment."
         )
+    if "?" in rest:
+        raise ConfigurationError(
+            f"{url}: what stands behind a '?' may be a secret, and URLs get into logs. Leave it out."
+        )
     if not rest.strip("/"):
         raise ConfigurationError(f"{url} names no bucket or folder. Give {scheme}://bucket/folder.")
     if ".." in PurePosixPath(rest).parts:
@@ -375,6 +379,10 @@ def _refuse_cut_url(path: Path) -> None:
 def _inside(root: str, name: str) -> str:
     """Return the name of what a file system found, as seen from the folder that it was asked about."""
     return name.strip("/").removeprefix(root.strip("/")).strip("/")
+
+
+def _is_file(facts: dict[str, Any]) -> bool:
+    return facts["type"] == "file" and not facts["name"].endswith("/")  # which marks a folder
 
 
 def _written(facts: dict[str, Any]) -> float:

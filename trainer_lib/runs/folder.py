@@ -57,19 +57,19 @@ class RunFolder:
 
     @property
     def here(self) -> Path:
-        """Where files of the run grow: its folder, or if that is behind a URL one on this machine, for `put_up`."""
+        """Where files of the run grow: its folder, or if that is behind a URL one on this machine, to `put_up`."""
         return storage_of(self.path).growing()
 
     def take_down(self, name: str) -> None:
         """Have a file of the run in `here`, as far as it was put up; one process does."""
         storage_of(self.path).take_down(name)
 
-    def put_up(self, name: str) -> None:
-        """Bring a file in `here` to where the run is; if that fails, the next time may work."""
+    def put_up(self) -> None:
+        """Bring the files in `here` to where the run is; if that fails, the next time may work."""
         try:
-            storage_of(self.path).put_up(name)
+            storage_of(self.path).put_up()
         except (OSError, UnreachableError) as error:
-            _logger.warning("%s could not be written: %s", self.path / name, error)
+            _logger.warning("What was logged could not be written to %s: %s", self.path, error)
 
     def checkpoint(self, step: int) -> AnyPath:
         """Return the folder of the checkpoint after `step` updates."""

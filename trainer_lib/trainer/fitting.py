@@ -346,17 +346,17 @@ class Fitting:
                     history.write_report(self.folder)
                 except (OSError, UnreachableError) as error:  # what was trained is there all the same
                     _logger.warning("How the run ended could not be written to %s: %s.", self.folder.path, error)
-                self.put_up_history()
+                self.put_up_logs()
 
     def leave_together(self) -> None:
         """Wait for the others: who ends first may be taken for one that failed, and the others be ended for it."""
         with contextlib.suppress(RuntimeError):  # one of them is gone already
             self.run.accelerator.group.barrier()
 
-    def put_up_history(self) -> None:
+    def put_up_logs(self) -> None:
         """Bring what was logged to where the run is, if that is not this machine."""
         if self.folder is not None and self.run.is_main_process:
-            self.folder.put_up(HISTORY_FILE)
+            self.folder.put_up()
 
     def result(self) -> FitResult:
         """Return what became of the run."""

@@ -83,7 +83,7 @@ class Saves:
             self._go_on_after(error)
         else:
             self._fitting.events.fire("on_save_end", self._fitting.run, path_at(entry["path"]))
-            self._fitting.put_up_history()
+            self._fitting.put_up_logs()
 
     def close(self) -> None:
         """Wait, however the run ended, and give back the memory; callbacks hear of nothing after an error."""
