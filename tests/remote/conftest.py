@@ -7,13 +7,12 @@ import pytest
 
 from tests.remote.peer import Line, server, speak
 
-pytest.importorskip("s3fs", reason="the package s3fs is not installed")
-pytest.importorskip("moto", reason="the package moto is not installed")
-
 
 @pytest.fixture(scope="session")
 def port() -> Iterator[int]:
     """Return the port of a server that speaks S3."""
+    pytest.importorskip("s3fs", reason="the package s3fs is not installed")
+    pytest.importorskip("moto", reason="the package moto is not installed")
     with server() as port:
         yield port
 
