@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -97,11 +97,12 @@ def test_training_of_hugging_faces_trainer_goes_on_as_there(tmp_path: Path) -> N
     assert read_manifest(Path(result.state.checkpoints[0]["path"])).origin is None
 
 
-def test_two_processes_go_on_from_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_two_processes_go_on_from_it(tmp_path: Path, fsdp: bool) -> None:
     convert(OF_TRAINER, tmp_path / "converted", without=("random_states",))
 
     def body(size: int) -> list[float]:
-        one = language_trainer(gradient_accumulation_steps=2 // size)
+        one = language_trainer(gradient_accumulation_steps=2 // size, fsdp=fsdp and size > 1)
         for module in the_model(one).modules():  # what is dropped differs from process to process
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -109,6 +110,25 @@ def test_two_processes_go_on_from_it(tmp_path: Path) -> None:
 
     (alone,) = run_forked(body, (1,), 1, timeout=60)
     assert run_forked(body, (2,), 2, timeout=60) == [pytest.approx(alone, rel=1e-5)] * 2
+
+
+def test_weights_in_several_files_are_read(tmp_path: Path) -> None:
+    weights = load_file(OF_TRAINER / "model.safetensors")
+
+    def split(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        names = sorted(weights)
+        files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+        for file, own in files.items():
+            save_file({name: weights[name] for name in own}, folder / file)
+        index = {"metadata": {}, "weight_map": {name: file for file, own in files.items() for name in own}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    convert(changed(OF_TRAINER, tmp_path / "split", split), tmp_path / "converted")
+    found = load_file(tmp_path / "converted" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in found.items())
+    assert not list((tmp_path / "converted").glob("*index.json"))
 
 
 def test_its_optimizer_is_that_of_other_groups_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
