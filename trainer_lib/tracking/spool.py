@@ -1,5 +1,6 @@
 """This file is what a tracker did not take yet: lines in a file, or in memory where there is no folder."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterable, Mapping
@@ -76,7 +77,8 @@ class Spool:
         """Leave what waits, and nothing else, in the file."""
         with self._lock:
             if self.path is not None and self._is_written:
-                replace_file(self.path, self._write)
+                with contextlib.suppress(OSError):  # then what has arrived is sent again, which does no harm
+                    replace_file(self.path, self._write)
 
     def _append(self, path: Path, lines: list[str]) -> None:
         if self._is_written:

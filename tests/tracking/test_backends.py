@@ -1,0 +1,180 @@
+"""What trackers write is what was logged, read back by their own readers where there are any."""
+
+import json
+import math
+import sqlite3
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.tracking import Patience, TrackerGroup
+
+PATIENT = Patience(linger=0.02, finish=60.0)
+SETTINGS = {"lr": 0.1, "model": {"layers": 2, "hub_token": "abc"}, "names": ["a", "b"], "nothing": None}
+
+
+def needs(module: str, extra: str) -> None:
+    pytest.importorskip(module, reason=f"{module} is not installed: pip install trainer_lib[{extra}]")
+
+
+def reported(tracker: str, folder: Path, token: str = "a" * 32, resume_step: int | None = None, **options: Any) -> None:
+    """Report a run of three steps to a tracker, or go on with one."""
+    begin = 0 if resume_step is None else resume_step
+    trackers = TrackerGroup(
+        tracker, "digits", folder, {tracker: options}, token=token, resume_step=resume_step, patience=PATIENT
+    )
+    trackers.store_init_configuration(SETTINGS)
+    for step in range(begin + 1, begin + 4):
+        trackers.log({"loss": 1.0 / step, "eval": {"accuracy": np.float32(0.5)}, "odd": math.nan}, step=step)
+    trackers.finish()
+    assert not list((folder / "spool").glob("*.jsonl")), (folder / "spool" / f"{tracker}.log").read_text()
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    needs("tensorboard", "tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = TrackerGroup("tensorboard", "digits", tmp_path, patience=PATIENT)
+    trackers.store_init_configuration(SETTINGS)
+    for step in range(1, 6):
+        trackers.log({"loss": 1.0 / step, "eval": {"accuracy": 0.5}, "odd": math.inf, "phase": "warm-up"}, step=step)
+    (handle,) = trackers.trackers
+    handle.log_images({"one": np.zeros((3, 4, 4), np.uint8), "two": np.zeros((2, 3, 4, 4), np.uint8)}, step=2)
+    handle.log_table("table", ["a", "b"], [[1, "x"]], step=3)
+    writer: Any = handle.tracker
+    writer.add_scalar("by hand", 3.0, 1)
+    trackers.finish()
+    again = TrackerGroup("tensorboard", "digits", tmp_path, resume_step=3, patience=PATIENT)
+    again.log({"loss": 9.0}, step=4)
+    again.finish()
+
+    read: Any = EventAccumulator(str(tmp_path / "digits"))
+    read.Reload()
+    # What was made after the step that training went on from is gone.
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, pytest.approx(1 / 3)),
+        (4, 9.0),
+    ]
+    assert [event.value for event in read.Scalars("odd")] == [math.inf] * 3
+    assert read.Scalars("by hand")[0].value == 3.0
+    assert set(read.Tags()["images"]) == {"one", "two"}
+    assert {"phase/text_summary", "table/text_summary", "settings/text_summary"} <= set(read.Tags()["tensors"])
+    assert "hub_token: '***'" in (tmp_path / "digits" / "hparams.yml").read_text()
+
+
+def test_jsonl_goes_on_where_training_does(tmp_path: Path) -> None:
+    reported("jsonl", tmp_path)
+    reported("jsonl", tmp_path, resume_step=2)
+    lines = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4, 5]
+    assert lines[1]["odd"] == "NaN"
+    reported("jsonl", tmp_path)
+    assert len((tmp_path / "digits.jsonl.old").read_text().splitlines()) == len(lines)
+
+
+def test_comet_offline(tmp_path: Path) -> None:
+    needs("comet_ml", "comet")
+    reported("comet_ml", tmp_path, online=False)
+    (archive,) = (tmp_path / "comet").glob("*.zip")
+    assert archive.name.startswith("a" * 32)
+    messages = [json.loads(line) for line in zipfile.ZipFile(archive).read("messages.json").decode().splitlines()]
+    metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
+    losses = [(metric["metricName"], metric["metricValue"], metric["step"]) for metric in metrics]
+    assert [one for one in losses if one[0] == "loss"] == [("loss", 1.0, 1), ("loss", 0.5, 2), ("loss", 1 / 3, 3)]
+    assert ("eval/accuracy", 0.5, 3) in losses
+    text = json.dumps(messages)
+    assert "abc" not in text
+    assert "model/layers" in text
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("trackio", "trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    reported("trackio", tmp_path, name="first")
+    reported("trackio", tmp_path, name="first", resume_step=3)
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    connection.close()
+    assert [(run, step, json.loads(metrics)["loss"]) for run, step, metrics in rows] == [
+        ("first", step, 1.0 / step) for step in range(1, 7)
+    ]
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    needs("wandb", "wandb")
+    reported("wandb", tmp_path, mode="offline")
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert "a" * 32 in file.name
+    written = file.read_bytes()
+    assert b"eval" in written
+    assert b"accuracy" in written
+    assert b"abc" not in written
+
+
+def test_swanlab_offline(tmp_path: Path) -> None:
+    needs("swanlab", "swanlab")
+    reported("swanlab", tmp_path, mode="offline")
+    written = b"".join(file.read_bytes() for file in (tmp_path / "swanlab").rglob("*") if file.is_file())
+    assert b"accuracy" in written
+
+
+def test_dvclive(tmp_path: Path) -> None:
+    needs("dvclive", "dvclive")
+    reported("dvclive", tmp_path, save_dvc_exp=False, dvcyaml=None)
+    metrics = json.loads((tmp_path / "dvclive" / "metrics.json").read_text())
+    assert (metrics["step"], metrics["loss"]) == (3, 1 / 3)
+    assert (tmp_path / "dvclive" / "plots" / "metrics" / "loss.tsv").read_text().splitlines()[1:] == [
+        "1\t1.0",
+        "2\t0.5",
+        f"3\t{1 / 3}",
+    ]
+
+
+def test_clearml_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("clearml", "clearml")
+    monkeypatch.setenv("CLEARML_OFFLINE_MODE", "1")
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "clearml"))
+    reported("clearml", tmp_path)
+    written = b"".join(file.read_bytes() for file in (tmp_path / "clearml").rglob("*metrics*") if file.is_file())
+    assert b"loss" in written
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("mlflow", {"tracking_uri": "htp://host"}, "Unknown kind of address 'htp'.*Did you mean 'http'"),
+        ("mlflow", {"tracking_uri": "http://"}, "names no host"),
+        ("mlflow", {"tracking_uri": "/some/folder"}, "is a folder, which MLflow no longer writes to"),
+        ("mlflow", {"tracking_uri": "sqlite:////proc/nowhere/ml.db"}, "mlflow cannot write to /proc/nowhere"),
+        ("comet_ml", {}, "comet_ml has no key. Set COMET_API_KEY"),
+        ("wandb", {}, "wandb has no key. Set WANDB_API_KEY"),
+        ("wandb", {"mode": "ofline"}, "Unknown mode of wandb 'ofline'.*Did you mean 'offline'"),
+        ("swanlab", {"mode": "online"}, "swanlab has no key"),
+        ("swanlab", {"mode": "of"}, "Unknown mode of swanlab 'of'"),
+        ("clearml", {}, "clearml is not configured"),
+    ],
+)
+def test_what_can_be_known_at_the_start_is_said_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for variable in ("COMET_API_KEY", "WANDB_API_KEY", "WANDB_MODE", "SWANLAB_API_KEY", "CLEARML_API_ACCESS_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("trainer_lib.tracking.base.is_package_available", lambda module: True)
+    with pytest.raises(ConfigurationError, match=said):
+        TrackerGroup(name, "digits", tmp_path, {name: options})
+
+
+def test_names_that_mlflow_refuses_are_changed() -> None:
+    from trainer_lib.tracking import MLflowTracker
+
+    assert MLflowTracker.metric_name("train/loss@8!") == "train/loss_8_"
+    assert MLflowTracker.metric_name("a" * 300) == "a" * 250
