@@ -59,7 +59,7 @@ def speak(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("trainer_lib.foundation.remote.PAUSES", (0.01, 0.02))
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": 5 << 20})  # so that 12 MB are several parts
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": 5 << 20})  # so that 8 MB are several parts
     s3fs.S3FileSystem.clear_instance_cache()
 
 
@@ -75,23 +75,24 @@ class Line:
         self.has_stalled = threading.Event()
         self._to = port
         self._left: dict[str, int | None] = {"up": None, "down": None}
-        self._stalls = False
+        self._stalls = self._once = False
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._listener = socket.create_server((LOOPBACK, 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def cut_after(self, count: int, way: str = "up", stalls: bool = False) -> None:
+    def cut_after(self, count: int, way: str = "up", stalls: bool = False, once: bool = False) -> None:
         """Cut all connections, and refuse further ones, after so many bytes "up" to the server or "down" from it.
 
         Args:
             count: The bytes.
             way: Which are counted.
             stalls: Let nothing through any more, instead of telling both ends.
+            once: Mend it at once.
         """
         with self._lock:
-            self._left[way], self._stalls = count, stalls
+            self._left[way], self._stalls, self._once = count, stalls, once
 
     def mend(self) -> None:
         """Let everything through again."""
@@ -142,7 +143,10 @@ class Line:
         if self._stalls:
             self.has_stalled.set()
             return
-        self.is_cut.set()
+        if self._once:
+            self.mend()
+        else:
+            self.is_cut.set()
         self._drop()
 
     def _drop(self) -> None:

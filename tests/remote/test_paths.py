@@ -21,8 +21,8 @@ from trainer_lib import (
     load_checkpoint_in_model,
 )
 from trainer_lib.commands.main import main
-from trainer_lib.foundation.errors import MissingPackageError
-from trainer_lib.foundation.remote import RemotePath, is_url, masked, path_at
+from trainer_lib.foundation.errors import MissingPackageError, UnreachableError
+from trainer_lib.foundation.remote import RemotePath, is_url, masked, path_at, persistently
 from trainer_lib.launchers import ProcessFailedError, run_forked
 
 
@@ -74,6 +74,33 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(known_implementations, "lacking", facts)
     with pytest.raises(MissingPackageError, match="lacking:// a package is missing: Install no_such_package"):
         Accelerator(cpu=True).save_state("lacking://bucket/state")
+
+
+def test_what_fails_for_a_moment_is_done_again() -> None:
+    calls: list[int] = []
+
+    def work(error: Exception, times: int) -> int:
+        calls.append(1)
+        if len(calls) <= times:
+            raise error
+        return len(calls)
+
+    assert persistently("memory://a", lambda: work(TimeoutError(), 2)) == 3
+    calls.clear()
+    with pytest.raises(
+        UnreachableError, match=r"memory://a cannot be reached, in 3 attempts: TimeoutError: at s3://…@b"
+    ):
+        persistently("memory://a", lambda: work(TimeoutError("at s3://me:key@b\nand more"), 9))
+    for error in (PermissionError("no"), FileNotFoundError("none")):
+        calls.clear()
+        with pytest.raises(type(error), match="memory://a"):
+            persistently("memory://a", lambda error=error: work(error, 9))
+        assert len(calls) == 1
+    calls.clear()
+    no_keys = type("NoCredentialsError", (Exception,), {})
+    with pytest.raises(PermissionError, match="NoCredentialsError: none found"):
+        persistently("memory://a", lambda: work(no_keys("none found"), 9))
+    assert len(calls) == 1
 
 
 def test_secrets_are_masked() -> None:
@@ -135,7 +162,7 @@ def test_what_saves_refuse() -> None:
         accelerator.load_state("memory://bucket/none")
     with pytest.raises(UnsupportedError, match="common to all machines"):
         Accelerator(cpu=True, project_config=ProjectConfiguration(save_on_each_node=True)).save_state("memory://a/b")
-    with pytest.raises(ConfigurationError, match="/runs/.* cannot be reached, in 3 attempts: Client"):
+    with pytest.raises(ConfigurationError, match=r"/runs/.* cannot be reached, in 3 attempts: Client"):
         trainer(arguments(output_dir="http://127.0.0.1:9/runs", max_steps=1)).fit()
 
 

@@ -28,7 +28,7 @@ from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.foundation.remote import RemotePath, path_at
 from trainer_lib.launchers import run_forked
 
-LARGE = 3 << 20  # so many numbers that a save is cut in the middle of them
+LARGE = 2 << 20  # so many numbers that a save is cut in the middle of them
 
 
 def files(url: str) -> list[str]:
@@ -140,7 +140,7 @@ class Cuts(Callback):
 
     def on_step_end(self, run: Run) -> None:
         if run.state.step == 4:
-            self._line.cut_after(4 << 20)
+            self._line.cut_after(3 << 20)
         elif self._line.is_cut.is_set():
             self._line.mend()
 
@@ -169,7 +169,7 @@ def test_a_load_that_is_cut_damages_nothing(line: Line) -> None:
     accelerator.save_state()
     saved, before = weights(big), files(state)
     train(accelerator, model, optimizer, 1)
-    line.cut_after(4 << 20, "down")
+    line.cut_after(3 << 20, "down")
     with pytest.raises(CheckpointError, match=rf"{state}/.* cannot be reached, in 3 attempts"):
         accelerator.load_state()
     line.mend()
@@ -195,7 +195,7 @@ def test_a_kill_in_the_middle_of_a_save(line: Line) -> None:
     process = context.Process(target=saves)
     process.start()
     assert is_saved.wait(60)
-    line.cut_after(4 << 20, stalls=True)
+    line.cut_after(3 << 20, stalls=True)
     is_ready.set()
     assert line.has_stalled.wait(60)
     assert process.pid is not None
@@ -220,7 +220,7 @@ def test_a_save_in_the_place_of_another_that_is_cut(line: Line) -> None:
     saved = weights(model)
     train(accelerator, model, optimizer, 1)
     newer = weights(model)
-    line.cut_after(4 << 20)
+    line.cut_after(3 << 20)
     with pytest.raises(UnwritableError, match=f"{state}/model_1.safetensors could not be written"):
         accelerator.save_state(state)
     line.mend()
@@ -232,6 +232,19 @@ def test_a_save_in_the_place_of_another_that_is_cut(line: Line) -> None:
     assert not any("replaced" in name or "partial" in name for name in files(state.rpartition("/")[0] + "/"))
     accelerator.load_state(state)
     assert weights(model) == newer
+
+
+def test_a_line_that_is_cut_for_a_moment(line: Line) -> None:
+    state = f"{made()}/state"
+    accelerator, model, optimizer = trained("unused", updates=1)  # type: ignore[arg-type]
+    accelerator.prepare(large())
+    line.cut_after(3 << 20, once=True)
+    accelerator.save_state(state)
+    saved = weights(model)
+    train(accelerator, model, optimizer, 1)
+    line.cut_after(3 << 20, "down", once=True)
+    accelerator.load_state(state)
+    assert weights(model) == saved
 
 
 ENDS = """
