@@ -1,0 +1,146 @@
+"""A run as a tracker sees it, and what becomes of the run if the tracker fails."""
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.tracking.misbehaving import Misbehaving, steps, taken
+from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.callbacks import (
+    MLflowCallback,
+    TensorBoardCallback,
+    TrackerCallback,
+    WandbCallback,
+)
+from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
+from trainer_lib.tracking import Patience, register_tracker_class
+
+register_tracker_class(Misbehaving)
+QUICK = Patience(linger=0.02, call=0.5, finish=1.0, working=0.0, first_pause=0.05, longest_pause=0.2)
+PATIENT = Patience(linger=0.02, finish=30.0, first_pause=0.05, longest_pause=0.2)
+
+
+def trainer(callbacks: list[Any], output_dir: Path | None = None, **given: Any) -> Trainer:
+    generator = torch.Generator().manual_seed(0)
+    data = (torch.randn(64, 4, generator=generator), torch.randint(2, (64,), generator=generator))
+    settings: dict[str, Any] = {"max_steps": 8, "log_every": "2 steps", "eval_every": "4 steps", "use_cpu": True}
+    args = TrainingArguments(output_dir=output_dir, progress_bar=False, **{**settings, **given})
+    model = torch.nn.Linear(4, 2)
+    model.bias.requires_grad_(False)
+    return Trainer(model, args, train_dataset=data, eval_dataset=data, loss_fn=cross_entropy, callbacks=callbacks)
+
+
+def callback(path: Path, patience: Patience = PATIENT, **options: Any) -> TrackerCallback:
+    return TrackerCallback("misbehaving", path=str(path), patience=patience, **options)
+
+
+def test_a_tracker_is_told_the_whole_run(tmp_path: Path) -> None:
+    told = callback(tmp_path / "taken", system_metrics=True, artifact="model")
+    one = trainer([told], tmp_path / "runs", learning_rate=0.25)
+    history = one.fit().state.history
+    records = taken(tmp_path / "taken")
+    settings = records[1]["settings"]
+    assert settings["learning_rate"] == 0.25
+    assert settings["model"] == {"class": "Linear", "parameters": 10, "trainable_parameters": 8}
+    logs = [record for record in records if "loss" in record]
+    assert [(record["step"], record["loss"]) for record in logs] == [
+        (entry["step"], entry["loss"]) for entry in history if "loss" in entry
+    ]
+    assert {"learning_rate", "epoch", "grad_norm", "system/process_memory_gb"} <= set(logs[0])
+    evaluations = [record for record in records if "eval_loss" in record]
+    assert [(record["step"], record["eval_loss"]) for record in evaluations] == [
+        (entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry
+    ]
+    (artifact,) = [record for record in records if "artifact" in record]
+    names = {file.name for file in Path(artifact["artifact"]).iterdir()}
+    assert "model.safetensors" in names
+    assert not any(name.startswith(("optimizer", "manifest", "random", "engine")) for name in names)
+    assert records[-1] == {"finished": "finished"}
+
+
+def test_a_resumed_run_goes_on_in_the_run_of_the_tracker(tmp_path: Path) -> None:
+    first = trainer([callback(tmp_path / "taken")], tmp_path / "runs", max_steps=4, schedule_steps=8)
+    first.fit()
+    second = trainer([callback(tmp_path / "taken")], tmp_path / "runs", schedule_steps=8, resume="extend")
+    second.fit()
+    third = trainer([callback(tmp_path / "taken")], tmp_path / "runs")
+    third.fit()
+    names = [record["started"] for record in taken(tmp_path / "taken") if "started" in record]
+    assert names[0] == names[1] != names[2]
+    assert steps(tmp_path / "taken")[:8] == [2, 4, 4, 6, 8, 8, 2, 4]
+
+
+@pytest.mark.parametrize("how", ["raise in start", "hang in start", "raise in log", "hang in log", "hang in finish"])
+def test_a_run_ends_well_whatever_a_tracker_does(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    bad = [callback(tmp_path / "one", QUICK, how=how), callback(tmp_path / "two", QUICK, how=how, apart=True)]
+    bad[1].key = "second"
+    plain = trainer([], None, log_every="1 step").fit()
+    begun = time.monotonic()
+    result = trainer(bad, tmp_path / "runs", log_every="1 step").fit()
+    assert time.monotonic() - begun < 15
+    assert [one["loss"] for one in result.state.history if "loss" in one] == [
+        one["loss"] for one in plain.state.history if "loss" in one
+    ]
+    assert result.state.status == "finished"
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sum("fails, and training goes on" in line for line in said) <= 2
+    if how != "hang in finish":
+        assert sum("points wait in" in line for line in said) == 2
+
+
+def test_trackers_are_asked_for_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install trainer_lib[tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    one = trainer([], tmp_path, report_to=["tensorboard", "jsonl"])
+    history = one.fit().state.history
+    (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    read: Any = EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    losses = [(event.step, event.value) for event in read.Scalars("loss")]
+    assert losses == [(one["step"], pytest.approx(one["loss"])) for one in history if "loss" in one]
+    lines = [json.loads(line) for line in (folder / "jsonl.jsonl").read_text().splitlines()]
+    assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [
+        one["eval_loss"] for one in history if "eval_loss" in one
+    ]
+
+
+def test_one_that_is_given_takes_the_place_of_one_that_is_named(tmp_path: Path) -> None:
+    given = TensorBoardCallback("mine", folder=tmp_path)
+    one = trainer([given], None, report_to="tensorboard")
+    assert [found for found in one.events if isinstance(found, TrackerCallback)] == [given]
+    one.fit()
+    assert list((tmp_path / "mine").glob("events.out.*"))
+    assert not [
+        one for one in trainer([], None, report_to="jsonl", dry_run=True).events if isinstance(one, TrackerCallback)
+    ]
+
+
+def test_what_can_be_known_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    bad_artifact: dict[str, Any] = {"artifact": "modle"}
+    for make, error, said in (
+        (
+            lambda: trainer([], report_to="jsonl"),
+            ConfigurationError,
+            "report_to='jsonl' writes files.* Give output_dir",
+        ),
+        (lambda: MLflowCallback(tracking_uri="htp://x"), ConfigurationError, "Unknown kind of address 'htp'"),
+        (lambda: TrackerCallback("tensorbord"), ConfigurationError, "Did you mean 'tensorboard'"),
+        (lambda: TrackerCallback("all"), ConfigurationError, "must be one tracker"),
+        (lambda: TrackerCallback("jsonl", **bad_artifact), ConfigurationError, 'must be "model", "checkpoint"'),
+        (lambda: TrackerCallback("jsonl", artifact="model"), UnsupportedError, "jsonl takes no files"),
+    ):
+        with pytest.raises(error, match=said):
+            make()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr("trainer_lib.tracking.base.is_package_available", lambda module: False)
+    with pytest.raises(MissingPackageError, match=r"pip install trainer_lib\[wandb\]"):
+        WandbCallback()
+    with pytest.raises(MissingPackageError, match=r"pip install trainer_lib\[tensorboard\]"):
+        trainer([], tmp_path, report_to="tensorboard")
