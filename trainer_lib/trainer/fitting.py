@@ -88,8 +88,8 @@ class Fitting:
             model=trainer.prepared,
             optimizers=prepared,
             schedulers={name: accelerator.prepare_scheduler(one) for name, one in schedulers.items()},
-        )
             folder=None if folder is None else folder.here,
+        )
         self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
         self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
         trainer.guard = self.guard = Guard(self)
