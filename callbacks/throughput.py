@@ -34,6 +34,7 @@ class Throughput(Callback):
         self._tokens_of, self._per_device = tokens, per_device
         self._tokens: float | Tensor = 0
         self._processes = 1
+        self._loader: Any = None  # that is trained from
         self._waited: float | None = None  # for batches; not known without a loader of the library's
         self._pauses = {"evaluation_seconds": 0.0, "saving_seconds": 0.0}
         self._paused_at = 0.0
@@ -58,7 +59,7 @@ class Throughput(Callback):
         self._pauses = dict.fromkeys(self._pauses, 0.0)
         self._processes = 1 if run.accelerator is None else run.accelerator.num_processes
         self._tokens = 0
-        self._waited = None
+        self._loader = self._waited = None
         self._first = self._last = self._now = self._place(run)
         self._is_training = True
 
@@ -94,8 +95,9 @@ class Throughput(Callback):
 
     def _place(self, run: Run) -> "_Place":
         seconds = time.perf_counter() - sum(self._pauses.values())
-        loader = None if run.accelerator is None else run.accelerator.gradient_state.active_dataloader
-        self._waited = getattr(loader, "seconds_waited", self._waited)
+        if run.accelerator is not None:  # after the last step, the loader is that of before
+            self._loader = run.accelerator.gradient_state.active_dataloader or self._loader
+        self._waited = getattr(self._loader, "seconds_waited", self._waited)
         tokens = float(self._tokens) * self._processes
         return _Place(run.state.step, run.state.samples, seconds, tokens, self._waited or 0.0)
 

@@ -75,8 +75,11 @@ def test_the_share_of_time_that_batches_are_waited_for(clock: Clock) -> None:
         if run.state.step % 4 == 0:
             shares.append(log(events, run)["data_wait"])
     assert shares == [0.25, 0.25]
+    loader.dataset[0]
+    advance(run, clock, 1, 0.75)
+    assert log(events, run) == {"samples_per_second": 8.0, "steps_per_second": 1.0, "data_wait": 0.0}
     events.fire("on_fit_end", run)
-    assert throughput.summary()["data_wait"] == 0.25
+    assert throughput.summary()["data_wait"] == 2.0 / 9.0
 
 
 def test_evaluations_and_saving_do_not_count(clock: Clock) -> None:

@@ -1,6 +1,7 @@
 """This file is the tests of a report in a real browser: what is seen, what moves, and that nothing is fetched."""
 
 import json
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from tests.runs.browser import Browser, find_browser
 from tests.runs.histories import line, make_run, training
 from trainer_lib.runs.report import find_runs, write_report
+from trainer_lib.runs.serving import LiveReport
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here (Debian's: chromium)")
 
@@ -81,7 +83,7 @@ def test_a_drag_zooms_in_and_a_double_click_out(browser: Browser, one: str) -> N
     assert browser.run("page.range().map(Math.round)") == [20, 40]
     assert browser.run("document.getElementById('unzoom').hidden") is False
     browser.run("document.getElementById('unzoom').click()")
-    assert browser.run("page.range()") == [1, 100]
+    assert browser.run("page.range()") == [0, 100]
 
 
 def test_keys_move_the_cursor_and_say_where_it_is(browser: Browser, one: str) -> None:
@@ -112,7 +114,7 @@ def test_keys_move_the_cursor_and_say_where_it_is(browser: Browser, one: str) ->
     browser.press("0")
     browser.press("Escape")
     assert browser.run("page.cursor") is None
-    assert browser.run("page.range()") == [1, 100]
+    assert browser.run("page.range()") == [0, 100]
 
 
 def test_smoothing_log_scale_and_axis(browser: Browser, one: str) -> None:
@@ -126,9 +128,9 @@ def test_smoothing_log_scale_and_axis(browser: Browser, one: str) -> None:
     browser.run("document.getElementById('log').click()")
     assert browser.run(path) != before
     browser.run("document.querySelector('[value=\"seconds\"]').click()")
-    assert browser.run("page.range()") == [0.5, 50]
+    assert browser.run("page.range()") == [0, 50]
     browser.run("document.querySelector('[value=\"samples\"]').click()")
-    assert browser.run("page.range()") == [8, 800]
+    assert browser.run("page.range()") == [0, 800]
     browser.run("document.getElementById('events').click()")
     assert browser.run("document.querySelectorAll('figure .mark').length") == 0
     assert browser.problems == []
@@ -198,6 +200,26 @@ def test_what_is_no_number_is_a_gap_and_a_sign(browser: Browser, tmp_path: Path)
     assert browser.run(f"{CHART}.querySelector('.curve').getAttribute('d').split('M').length") == 3  # two parts
     assert browser.run(f"{CHART}.querySelectorAll('.lost').length") == 1
     assert "1 × no number" in browser.run("document.querySelector('.legend').innerText")
+
+
+def test_a_live_page_draws_what_comes(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", [line("log", 1, loss=1.0)], {"status": "running"})
+    live = LiveReport(find_runs([folder]))
+    thread = threading.Thread(target=live.serve)
+    thread.start()
+    try:
+        browser.open(live.url)
+        browser.run("document.getElementById('log').click()")
+        with (folder / "history.jsonl").open("a") as file:
+            file.write(f"{json.dumps(line('log', 2, loss=0.5))}\n")
+        browser.wait_until("document.querySelector('.legend b').innerText === '0.5'")
+        assert browser.run("document.getElementById('log').checked") is True  # as it was left
+        assert browser.problems == []
+        assert {url.removeprefix(live.url) for url in browser.requests} == {"", "data.json"}
+    finally:
+        browser.open("about:blank")
+        live.close()
+        thread.join()
 
 
 def test_a_run_that_said_nothing_yet_has_a_page(browser: Browser, tmp_path: Path) -> None:

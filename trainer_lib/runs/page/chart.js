@@ -54,7 +54,7 @@ class Chart {
         if (!curve) continue;
         const xs = run.places[curve.at][settings.axis], isEvaluation = name.startsWith("eval_");
         const one = { run, name, xs, ys: curve.values, colour: page.colourOf(index, place), isDashed: runs.length > 1 && place > 0,
-          isDotted: isEvaluation || xs.length < 3, label: runs.length > 1 ? (this.spec.names.length > 1 ? `${run.name} · ${name}` : run.name) : name };
+          isDotted: isEvaluation || xs.length < 30, label: runs.length > 1 ? (this.spec.names.length > 1 ? `${run.name} · ${name}` : run.name) : name };
         if (settings.smoothing > 0 && this.spec.smooths && !isEvaluation && curve.count > 8) {
           const base = curve.means || curve;
           one.smooth = { xs: run.places[base.at][settings.axis], ys: smoothed(base.values, settings.smoothing) };
@@ -107,7 +107,7 @@ class Chart {
         draw("text", { x: left - 8, y: y + 4, "text-anchor": "end" }, tickText(value, this.spec.form, step)));
     }
     parts.push(draw("line", { class: "axis", x1: left, x2: this.width - right, y1: bottom, y2: bottom }));
-    const along = ticks(first, last, Math.max(2, Math.floor(this.width / (axis === "seconds" ? 90 : 70))), axis), stride = along[1] - along[0];
+    const along = ticks(first, last, Math.max(2, Math.floor(this.width / (axis === "seconds" ? 84 : 60))), axis), stride = along[1] - along[0];
     for (const value of along) {
       const x = this.x(value), anchor = x > this.width - 36 ? "end" : "middle";
       parts.push(draw("text", { x: anchor === "end" ? this.width - right : x, y: this.height - 6, "text-anchor": anchor },

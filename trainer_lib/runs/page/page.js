@@ -37,7 +37,9 @@ class Page {
       }
       for (const { kind, [this.settings.axis]: x } of run.marks) if (x !== null && LINES.has(kind)) { low = Math.min(low, x); high = Math.max(high, x); }
     });
-    return low > high ? [0, 1] : low === high ? [low - 0.5, high + 0.5] : [low, high];
+    if (low > high) return [0, 1];
+    if (low > 0 && low < 0.2 * high) low = 0; // where runs begin, unless this one went on from far away
+    return low === high ? [low - 0.5, high + 0.5] : [low, high];
   }
 
   marks() {
