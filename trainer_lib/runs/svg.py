@@ -42,7 +42,7 @@ def draw_curves(title: str, curves: Mapping[str, Points], width: int = 420, heig
         value = low + room + part / 4 * (high - low - 2 * room)
         _, y = place(first, value)
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{width - _RIGHT}" stroke="currentColor" opacity=".15"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" opacity=".65">{short(value)}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" opacity=".65">{value:.3g}</text>')
     for x, anchor in ((first, "start"), (last, "end")):
         told = f'<text x="{place(x, low)[0]:.1f}" y="{height - 6}" text-anchor="{anchor}" opacity=".65">'
         parts.append(f"{told}{short(round(x))}</text>")
