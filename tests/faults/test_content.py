@@ -302,7 +302,7 @@ def test_whatever_json_says_is_taken_up_or_refused(
     state = Path(shutil.copytree(states / "whole", tmp_path / "state"))
     chance = random.Random(0)
     files = sorted(state.glob("*.json"))
-    for _ in range(trials(150, 3000)):
+    for _ in range(trials(150, 1500)):
         path = chance.choice(files)
         whole = path.read_bytes()
         content = changed(json.loads(whole), chance)

@@ -58,7 +58,7 @@ def state(states: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.mark.parametrize(("state", "seed"), [(kind, number) for number, kind in enumerate(KINDS)], indirect=["state"])
 def test_all_damage_is_noticed_and_names_the_file(state: Path, seed: int, trials: Trials, ledger: Ledger) -> None:
     verify_state(state)
-    for kind, file in damages(state, trials(400, 5000), seed):
+    for kind, file in damages(state, trials(400, 2500), seed):
         with pytest.raises(DamagedError) as told:
             verify_state(state)
         assert file in str(told.value) or kind == "files swapped", f"{kind}, {file}: {told.value}"
@@ -80,7 +80,7 @@ def test_every_byte_of_the_manifest_counts(state: Path, trials: Trials, ledger: 
 def test_what_is_damaged_is_not_loaded(state: Path, tmp_path: Path, trials: Trials, ledger: Ledger) -> None:
     accelerator, *_ = trained(tmp_path, updates=3)
     before = digest(accelerator)
-    for kind, file in damages(state, trials(60, 1000), seed=1):
+    for kind, file in damages(state, trials(60, 500), seed=1):
         with pytest.raises(CheckpointError):
             accelerator.load_state(state)
         assert digest(accelerator) == before, f"{kind}, {file}"

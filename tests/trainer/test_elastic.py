@@ -35,40 +35,6 @@ def told(result: FitResult) -> list[tuple[int, float, float, float]]:
     return [(one["step"], one["epoch"], one["learning_rate"], one["loss"]) for one in result.history if "loss" in one]
 
 
-def saved_all_along(layout: Layout, folder: Path, **options: Any) -> list[Any]:
-    """Return what a run told that saved after each update."""
-    return told(fit(layout, output_dir=folder, save_every=1, keep_last=None, **options))
-
-
-def gone_on(layout: Layout, run: Path, places: list[tuple[int, int]]) -> list[list[Any]]:
-    """Go on from each of these updates, with so many workers."""
-    return [
-        told(fit(layout, run / "checkpoints" / f"checkpoint-{step:08d}", num_workers=num_workers))
-        for step, num_workers in places
-    ]
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param((1, 16, 1), (2, 8, 1), id="1 to 2"),
-        pytest.param((2, 8, 1), (1, 16, 1), id="2 to 1"),
-        pytest.param((2, 8, 1), (4, 4, 1), id="2 to 4"),
-        pytest.param((4, 4, 1), (2, 4, 2), id="4 to 2 that accumulate"),
-        pytest.param((1, 16, 1), (1, 8, 2), id="smaller batches"),
-    ],
-)
-def test_at_an_equal_global_batch_losses_and_rates_are_the_same(before: Layout, after: Layout, tmp_path: Path) -> None:
-    whole = run_forked(saved_all_along, (before, tmp_path), before[0], timeout=60)[0]
-    (run,) = tmp_path.iterdir()
-    places = [(3, 0), (5, 0), (8, 2)]  # in the middle of a pass, at its end, in the middle of the next
-    for made in run_forked(gone_on, (after, run, places), after[0], timeout=90):
-        for one in made:
-            assert [entry[:2] for entry in one] == [entry[:2] for entry in whole]
-            assert [entry[2] for entry in one] == [entry[2] for entry in whole]
-            assert [entry[3] for entry in one] == pytest.approx([entry[3] for entry in whole], rel=1e-6)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two passes of 10 updates of 4 samples, with a checkpoint after each."""

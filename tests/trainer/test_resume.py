@@ -1,31 +1,18 @@
 """A run that ends before its end goes on as if it had not: bitwise, on one process and on two."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch import nn
 
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import ConfigurationError, StateError, Trainer
 from trainer_lib.callbacks import EarlyStopping
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.result import FitResult
-
-
-class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Points without a length."""
-
-    def __iter__(self) -> Any:
-        return iter(list(zip(*points(), strict=True)))
 
 
 def outcome(result: FitResult, model: nn.Module) -> list[Any]:
@@ -63,65 +50,6 @@ def run(folder: Path, options: dict[str, Any], data: Any, dies_at: int | None = 
         return outcome(one.fit(), model)
     except InterruptedError:
         return None
-
-
-@pytest.mark.parametrize(
-    ("dies_at", "options"),
-    [
-        pytest.param(7, {}, id="in the middle of a pass"),
-        pytest.param(6, {"save_every": 5}, id="after the end of a pass"),
-        pytest.param(5, {}, id="at the end of a pass"),
-        pytest.param(12, {"optimizer": "sgd", "optimizer_kwargs": {"momentum": 0.9}, "max_grad_norm": None}, id="sgd"),
-        pytest.param(7, {"num_workers": 2}, id="with workers"),
-        pytest.param(7, {"mixed_precision": "bf16"}, id="bf16"),
-    ],
-)
-def test_a_resumed_run_is_the_run_without_a_break(tmp_path: Path, dies_at: int, options: dict[str, Any]) -> None:
-    whole = run(tmp_path / "whole", options, points())
-    assert run(tmp_path / "parts", options, points(), dies_at) is None
-    assert run(tmp_path / "parts", options, points(), resume="auto") == whole
-
-
-def test_data_without_a_length(tmp_path: Path) -> None:
-    options = {"lr_scheduler": "constant"}
-    whole = run(tmp_path / "whole", options, Stream())
-    assert run(tmp_path / "parts", options, Stream(), 7) is None
-    assert run(tmp_path / "parts", options, Stream(), resume="auto") == whole
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    def both(folder: str, dies_at: int | None, resume: str) -> list[Any] | None:
-        return run(tmp_path / folder, {}, points(75), dies_at, resume=resume)
-
-    (whole, other) = run_forked(both, ("whole", None, "never"), 2, timeout=60)
-    assert whole == other
-    assert run_forked(both, ("parts", 7, "never"), 2, timeout=60) == [None, None]
-    assert run_forked(both, ("parts", None, "auto"), 2, timeout=60) == [whole, whole]
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.trainer import test_resume as task
-from trainer_lib.events import Callback
-
-class Kills(Callback):
-    def on_step_end(self, run):
-        if run.state.step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-task.Dies = lambda at: Kills()
-task.run(Path(sys.argv[1]), {}, task.points(), 7)
-"""
-
-
-def test_a_killed_run(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "parts")]
-    killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    whole = run(tmp_path / "whole", {}, points())
-    assert run(tmp_path / "parts", {}, points(), resume="auto") == whole
 
 
 def test_auto_begins_where_there_is_nothing(tmp_path: Path) -> None:

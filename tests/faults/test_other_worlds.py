@@ -9,10 +9,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.accelerator import toy
+from tests.faults.ledger import Ledger
+from tests.trainer import test_elastic as task
+from tests.trainer.test_elastic import Layout, fit
 from trainer_lib import Accelerator
 from trainer_lib.launchers import run_forked
-
-Layout = tuple[int, int, int]  # processes, the batch of each, and how many of them make an update
 
 PASSES = 2
 GLOBAL = 8  # samples an update, so 6 updates a pass
@@ -121,23 +122,55 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
         pytest.param((2, 2, 2), (1, 8, 1), id="2 accumulating to 1"),
     ],
 )
-def test_each_sample_comes_once_with_the_same_losses(before: Layout, after: Layout, tmp_path: Path) -> None:
-    (alone,) = run_forked(whole, ((1, GLOBAL, 1), Samples(), [], tmp_path / "alone"), 1, timeout=60)
-    first = run_forked(whole, (before, Samples(), [2, 6], tmp_path), before[0], timeout=60)[0]
+def test_each_sample_comes_once_with_the_same_losses(
+    before: Layout, after: Layout, states: "States", ledger: Ledger
+) -> None:
+    _, alone = states.of((1, GLOBAL, 1))
+    folder, first = states.of(before)
     assert_same(first, alone)
     assert sorted(number for _, _, numbers in alone[:6] for number in numbers) == list(range(toy.SAMPLES))
     places = [(2, 0), (6, 0), (2, 2)]
-    for process in run_forked(resumed, (after, Samples(), tmp_path, places), after[0], timeout=60):
+    for process in run_forked(resumed, (after, Samples(), folder, places), after[0], timeout=60):
         for (at, _), made in zip(places, process, strict=True):
             assert_same(made, alone[at:])
+    row = f"a loop, {described(before)} to {described(after)}"
+    ledger.note("worlds", row, compared=len(places), same_samples=len(places), same_losses=len(places))
+
+
+def described(layout: Layout) -> str:
+    """Return a layout in words."""
+    processes, batch, steps = layout
+    return f"{processes} × {batch}" + (f" × {steps} accumulated" if steps > 1 else "")
+
+
+class States:
+    """States in the middle of a pass and at its end, by the layouts of what saved them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[Layout, list[Any]] = {}
+
+    def of(self, layout: Layout) -> tuple[Path, list[Any]]:
+        """Return the folder of states, and the updates of all passes."""
+        folder = self._folder / "_".join(map(str, layout))
+        if layout not in self._made:
+            self._made[layout] = run_forked(whole, (layout, Samples(), [2, 6], folder), layout[0], timeout=60)[0]
+        return folder, self._made[layout]
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> States:
+    return States(tmp_path_factory.mktemp("states"))
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 8, 1), (2, 4, 1)), ((2, 4, 1), (1, 8, 1))])
-def test_so_does_a_stream_without_a_length(before: Layout, after: Layout, tmp_path: Path) -> None:
+def test_so_does_a_stream_without_a_length(before: Layout, after: Layout, tmp_path: Path, ledger: Ledger) -> None:
     first = run_forked(whole, (before, Stream(), [2, 6], tmp_path), before[0], timeout=60)[0]
     for process in run_forked(resumed, (after, Stream(), tmp_path, [(2, 1), (6, 1)]), after[0], timeout=60):
         assert_same(process[0], first[2:])
         assert_same(process[1], first[6:])
+    row = f"a loop over a stream, {described(before)} to {described(after)}"
+    ledger.note("worlds", row, compared=2, same_samples=2, same_losses=2)
 
 
 # -- what is each process's own ----------------------------------------------------------------------------------------
@@ -220,7 +253,70 @@ def sharded(layout: Layout, folder: Path, at: int | None) -> list[Any]:
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 4, 1), (4, 2, 1)), ((4, 2, 1), (2, 4, 1))])
-def test_shards_fit_another_world(before: Layout, after: Layout, tmp_path: Path) -> None:
+def test_shards_fit_another_world(before: Layout, after: Layout, tmp_path: Path, ledger: Ledger) -> None:
     first = run_forked(sharded, (before, tmp_path / "state", 4), before[0], timeout=120)[0]
     for made in run_forked(sharded, (after, tmp_path / "state", None), after[0], timeout=120):
         assert_same(made, first[4:])
+    row = f"a loop with shards, {described(before)} to {described(after)}"
+    ledger.note("worlds", row, compared=1, same_samples=1, same_losses=1)
+
+
+# -- the Trainer -------------------------------------------------------------------------------------------------------
+
+
+def saved_all_along(layout: Layout, folder: Path, **options: Any) -> list[Any]:
+    """Return what a run told that saved after each update."""
+    return task.told(fit(layout, output_dir=folder, save_every=1, keep_last=None, **options))
+
+
+def gone_on(layout: Layout, run: Path, places: list[tuple[int, int]]) -> list[list[Any]]:
+    """Go on from each of these updates, with so many workers."""
+    return [
+        task.told(fit(layout, run / "checkpoints" / f"checkpoint-{step:08d}", num_workers=num_workers))
+        for step, num_workers in places
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((1, 16, 1), (2, 8, 1), id="1 to 2"),
+        pytest.param((2, 8, 1), (1, 16, 1), id="2 to 1"),
+        pytest.param((2, 8, 1), (4, 4, 1), id="2 to 4"),
+        pytest.param((4, 4, 1), (2, 4, 2), id="4 to 2 that accumulate"),
+        pytest.param((1, 16, 1), (1, 8, 2), id="smaller batches"),
+    ],
+)
+def test_at_an_equal_global_batch_losses_and_rates_are_the_same(
+    before: Layout, after: Layout, runs: "Runs", ledger: Ledger
+) -> None:
+    run, whole = runs.of(before)
+    places = [(3, 0), (5, 0), (8, 2)]  # in the middle of a pass, at its end, in the middle of the next
+    for made in run_forked(gone_on, (after, run, places), after[0], timeout=90):
+        for one in made:
+            assert [entry[:2] for entry in one] == [entry[:2] for entry in whole]
+            assert [entry[2] for entry in one] == [entry[2] for entry in whole]
+            assert [entry[3] for entry in one] == pytest.approx([entry[3] for entry in whole], rel=1e-6)
+    row = f"the Trainer, {described(before)} to {described(after)}"
+    ledger.note("worlds", row, compared=len(places), same_samples=len(places), same_losses=len(places))
+
+
+class Runs:
+    """Runs that saved after each update, by their layouts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[Layout, tuple[Path, list[Any]]] = {}
+
+    def of(self, layout: Layout) -> tuple[Path, list[Any]]:
+        """Return the folder of a run, and what it told."""
+        if layout not in self._made:
+            place = self._folder / "_".join(map(str, layout))
+            made = run_forked(saved_all_along, (layout, place), layout[0], timeout=60)[0]
+            self._made[layout] = next(place.iterdir()), made
+        return self._made[layout]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
