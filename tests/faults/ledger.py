@@ -27,9 +27,10 @@ class Ledger:
             held[name] += count
 
     def write(self) -> None:
-        """Write all down."""
-        ordered = {table: dict(sorted(self.tables[table].items())) for table in _COLUMNS if table in self.tables}
-        OUTCOMES.write_text(json.dumps(ordered, indent=1) + "\n")
+        """Write all down, in the place of what was written of the same rows."""
+        known = recorded() if OUTCOMES.exists() else {}
+        tables = {table: {**known.get(table, {}), **self.tables.get(table, {})} for table in _COLUMNS}
+        OUTCOMES.write_text(json.dumps({name: rows for name, rows in tables.items() if rows}, indent=1) + "\n")
 
 
 # What is counted, and how a table calls it. What must be 0 comes with what says so.

@@ -43,7 +43,7 @@ def test_killed_at_any_moment_the_newest_state_is_whole(
     trials: Trials,
     ledger: Ledger,
 ) -> None:
-    when = moments(trials(few, 30), seed=processes + 10 * background)
+    when = moments(trials(few, 24), seed=processes + 10 * background)
     found = Lives(make, processes, background).killed(tmp_path, when)
     ledger.note("kills", f"{kind}, saving {'in the background' if background else 'at once'}", **found.counts())
     assert found.complaints == []
@@ -99,7 +99,7 @@ def a_run(folder: Path, processes: int, steps: int, **options: Any) -> list[Any]
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
     processes: int, background: bool, tmp_path: Path, trials: Trials, ledger: Ledger
 ) -> None:
-    when = moments(trials(4 - processes, 20), seed=processes)
+    when = moments(trials(4 - processes, 16), seed=processes)
     steps = len(when) * (50, 25)[processes - 1]  # which last until the last kill
     options: dict[str, Any] = {"save_in_background": background}
     for name in ("whole", "parts"):
@@ -175,7 +175,7 @@ def test_killed_at_any_step_the_older_or_the_newer_state_is_whole(
         return tmp_path / name
 
     def save() -> None:
-        project = Path(accelerator.project_configuration.project_dir or "")
+        project = Path(str(accelerator.project_configuration.project_dir))
         accelerator.save_state(None if automatic else project / "state")
 
     project = save_in("whole")

@@ -1,7 +1,7 @@
 """This file is a save and a load of all that survives a restart: the folder, the parts, the files, the numbering."""
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -240,15 +240,19 @@ def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folde
         with together(engine.group, "load_state"):
             state = part.read(folder, words)
             if manifest.origin is not None:
-                state = imported.taken_up(engine, part, state)
-        _take_up(part, state, folder)
+                with _told_by_name(part, folder):
+                    state = imported.taken_up(engine, part, state)
+        with _told_by_name(part, folder):
+            part.stateful.load_state_dict(state)
     for name in sorted(set(manifest.parts) - {part.name for part in parts}):
         _logger.warning("The state in %s has a %s, which nothing here takes up.", folder, name)
 
 
-def _take_up(part: Part, state: Any, folder: AnyPath) -> None:
+@contextmanager
+def _told_by_name(part: Part, folder: AnyPath) -> Generator[None]:
+    """Tell of a state that is nothing for what is to take it up by the name of its part."""
     try:
-        part.stateful.load_state_dict(state)
+        yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         if isinstance(error, TrainerLibError):
             raise

@@ -180,6 +180,8 @@ def _check_types(manifest: Manifest) -> None:
     for name in (*manifest.parts, *manifest.kinds.values(), *manifest.versions.values(), *manifest.reasons):
         if not isinstance(name, str):
             raise TypeError(f"{name!r} is no text")
+    if manifest.origin is not None and not isinstance(manifest.origin.get("left_out"), dict):
+        raise TypeError(f"origin is {dict(manifest.origin)!r}")
 
 
 def _check_seal(path: AnyPath, text: bytes, digest: Any, schema: int) -> None:
