@@ -13,6 +13,7 @@ from trainer_lib import Accelerator
 from trainer_lib.callbacks import Checkpoint
 from trainer_lib.checkpointing.manifest import Manifest, sealed
 from trainer_lib.events import Best, Callback, Dispatcher, Run
+from trainer_lib.events.control import Control
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers import run_forked
 
@@ -106,7 +107,9 @@ def test_what_all_count_alike_all_know_and_of_clocks_that_of_the_first_counts() 
             timed.control.send(),
         )
 
-    nothing, save = [0.0] * 5, [0.0, 0.0, 1.0, 0.0, 0.0]
+    asked = Control()
+    asked.save = True
+    nothing, save = Control().send(), asked.send()
     assert run_forked(body, timeout=60) == [(True, nothing, True, save), (True, nothing, False, nothing)]
 
 
