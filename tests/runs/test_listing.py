@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.runs.histories import BEGUN, line, make_run
+from trainer_lib.commands.main import main
+from trainer_lib.foundation.remote import path_at
 from trainer_lib.launchers import run_forked
 from trainer_lib.runs.environment import describe_process
 from trainer_lib.runs.listing import glance, list_runs
@@ -37,7 +39,7 @@ def test_what_is_known_of_a_run(tmp_path: Path) -> None:
 
 
 def test_whoever_died_is_told_from_who_still_trains(tmp_path: Path) -> None:
-    lines = [line("started", 0, max_steps=100), line("log", 10, loss=1.0)]
+    lines = [line("started", 0, max_steps=100), {**line("log", 10, loss=1.0), "time": time.time()}]
     there, _ = run_forked(describe_process, timeout=60)
     alive = make_run(tmp_path / "alive", lines, unended(process=describe_process()))
     dead = make_run(tmp_path / "dead", lines, unended(process=there))
@@ -45,7 +47,8 @@ def test_whoever_died_is_told_from_who_still_trains(tmp_path: Path) -> None:
     far = make_run(tmp_path / "far", lines, unended(process={**describe_process(), "host": "elsewhere"}))
     states = [glance(folder).status for folder in (alive, dead, reborn, far)]
     assert states == ["running", "died", "died", "running"]
-    os.utime(far / "history.jsonl", (time.time() - 700, time.time() - 700))
+    with (far / "history.jsonl").open("a") as file:
+        file.write(json.dumps({**line("log", 11), "time": time.time() - 700}) + "\n")
     assert glance(far).status == "silent"
     interrupted = make_run(tmp_path / "interrupted", lines, unended("interrupted", process=there))
     assert glance(interrupted).status == "interrupted"
@@ -70,6 +73,19 @@ def test_a_long_history_is_not_read_to_its_end(tmp_path: Path) -> None:
     assert time.process_time() - began < 0.1
     assert (found.step, found.losses[-1]) == (200_000, 200_000.0)
     assert found.losses == sorted(found.losses)
+
+
+def test_runs_behind_a_url_are_seen_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "one")
+    url = f"memory://{tmp_path.name}/runs"
+    for name in ("history.jsonl", "run.json"):
+        (path_at(url) / "far" / name).write_bytes((folder / name).read_bytes())
+    assert main(["runs", url]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("far  finished  100   0.03567")
+    assert main(["report", url, "--output", str(tmp_path / "report.html")]) == 0
+    assert '"name":"far"' in (tmp_path / "report.html").read_text()
+    assert main(["report", url, "--live"]) == 2
+    assert "behind a URL" in capsys.readouterr().err
 
 
 def test_sparklines() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.remote import AnyPath, path_at
 
 _EPILOG = """\
-RUN is the folder of a run (output_dir/RUN_ID), a folder of runs, or a history file that JsonlLog wrote.
+RUN is the folder of a run (output_dir/RUN_ID) or its URL, a folder of runs, or a history file that JsonlLog wrote.
 Several are compared. The page holds everything it needs: it can be sent to others, and opened without a network.
 """
 
@@ -23,6 +24,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigurationError("--port is where --live serves the report. Add --live, or leave it out.")
     if options.output is not None and options.live:
         raise ConfigurationError("--live serves the report and writes no file. Leave out --output, or --live.")
+    if options.live and not all(isinstance(path, Path) for path in options.runs):
+        raise UnsupportedError("--live reads on as files grow, and behind a URL none do. Leave it out, and ask again.")
     sources = find_runs(options.runs)
     if options.live:
         return _serve(sources, options)
@@ -46,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=lambda text: Path(text).expanduser())
-    output = "where to (default: report.html in the folder of the run; here, if there are several)"
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=lambda text: path_at(text).expanduser())
+    output = "where to (default: report.html in the folder of the run; here, if there are several, or a URL)"
     parser.add_argument("--output", metavar="FILE", type=lambda text: Path(text).expanduser(), help=output)
     parser.add_argument("--open", action="store_true", help="open it in a browser")
     parser.add_argument("--live", action="store_true", help="serve it on this machine, and go on while the runs do")
@@ -55,13 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _default_file(given: Sequence[Path], count: int) -> Path:
+def _default_file(given: Sequence[AnyPath], count: int) -> Path:
     from trainer_lib.runs.report import REPORT_FILE
     from trainer_lib.runs.standing import is_run
 
-    if count > 1:
-        return Path(REPORT_FILE)
     only = given[0]
+    if count > 1 or not isinstance(only, Path):
+        return Path(REPORT_FILE)
     if only.is_file():
         return only.with_suffix(".html")
     folder = only if is_run(only) else next(path for path in only.iterdir() if path.is_dir() and is_run(path))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.remote import AnyPath, path_at
 
 if TYPE_CHECKING:
     from trainer_lib.runs.listing import Glance
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 _CLEAR = "\x1b[H\x1b[2J"
 _PAUSE = 2.0  # seconds between two looks
 _EPILOG = """\
-DIR is a folder of runs (an output_dir, or one that has some), or that of one run (default: the folder one is in).
+DIR is a folder of runs (an output_dir, or one that has some), or that of one run (default: the folder one is in); or
+the URL of one, such as s3://bucket/runs.
 """
 
 
@@ -46,10 +48,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", nargs="?", default=".", metavar="DIR", type=lambda text: Path(text).expanduser())
+    parser.add_argument("folder", nargs="?", default=".", metavar="DIR", type=_path)
     parser.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="for machines")
     return parser
+
+
+def _path(text: str) -> AnyPath:
+    return path_at(text).expanduser()
 
 
 def _watch(options: argparse.Namespace) -> int:
@@ -77,7 +83,7 @@ def _told(options: argparse.Namespace) -> str:
     return "\n".join(_lines([names, *([row[name] for name in names] for row in rows)]))
 
 
-def _row(one: "Glance", folder: Path, with_sparkline: bool) -> dict[str, str]:
+def _row(one: "Glance", folder: AnyPath, with_sparkline: bool) -> dict[str, str]:
     from trainer_lib.runs.sparkline import sparkline
     from trainer_lib.runs.texts import duration, short
 
@@ -85,7 +91,7 @@ def _row(one: "Glance", folder: Path, with_sparkline: bool) -> dict[str, str]:
     best = "" if one.best is None else f"{one.best['metric']} {short(one.best['value'])} at {one.best['step']}"
     age = "" if one.saved is None else f", {duration(max(time.time() - one.saved, 0.0))} ago"
     return {
-        "run": one.path.resolve().name if one.path == folder else str(one.path.relative_to(folder)),
+        "run": one.path.resolve().name if one.path == folder else str(one.path).removeprefix(f"{folder}/"),
         "state": one.status,
         "step": "" if one.step is None else f"{one.step}{total}",
         "loss": f"{one.losses[-1]:.4g}" if one.losses else "",

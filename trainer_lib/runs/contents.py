@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.foundation.sizes import convert_bytes
 from trainer_lib.runs.charts import charts_of
 from trainer_lib.runs.history import PLACES, History, numbers_in
 from trainer_lib.runs.marks import marks, saves
-from trainer_lib.runs.standing import HISTORY_FILE, facts_of, standing
+from trainer_lib.runs.standing import facts_of, history_file, standing
 from trainer_lib.runs.texts import duration, flat, short
 from trainer_lib.runs.thinning import means, thin
 
@@ -39,11 +40,11 @@ class Source:
     facts: Callable[[], Mapping[str, Any]]
 
     @classmethod
-    def of(cls, path: Path, name: str | None = None) -> "Source":
-        """Return the run in a folder, or that whose history is a file."""
-        if path.is_file():
+    def of(cls, path: AnyPath, name: str | None = None) -> "Source":
+        """Return the run in a folder, or that whose history is a file; of a URL, as it is now."""
+        if isinstance(path, Path) and path.is_file():
             return cls(name or path.stem, str(path), History(path), dict)
-        return cls(name or path.resolve().name, str(path), History(path / HISTORY_FILE), lambda: facts_of(path))
+        return cls(name or path.resolve().name, str(path), History(history_file(path)), lambda: facts_of(path))
 
 
 def contents(sources: Sequence[Source], is_live: bool = False) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def _run(source: Source) -> dict[str, Any]:
     tables: dict[bytes, int] = {}
     places: list[dict[str, Any]] = []
     curves = {name: _curve(history, name, tables, places) for name in history.curves}
-    status = standing(facts, history.last, history.heard)
+    status = standing(facts, history.last, float(history.last.get("time") or history.heard))
     return {
         "name": source.name,
         "path": source.place,

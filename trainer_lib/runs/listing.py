@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.runs.history import number_of
-from trainer_lib.runs.standing import HISTORY_FILE, facts_of, is_run, standing
+from trainer_lib.runs.standing import facts_of, history_file, is_run, standing
 
 _LOSSES = 60  # that a curve is drawn from
 
@@ -32,7 +33,7 @@ class Glance:
         heard: When the run last wrote something.
     """
 
-    path: Path
+    path: AnyPath
     status: str
     created: float
     step: int | None = None
@@ -45,7 +46,7 @@ class Glance:
     heard: float = 0.0
 
 
-def list_runs(folder: Path) -> list[Glance]:
+def list_runs(folder: AnyPath) -> list[Glance]:
     """Return the runs in a folder and in the folders in it, or the one whose folder it is; the newest last."""
     if is_run(folder):
         found = [folder]
@@ -54,13 +55,13 @@ def list_runs(folder: Path) -> list[Glance]:
     return sorted((glance(path) for path in found), key=lambda one: (one.created, str(one.path)))
 
 
-def glance(folder: Path) -> Glance:
+def glance(folder: AnyPath) -> Glance:
     """Return how a run stands."""
-    facts, history = facts_of(folder), folder / HISTORY_FILE
+    facts, history = facts_of(folder), history_file(folder)
     told = _History(history) if history.is_file() and history.stat().st_size else None
     last = {} if told is None else told.last()
     begun = {} if told is None else told.newest("started", "resumed")
-    heard = history.stat().st_mtime if told is not None else float(facts.get("created") or 0.0)
+    heard = float(last.get("time") or facts.get("created") or time.time())
     save = {} if told is None else told.newest("save")
     best = {} if told is None else told.newest("best")
     state: Mapping[str, Any] = facts.get("state") or {}
@@ -73,9 +74,9 @@ def glance(folder: Path) -> Glance:
         seconds=last.get("seconds", state.get("seconds")),
         best={name: best.get(name) for name in ("metric", "value", "step")} if best else state.get("best"),
         losses=[] if told is None else told.losses(),
-        heard=heard or time.time(),
+        heard=heard,
     )
-    if save and Path(str(save.get("path"))).is_dir():
+    if save and path_at(str(save.get("path"))).is_dir():
         found.checkpoint, found.saved = str(save["path"]), save.get("time")
     return found
 

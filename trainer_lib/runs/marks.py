@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.foundation.remote import is_url
 from trainer_lib.runs.history import PLACES
 from trainer_lib.runs.texts import duration, short
 
@@ -40,7 +41,7 @@ def saves(events: Sequence[Entry], evaluations: Sequence[Entry], best_step: int 
             "path": str(path),
             "why": short(entry.get("why") or ["asked"]),
             "took": entry.get("took"),
-            "is_there": Path(str(path)).is_dir(),
+            "is_there": None if is_url(path) else Path(str(path)).is_dir(),
             "is_best": entry["step"] == best_step,
             "evaluation": entry["step"] in evaluated,
         }
@@ -99,6 +100,10 @@ def _left_out(entry: Entry) -> tuple[str, str, str]:
     return "skip", "left out", str(entry.get("why") or "")
 
 
+def _not_saved(entry: Entry) -> tuple[str, str, str]:
+    return "skip", "not saved", str(entry.get("why") or "")
+
+
 def _changed(entry: Entry) -> tuple[str, str, str]:
     changed = entry.get("changed")
     pairs: Any = changed.items() if isinstance(changed, Mapping) else ()
@@ -127,5 +132,6 @@ _WORDS: dict[str, Callable[[Entry], tuple[str, str, str]]] = {
     "skipped": _skipped,
     "went_back": _went_back,
     "left_out": _left_out,
+    "not_saved": _not_saved,
     "arguments": _changed,
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.files import replace_file
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.runs.contents import Source, contents
 from trainer_lib.runs.standing import is_run
 
@@ -32,18 +33,18 @@ def write_report(sources: Sequence[Source], file: Path) -> Path:
     return file
 
 
-def find_runs(paths: Sequence[Path]) -> list[Source]:
+def find_runs(paths: Sequence[AnyPath]) -> list[Source]:
     """Return the runs that paths mean: folders of runs, files as `JsonlLog` writes them, and folders that hold runs.
 
     Raises:
         ConfigurationError: If there is none, or so many that nobody could tell their curves apart.
     """
-    found: list[Path] = []
+    found: list[AnyPath] = []
     for path in paths:
         if path.is_file() or is_run(path):
             inside = [path]
         else:
-            inside = sorted(child for child in path.glob("*") if child.is_dir() and is_run(child))
+            inside = sorted((child for child in path.glob("*") if child.is_dir() and is_run(child)), key=str)
         if not inside:
             what = "has no run: no run.json or history.jsonl" if path.is_dir() else "is not there"
             raise ConfigurationError(
@@ -74,8 +75,8 @@ def page(told: dict[str, Any]) -> str:
     return parts[0] + "".join(fills[name] + rest for name, _, rest in (part.partition("}}") for part in parts[1:]))
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    names = [path.stem if path.is_file() else path.resolve().name for path in paths]
+def _names(paths: Sequence[AnyPath]) -> list[str]:
+    names = [path.resolve().name.removesuffix(".jsonl") for path in paths]
     if len(set(names)) == len(names):
         return names
     return [str(path) for path in paths]

@@ -8,18 +8,26 @@ from typing import Any
 
 from trainer_lib.checkpointing.codec import Encoded, decode
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.runs.environment import is_alive
+from trainer_lib.runs.folder import HISTORY_FILE, RUN_FILE, RunFolder
 
-RUN_FILE, HISTORY_FILE = "run.json", "history.jsonl"
 _SILENT_AFTER = 600.0  # seconds without a line, of a process that cannot be asked
 
 
-def is_run(folder: Path) -> bool:
+def is_run(folder: AnyPath) -> bool:
     """Whether a folder is that of a run."""
     return (folder / RUN_FILE).is_file() or (folder / HISTORY_FILE).is_file()
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
+def history_file(folder: AnyPath) -> Path:
+    """Return the history of a run; of one behind a URL a copy on this machine, as it is now."""
+    run = RunFolder(folder)
+    run.take_down(HISTORY_FILE)
+    return run.history_file
+
+
+def facts_of(folder: AnyPath) -> dict[str, Any]:
     """Return what a run's file says; nothing if it cannot be read, since looking on must not need it."""
     try:
         facts = decode(Encoded(json.loads((folder / RUN_FILE).read_text("utf-8"))))

@@ -24,7 +24,7 @@ const SHAPES = {
   note: "M0,-4 L4,0 0,4 -4,0 Z",
   skip: "M-3.2,-3.2 L3.2,3.2 M3.2,-3.2 L-3.2,3.2",
 };
-const KINDS = { save: "checkpoint", best: "best so far", resume: "resumed", stop: "interrupted", fail: "failed or died", skip: "step skipped", note: "other events" };
+const KINDS = { save: "checkpoint", best: "best so far", resume: "resumed", stop: "interrupted", fail: "failed or died", skip: "left out", note: "other events" };
 
 function sign(kind, x, top, bottom) {
   if (LINES.has(kind)) return draw("line", { class: `mark ${kind}`, x1: x, x2: x, y1: top, y2: bottom });

@@ -23,9 +23,9 @@ function evaluationTable(run) {
 
 function checkpointTable(run) {
   if (!run.checkpoints.length) return null;
-  const body = run.checkpoints.map((one) => make("tr", { class: [one.is_best && "best", !one.is_there && "gone"].filter(Boolean).join(" ") || null },
+  const body = run.checkpoints.map((one) => make("tr", { class: [one.is_best && "best", one.is_there === false && "gone"].filter(Boolean).join(" ") || null },
     cell(one.step.toLocaleString("en-US"), "number"), make("td", { class: "code name", title: one.path }, one.name), cell(one.why), cell(secondsText(one.took), "number"), cell(momentText(one.time), "tight"),
-    cell(one.is_best ? "best" : one.is_there ? "" : "deleted", "tight")));
+    cell(one.is_best ? "best" : one.is_there === false ? "deleted" : "", "tight")));
   return card("Checkpoints", null, table([["step", "number"], ["folder", ""], ["why", ""], ["took", "number"], ["when", ""], ["", ""]], body.reverse(), `Checkpoints of ${run.name}`));
 }
 
