@@ -99,6 +99,7 @@ class Saves:
             raise error
         self._fitting.forget_save()
         _logger.warning('%s Training goes on; on_save_error="raise" would end it.', error)
+        self._fitting.run.note("not_saved", why=str(error))
 
     def _reasons(self) -> set[str]:
         run = self._fitting.run
