@@ -110,20 +110,30 @@ def test_shards(bucket: str) -> None:
     assert sum("model.shards/" in name for name in files(state)) == 2
 
 
-def test_a_run_goes_on_from_there_on_an_empty_disk(bucket: str, tmp_path: Path) -> None:
-    options = {"num_train_epochs": 2}
-    whole = run(tmp_path / "whole", options, points())
-    parts: Any = f"{bucket}/parts"
-    assert run(parts, options, points(), 5) is None
-    assert run(parts, options, points(), resume="auto") == whole
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_goes_on_from_there_on_an_empty_disk(processes: int, bucket: str, tmp_path: Path) -> None:
+    def train(folder: Any, dies_at: int | None = None, resume: str = "never") -> list[Any]:
+        def each() -> Any:
+            return run(folder, {"num_train_epochs": 1, "save_every": 3}, points(100), dies_at, resume=resume)
+
+        return run_forked(each, num_processes=processes, timeout=60)
+
+    whole, *_ = train(tmp_path / "whole")
+    parts = f"{bucket}/parts"
+    assert train(parts, 5) == [None] * processes
     (name,) = {name.split("/")[0] for name in files(parts)}
+    torn = path_at(f"{parts}/{name}/checkpoints/checkpoint-00000099")
+    (torn / "partial.json").write_text('["model.safetensors"]')
+    (torn / "model.safetensors").write_text("of a save that was killed")
+    assert train(parts, resume="auto") == [whole] * processes
+    assert not any("checkpoint-00000099" in name for name in files(parts))
     history = path_at(f"{parts}/{name}/history.jsonl").read_text()
     assert history.count('"resumed"') == 1
     assert history.count('"event": "log", "step": 4,') == 1
     assert '"finished"' in path_at(f"{parts}/{name}/run.json").read_text()
     model = network(dropout=0.3)
     Trainer.from_checkpoint(f"{parts}/{name}", model)
-    assert weights(model) == whole[3]  # type: ignore[index]
+    assert weights(model) == whole[3]
 
 
 def large() -> torch.nn.Module:
