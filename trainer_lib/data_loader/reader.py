@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch.utils.data import DataLoader
 
+from trainer_lib.data_loader.apart import Apart
 from trainer_lib.data_loader.position import Place
 from trainer_lib.data_loader.quarantine import Quarantine
 from trainer_lib.data_loader.rounds import Ending, Sharing
@@ -40,6 +41,7 @@ class Reader(ABC):
         # Workers are seeded from it. One of our own, so that neither reading nor resuming draws from training's.
         self._generator = torch.Generator()
         self.swap("generator", self._generator)
+        self.swap("worker_init_fn", Apart(loader.worker_init_fn))
 
     @property
     @abstractmethod

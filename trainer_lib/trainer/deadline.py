@@ -72,7 +72,7 @@ class Deadline:
         now = time.monotonic()
         self._step = max(now - self._since, _FADING * self._step)
         self._since = now
-        self.look(self._evaluation if self._run.control.evaluate else 0.0)
+        self.look(self._due())
 
     def begin_step(self) -> None:
         """Note that steps go on, after something else."""
@@ -95,6 +95,15 @@ class Deadline:
         """How long before the deadline a run is to be asked to end."""
         save = self._run.state.save_seconds
         return self._steps_ahead * self._step + (self._first_save() if save is None else save) + _MARGIN
+
+    def _due(self) -> float:
+        """Return how long that takes which is to be done after this step, or is under way."""
+        run = self._run
+        save = run.state.save_seconds or 0.0
+        due = self._evaluation if run.control.evaluate else 0.0
+        # After an evaluation that may be the best, one is saved too.
+        due += save if run.control.evaluate or run.control.save else 0.0
+        return due + (save if run.accelerator.is_saving else 0.0)
 
     def _first_save(self) -> float:
         groups = (group for optimizer in self._run.optimizers.values() for group in optimizer.param_groups)

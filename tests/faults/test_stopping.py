@@ -1,0 +1,451 @@
+"""Runs that are asked to end: saved at once, ended by all processes with the same code, and gone on with to the bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.faults.conftest import Trials
+from tests.trainer.tasks import arguments, network, points, trainer
+from tests.trainer.test_resume import outcome
+from tests.trainer.test_sharded_runs import layers, plugin
+from trainer_lib import ConfigurationError, Interrupted
+from trainer_lib.callbacks import EarlyStopping
+from trainer_lib.checkpointing.layout import is_committed
+from trainer_lib.checkpointing.writer import Saving
+from trainer_lib.events import Callback, Run
+from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.trainer import deadline
+
+PATIENCE = 5.0  # seconds that a step, a save and the end may take on a busy machine
+
+OPTIONS: dict[str, Any] = {
+    "num_train_epochs": 4,
+    "log_every": 4,  # so that a log spans a restart
+    "eval_every": 3,
+    "save_every": 5,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 4,
+    "warmup": 3,
+    "lr_scheduler": "cosine",
+    "resume": "auto",
+}
+
+
+class Asks(Callback):
+    """Sends signals to its own process, in time, from another thread.
+
+    Args:
+        at: After which step.
+        signals: Which, each with the seconds to wait.
+        event: In which event.
+    """
+
+    def __init__(self, at: int, signals: Sequence[tuple[int, float]], event: str = "on_step_end") -> None:
+        self.at, self.signals = at, signals
+        self.asked_at: float | None = None
+        setattr(self, event, self._ask)
+
+    def _ask(self, run: Run, *details: Any) -> None:
+        if run.state.step < self.at or self.asked_at is not None:
+            return
+        self.asked_at = time.monotonic()
+        for number, seconds in self.signals:
+            if seconds:
+                threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+            else:
+                os.kill(os.getpid(), number)
+
+
+class Slow(Callback):
+    """Takes its time with each step."""
+
+    def on_step_begin(self, run: Run) -> None:
+        time.sleep(0.004)
+
+
+def life(folder: Path | None, asks: Asks | None = None, **options: Any) -> list[Any]:
+    """Train until asked to end, or to the end; return what came of it, which is equal to the bit, or what ended it."""
+    callbacks = [EarlyStopping("eval_loss", patience=50), Slow(), *([] if asks is None else [asks])]
+    given = {**OPTIONS, "output_dir": folder, **options}
+    if folder is None:
+        given.update(resume="never", save_every=None)
+    data = {"train_dataset": points(75), "eval_dataset": points(10)}
+    one = trainer(arguments(**given), model=network(dropout=0.3), callbacks=callbacks, **data)
+    try:
+        return outcome(one.fit(), one.unwrapped_model)
+    except Interrupted as stop:
+        if asks is not None and asks.asked_at is not None:
+            assert time.monotonic() < asks.asked_at + PATIENCE
+        return [stop.code, stop.reason, stop.result.state.step]
+
+
+def lives(folder: Path, asks: Sequence[Asks | None], processes: int, **options: Any) -> list[list[Any]]:
+    """Return what each process of a life was told, or came to."""
+
+    def live() -> list[Any]:
+        return life(folder, asks[int(os.environ["RANK"])], **options)
+
+    return run_forked(live, (), processes, timeout=90)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Callable[[int], list[Any]]:
+    """Return what makes what a run comes to that nobody disturbs, once for each number of processes."""
+    known: dict[int, list[Any]] = {}
+
+    def run(processes: int) -> list[Any]:
+        if processes not in known:
+            known[processes] = run_forked(lambda: life(None), (), processes, timeout=90)
+        return known[processes]
+
+    return run
+
+
+def test_signals_to_one_process_or_both(tmp_path: Path, trials: Trials, whole: Any) -> None:
+    chance = random.Random(7)
+    for number in range(trials(8, 50)):
+        which = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+        who = [(True, False), (False, True), (True, True)][number % 3]
+        at, apart = chance.randrange(1, 17), chance.uniform(0, 0.1)
+        delays = [0.0, apart] if chance.random() < 0.5 else [apart, 0.0]
+        asks = [Asks(at, [(which, delay)]) if is_asked else None for is_asked, delay in zip(who, delays, strict=True)]
+        first, second = lives(tmp_path / f"{number}", asks, 2)
+        assert first == second, (number, which, who, at, delays)
+        code, reason, step = first
+        assert (code, reason) == (128 + which, which.name)
+        assert step >= at
+        assert lives(tmp_path / f"{number}", [None, None], 2) == whole(2), (number, which, who, at, delays, step)
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGHUP])
+def test_alone_the_step_under_way_is_the_last(tmp_path: Path, which: signal.Signals, whole: Any) -> None:
+    ((*told, step),) = lives(tmp_path, [Asks(7, [(which, 0)])], 1)
+    assert (told, step) == ([128 + which, which.name], 7)
+    assert lives(tmp_path, [None], 1) == whole(1)
+
+
+def test_one_signal_after_the_other_is_one_request(tmp_path: Path, whole: Any) -> None:
+    """A terminal sends it to all processes, and a launcher passes it on."""
+    both = [Asks(7, [(signal.SIGTERM, 0), (signal.SIGTERM, 0.01), (signal.SIGINT, 0.02)]) for _ in range(2)]
+    first, second = lives(tmp_path, both, 2)
+    assert first == second == [143, "SIGTERM", first[2]]
+    assert lives(tmp_path, [None, None], 2) == whole(2)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_second_signal_inside_the_save_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool, whole: Any
+) -> None:
+    monkeypatch.setattr("trainer_lib.trainer.signals.SAME_REQUEST", 0.05)
+    write = Saving.write
+
+    def endless(saving: Saving, *files: Any) -> None:
+        if saving.target.name.endswith("7"):
+            (tmp_path / "began").touch()
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            time.sleep(60)
+        write(saving, *files)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Saving, "write", endless)
+        with pytest.raises(ProcessFailedError) as caught:
+            lives(tmp_path / "runs", [Asks(7, [(signal.SIGTERM, 0)])], 1, save_in_background=in_background)
+    assert caught.value.exit_code == 143
+    assert (tmp_path / "began").exists()
+    (run,) = (tmp_path / "runs").iterdir()
+    there = sorted(path.name for path in (run / "checkpoints").iterdir() if is_committed(path))
+    assert there[-1] == "checkpoint-00000006"
+    assert lives(tmp_path / "runs", [None], 1) == whole(1)
+
+
+def test_a_deadline_leaves_just_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any) -> None:
+    monkeypatch.setattr(deadline, "_MARGIN", 0.3)
+    write = Saving.write
+
+    def slowly(saving: Saving, *files: Any) -> None:
+        time.sleep(0.4)
+        write(saving, *files)
+
+    def live(ends: float) -> tuple[list[Any], float]:
+        return life(tmp_path, deadline=ends, save_in_background=False), time.time()
+
+    monkeypatch.setattr(Saving, "write", slowly)
+    ends = time.time() + 2.5
+    ((code, reason, step), first), ((*told, _), second) = run_forked(live, (ends,), 2, timeout=90)
+    assert (code, told) == (75, [75, reason])
+    assert reason.startswith("the deadline at ")
+    assert 0 < step < 20
+    assert ends - 2.0 < max(first, second) < ends  # a save, some steps and the margin before it
+    monkeypatch.setattr(Saving, "write", write)
+    assert lives(tmp_path, [None, None], 2) == whole(2)
+
+
+class Awhile(Callback):
+    """Counts the batches of evaluations, and takes its time with each."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        self.batches, self.seconds = 0, seconds
+
+    def on_evaluate_batch_end(self, run: Run) -> None:
+        self.batches += 1
+        time.sleep(self.seconds)
+
+
+def accuracy(told: Any) -> dict[str, float]:
+    """Return a metric of all rows, which are handed round."""
+    predictions, labels = told
+    return {"right": float((predictions.argmax(-1) == labels).mean())}
+
+
+@pytest.mark.parametrize(
+    ("who", "more"),
+    [
+        pytest.param((True, True), {}, id="each for itself"),
+        pytest.param((False, True), {"compute_metrics": accuracy}, id="where batches are handed round"),
+    ],
+)
+def test_an_evaluation_is_left_and_made_up_for(
+    tmp_path: Path, who: tuple[bool, ...], more: dict[str, Any], whole: Any
+) -> None:
+    data = {"eval_dataset": points(1200), **more}  # 150 batches of a process
+
+    def live(is_asked: bool) -> list[Any]:
+        asks = Asks(6, [(signal.SIGTERM, 0.1)], "on_evaluate_begin") if is_asked else None
+        awhile = Awhile()
+        model = network(dropout=0.3)
+        args = arguments(**{**OPTIONS, "output_dir": tmp_path, "eval_every": 6})
+        one = trainer(args, model=model, train_dataset=points(75), callbacks=[c for c in (asks, awhile) if c], **data)
+        try:
+            return outcome(one.fit(), one.unwrapped_model)
+        except Interrupted as stop:
+            return [stop.code, stop.result.state.step, awhile.batches]
+
+    first, second = run_forked(lambda: live(who[int(os.environ["RANK"])]), (), 2, timeout=90)
+    assert first[:2] == second[:2] == [143, 6]
+    assert 0 < max(first[2], second[2]) < 150
+    again = run_forked(lambda: _without_waiting(tmp_path, data), (), 2, timeout=90)
+    assert again == run_forked(lambda: _without_waiting(tmp_path / "whole", data), (), 2, timeout=90)
+
+
+def _without_waiting(folder: Path, data: dict[str, Any]) -> list[Any]:
+    options = {**OPTIONS, "output_dir": folder, "eval_every": 6}
+    one = trainer(arguments(**options), model=network(dropout=0.3), train_dataset=points(75), **data)
+    return outcome(one.fit(), one.unwrapped_model)
+
+
+def test_sharded_processes_agree_where_to_leave_an_evaluation(tmp_path: Path) -> None:
+    def live(folder: Path, is_asked: bool) -> list[Any]:
+        asks = Asks(3, [(signal.SIGTERM, 0)], "on_evaluate_begin") if is_asked and os.environ["RANK"] == "1" else None
+        counts = Awhile(0)
+        options = {"eval_every": 3, "save_every": 2, "max_steps": 6, "log_every": 2, "resume": "auto", "fsdp": plugin()}
+        one = trainer(
+            arguments(output_dir=folder, **options),
+            model=layers(),
+            train_dataset=points(75),
+            eval_dataset=points(200),  # 13 batches of a process
+            callbacks=[one for one in (asks, counts) if one is not None],
+        )
+        try:
+            return outcome(one.fit(), nn.Identity())
+        except Interrupted as stop:
+            return [stop.code, stop.result.state.step, counts.batches]
+
+    assert run_forked(live, (tmp_path / "one", True), 2, timeout=90) == [[143, 3, 7]] * 2
+    whole = run_forked(live, (tmp_path / "whole", False), 2, timeout=90)
+    assert run_forked(live, (tmp_path / "one", False), 2, timeout=90) == whole
+
+
+def test_what_is_written_in_the_background_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
+) -> None:
+    write = Saving.write
+
+    def slowly(saving: Saving, *files: Any) -> None:
+        time.sleep(0.2)
+        write(saving, *files)
+
+    monkeypatch.setattr(Saving, "write", slowly)
+    asks = Asks(5, [(signal.SIGUSR1, 0.02)], "on_save_begin")
+    ((*told, step),) = lives(tmp_path, [asks], 1, eval_every="never", keep_best=0)
+    assert told == [138, "SIGUSR1"]
+    (run,) = tmp_path.iterdir()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == sorted(
+        {"checkpoint-00000005", f"checkpoint-{step:08d}"}
+    )
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
+    asks = Asks(0, [(signal.SIGTERM, 0)], "on_fit_begin")
+    assert lives(tmp_path, [None, asks], 2) == [[143, "SIGTERM", 0]] * 2
+    assert list(tmp_path.glob("*/checkpoints/*")) == []
+
+
+def test_a_signal_to_the_group_leaves_the_workers_of_the_loader_alone(tmp_path: Path, whole: Any) -> None:
+    class Group(Asks):
+        def _ask(self, run: Run, *details: Any) -> None:
+            if run.state.step >= self.at and self.asked_at is None:
+                self.asked_at = time.monotonic()
+                os.killpg(0, signal.SIGTERM)
+
+    def live() -> list[Any]:
+        os.setsid()
+        return life(tmp_path, Group(7, []), num_workers=2)
+
+    assert run_forked(live, (), 1, timeout=90) == [[143, "SIGTERM", 7]]
+    assert lives(tmp_path, [None], 1, num_workers=2) == whole(1)
+
+
+# -- one process, this one ---------------------------------------------------------------------------------------------
+
+
+def ends_at(step: int, which: signal.Signals = signal.SIGTERM, **options: Any) -> Any:
+    """Return the trainer of a short run that is asked to end."""
+    args = arguments(**{"max_steps": 6, **options})
+    return trainer(args, callbacks=[Asks(step, [(which, 0)])])
+
+
+def test_handlers_are_put_back_and_those_of_the_user_are_called_too() -> None:
+    called: list[int] = []
+
+    def mine(number: int, frame: Any) -> None:
+        called.append(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)}
+    kept = signal.signal(signal.SIGTERM, mine)
+    try:
+        with pytest.raises(Interrupted) as caught:
+            ends_at(3).fit()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+    assert called == [signal.SIGTERM]
+    assert (caught.value.code, caught.value.result.state.step) == (143, 3)
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_an_ignored_signal_stays_ignored_and_the_banner_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert ends_at(3, signal.SIGHUP).fit().status == "finished"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert "at SIGTERM, SIGINT, SIGUSR1, not at SIGHUP (ignored by this process)" in capsys.readouterr().err
+
+
+def test_other_signals_on_request() -> None:
+    with pytest.raises(Interrupted) as caught:
+        ends_at(2, signal.SIGUSR2, stop_signals=["usr2"]).fit()
+    assert caught.value.code == 128 + signal.SIGUSR2
+    with pytest.raises(KeyboardInterrupt):
+        ends_at(2, signal.SIGINT, stop_signals=[]).fit()
+
+
+def test_in_a_notebook_the_result_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    one = ends_at(3, signal.SIGINT, output_dir=tmp_path)
+    heard: list[str] = []
+    one.events.add(type("Heard", (Callback,), {"on_interrupt": lambda self, run: heard.append(run.state.status)})())
+    result = one.fit()
+    assert (result.status, result.state.reason, result.state.step) == ("interrupted", "SIGINT", 3)
+    assert result.last_checkpoint is not None
+    assert heard == ["interrupted"]
+    assert one.evaluate(points(10)).keys() == {"eval_loss"}  # what asked for the end is not asked any more
+
+
+def test_outside_of_the_main_thread_a_warning_tells_that_nothing_is_caught(caplog: pytest.LogCaptureFixture) -> None:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(trainer(arguments(max_steps=2)).fit()))
+    thread.start()
+    thread.join()
+    assert results[0].status == "finished"
+    assert "fit runs outside of the main thread, where signals cannot be caught: SIGTERM and SIGINT" in caplog.text
+
+
+def test_a_request_at_the_end_of_a_finished_run_ends_the_program_all_the_same(tmp_path: Path) -> None:
+    one = trainer(
+        arguments(max_steps=2, output_dir=tmp_path), callbacks=[Asks(2, [(signal.SIGTERM, 0)], "on_save_end")]
+    )
+    with pytest.raises(Interrupted) as caught:
+        one.fit()
+    assert (caught.value.code, caught.value.result.status) == (143, "finished")
+
+
+def test_without_a_folder_nothing_is_saved(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Interrupted):
+        ends_at(3).fit()
+    assert "SIGTERM: the run ends at step 3, and nothing of it is saved." in caplog.text
+
+
+def test_schedulers_tell_when_a_job_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3))  # less than the margin
+    with pytest.raises(Interrupted) as caught:
+        trainer(arguments(max_steps=20)).fit()
+    assert (caught.value.code, caught.value.result.state.step) == (75, 1)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
+    assert trainer(arguments(max_steps=2)).fit().status == "finished"
+    assert "is past. Training goes on without a deadline." in caplog.text
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "0")  # none
+    assert trainer(arguments(max_steps=2)).fit().status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deadline": "2020-01-01"}, r"deadline='2020-01-01' is past \(2020-01-01 00:00:00\)"),
+        ({"deadline": 1000}, "deadline=1000 is past"),
+        ({"deadline": "90 minutes"}, "deadline='90 minutes' is a length of time. Give max_time"),
+        ({"deadline": "tomorrow"}, 'must be a date and time such as "2030-01-31T18:00", seconds since 1970, or "auto"'),
+        ({"stop_signals": "SIGTERM"}, r"a list of signals, got 'SIGTERM'\. Give stop_signals=\['SIGTERM'\]"),
+        ({"stop_signals": ["SIGKILL"]}, "SIGKILL cannot be caught by any program"),
+        ({"stop_signals": ["SIGTREM"]}, "Did you mean 'SIGTERM'"),
+    ],
+)
+def test_what_cannot_be_is_told_at_construction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        trainer(arguments(**options))
+
+
+# -- under launchers ---------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys
+from tests.trainer.tasks import arguments, trainer
+from trainer_lib.events import Callback
+
+class Asks(Callback):
+    def on_step_end(self, run):
+        if run.state.step == 7 and os.environ["RANK"] == "1":
+            os.kill(os.getppid() if sys.argv[2] == "launcher" else os.getpid(), getattr(signal, sys.argv[3]))
+
+trainer(arguments(output_dir=sys.argv[1], max_steps=100_000, save_every="1 hour"), callbacks=[Asks()]).fit()
+"""
+
+
+@pytest.mark.parametrize(("who", "which"), [("launcher", signal.SIGTERM), ("rank", signal.SIGUSR1)])
+def test_under_the_launcher_the_exit_code_tells_and_nothing_is_started_again(
+    tmp_path: Path, who: str, which: signal.Signals
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launch = [sys.executable, "-m", "trainer_lib.commands.main", "launch", "--num_processes", "2", "--cpu"]
+    launch += ["--max_restarts", "2", str(script), str(tmp_path / "runs"), who, which.name]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert ended.returncode == 128 + which, ended.stderr
+    assert ended.stderr.endswith(f"trainer-lib launch: Ended by {which.name}, and all processes with it.\n")
+    assert f"{which.name}: the run ends at step" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Starting all processes again" not in ended.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert '"status": "interrupted"' in (run / "run.json").read_text()
