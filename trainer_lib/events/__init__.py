@@ -5,5 +5,6 @@ from trainer_lib.events.control import Control
 from trainer_lib.events.dispatcher import Dispatcher
 from trainer_lib.events.run import Run
 from trainer_lib.events.run_state import Best, RunState
+from trainer_lib.foundation.interruption import Interruption
 
-__all__ = ["Best", "Callback", "Control", "Dispatcher", "Run", "RunState", "Transformer"]
+__all__ = ["Best", "Callback", "Control", "Dispatcher", "Interruption", "Run", "RunState", "Transformer"]

@@ -43,7 +43,7 @@ class Callback:
         """Training ends with an error."""
 
     def on_interrupt(self, run: Run) -> None:
-        """Training ends because someone pressed Ctrl-C."""
+        """Training ends early, at a signal or before a deadline; what there is to save is saved."""
 
     def on_epoch_begin(self, run: Run) -> None:
         """A pass over the data begins, or goes on after a restart."""
