@@ -31,7 +31,7 @@ def duration(seconds: float) -> str:
     """Return a time that passed.
 
     Example:
-        >>> duration(0.25), duration(42.3), duration(754), duration(7384), duration(90000)
+        >>> duration(0.27), duration(42.3), duration(754), duration(7384), duration(90000)
         ('0.3 s', '42 s', '12 min 34 s', '2 h 3 min', '1 d 1 h')
     """
     if not math.isfinite(seconds):
