@@ -10,7 +10,7 @@ import torch
 
 from tests.accelerator import toy
 from tests.faults.trainings import train, trained
-from tests.trainer.tasks import arguments, trainer
+from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib import (
     Accelerator,
     CheckpointError,
@@ -164,6 +164,10 @@ def test_what_saves_refuse() -> None:
         Accelerator(cpu=True, project_config=ProjectConfiguration(save_on_each_node=True)).save_state("memory://a/b")
     with pytest.raises(ConfigurationError, match=r"/runs/.* cannot be reached, in 3 attempts: Client"):
         trainer(arguments(output_dir="http://127.0.0.1:9/runs", max_steps=1)).fit()
+    with pytest.raises(UnsupportedError, match=r"predict\(to=…\) writes to this machine, and memory://a/b is another"):
+        trainer().predict(points(), to="memory://a/b")
+    with pytest.raises(UnsupportedError, match="save writes to this machine"):
+        accelerator.save({}, "memory://a/b")
 
 
 def test_processes_without_a_storage_in_common() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.foundation.files import replace_file
+from trainer_lib.foundation.remote import RemotePath, local_path
 from trainer_lib.state.process import PartialState
 from trainer_lib.tensor_files.contents import Tensors
 
@@ -39,8 +40,8 @@ def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
             f"safe_serialization=True writes a dict of tensors, got a {type(obj).__name__}"
             f"{' of other things' if isinstance(obj, dict) else ''}. Leave it out to save anything with torch.save."
         )
-    if isinstance(f, (str, Path)):
-        replace_file(Path(f).expanduser(), lambda path: _write(obj, path, safe_serialization))
+    if isinstance(f, (str, Path, RemotePath)):
+        replace_file(local_path(f, "save"), lambda path: _write(obj, path, safe_serialization))
     elif safe_serialization:
         raise ConfigurationError("safe_serialization=True writes to a path, not to an open file. Give the path.")
     else:

@@ -22,6 +22,7 @@ from trainer_lib.foundation.errors import (
     MissingPackageError,
     TrainerLibError,
     UnreachableError,
+    UnsupportedError,
     unknown,
 )
 
@@ -287,6 +288,18 @@ def path_at(given: str | os.PathLike[str] | RemotePath) -> AnyPath:
         raise ConfigurationError(f"{url}: behind a URL there is no '..'. Give the whole one.")
     _check_scheme(scheme)
     return RemotePath(scheme, str(PurePosixPath(rest)))
+
+
+def local_path(given: str | os.PathLike[str] | RemotePath, doing: str) -> Path:
+    """Return a path on this machine.
+
+    Raises:
+        UnsupportedError: If it is behind a URL.
+    """
+    path = path_at(given)
+    if isinstance(path, RemotePath):
+        raise UnsupportedError(f"{doing} writes to this machine, and {path} is another one. Give a path here.")
+    return path
 
 
 def masked(text: str) -> str:

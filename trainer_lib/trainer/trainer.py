@@ -14,7 +14,7 @@ from trainer_lib.events import Callback, Control, Dispatcher, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.interruption import Interrupted, is_interactive
-from trainer_lib.foundation.remote import AnyPath, path_at
+from trainer_lib.foundation.remote import AnyPath, local_path, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.scheduler import AcceleratedScheduler
@@ -228,7 +228,8 @@ class Trainer:
         (given,) = preflight.loaders_of(self, dataset, "predict(dataset)", is_one=True).values()
         self.prepare_models()
         loader = self._prepared_for_evaluation(given)
-        return self._evaluator.predict(self.run, self.prepared, loader, to=None if to is None else Path(to))
+        target = None if to is None else local_path(to, "predict(to=…)")
+        return self._evaluator.predict(self.run, self.prepared, loader, to=target)
 
     def save_model(self, output_dir: str | AnyPath) -> None:
         """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
