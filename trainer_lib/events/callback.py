@@ -1,6 +1,7 @@
 """This file is the list of events: what a callback may listen to."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ class Callback:
     Attributes:
         order: Callbacks of a lower order are called first; those of the same in the order given.
         key: The name under which `state_dict` is saved; by default that of the class.
+        alone_in: What no other callback of the run may do besides, in words; `None`: there may be any number.
 
     Example:
         >>> class StopAtStep(Callback):
@@ -29,6 +31,7 @@ class Callback:
 
     order: int = 0
     key: str | None = None
+    alone_in: ClassVar[str | None] = None
     may_change_training: ClassVar[bool] = False
 
     # -- a run ---------------------------------------------------------------------------------------------------
@@ -58,6 +61,12 @@ class Callback:
 
     def on_micro_batch_begin(self, run: Run) -> None:
         """A batch is in hand (`run.batch`, which a transformer may replace)."""
+
+    def on_loss(self, run: Run) -> None:
+        """The loss of a batch is there, and its gradients are not yet.
+
+        `run.loss_sum` has its graph here, and a transformer may replace it and `run.weight`.
+        """
 
     def on_micro_batch_end(self, run: Run) -> None:
         """Its gradients are added to the others'; `run.loss` and `run.outputs` are known."""
@@ -146,6 +155,11 @@ class Transformer(Callback):
     """A callback that takes part in training: it may change model, batch, loss or gradients. Its errors end the run."""
 
     may_change_training: ClassVar[bool] = True
+
+    def in_use(self, run: Run) -> AbstractContextManager[Any]:
+        """Return the context in which models evaluate, predict and are saved for use, such as one of other weights."""
+        del run
+        return nullcontext()
 
 
 EVENTS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))

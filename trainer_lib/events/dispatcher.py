@@ -1,9 +1,10 @@
 """This file is how events reach those who listen, and nobody else."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from trainer_lib.events.callback import EVENTS, Callback, overrides
+from trainer_lib.events.callback import EVENTS, Callback, Transformer, overrides
 from trainer_lib.events.run import Run
 from trainer_lib.foundation.errors import ConfigurationError, StateError, did_you_mean
 from trainer_lib.logging import get_logger
@@ -39,6 +40,10 @@ class Dispatcher:
         _check(callback)
         if id(callback) in self._keys:
             raise ConfigurationError(f"callbacks has the same {type(callback).__name__} twice. Give it once.")
+        for other in self._callbacks if callback.alone_in is not None else ():
+            if other.alone_in == callback.alone_in:
+                both = f"{type(other).__name__} and {type(callback).__name__}"
+                raise ConfigurationError(f"callbacks has {both}, and only one can {callback.alone_in}. Leave one out.")
         self._keys[id(callback)] = self._free_key(callback.key or type(callback).__name__)
         self._callbacks.append(callback)
         self._callbacks.sort(key=lambda one: one.order)
@@ -55,6 +60,15 @@ class Dispatcher:
     def listens(self, event: str) -> bool:
         """Whether anyone listens to `event`; a loop asks once and does not fire what nobody hears."""
         return event in self._handlers
+
+    @contextmanager
+    def in_use(self, run: Run) -> Generator[None]:
+        """Return the context in which models evaluate, predict and are saved for use."""
+        with ExitStack() as stack:
+            for callback in self._callbacks:
+                if isinstance(callback, Transformer):
+                    stack.enter_context(callback.in_use(run))
+            yield
 
     def fire(self, event: str, run: Run, *details: Any) -> None:
         """Tell those who listen."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainer_lib.events.control import Control
 from trainer_lib.events.run_state import RunState
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.modules.names import canonical_name
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator
@@ -64,6 +65,23 @@ class Run:
         if isinstance(self.weight, Tensor):
             return self.loss_sum / torch.where(self.weight == 0, 1, self.weight)
         return self.loss_sum / (self.weight or 1)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The user's models by name, without what distributes or compiles them; a single one is called ""."""
+        named = {"": self.model} if isinstance(self.model, nn.Module) else dict(self.model)
+        if self.accelerator is None:  # a callback that is tried without a trainer
+            return named
+        return {name: self.accelerator.strategy.bare(model) for name, model in named.items()}
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by the names that their author knows; of several models, with the model's name before."""
+        return {
+            canonical_name(f"{model}.{name}" if model else name): parameter
+            for model, module in self.modules.items()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
 
     @property
     def optimizer(self) -> "AcceleratedOptimizer":

@@ -234,7 +234,8 @@ class Trainer:
     def save_model(self, output_dir: str | AnyPath) -> None:
         """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
         self.prepare_models()
-        save_model(self, path_at(output_dir))
+        with self.events.in_use(self.run):
+            save_model(self, path_at(output_dir))
 
     def log(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
         """Log a value: until the next log it is averaged by weight, over batches, steps and processes.
@@ -296,6 +297,8 @@ class Trainer:
     def training_step(self, model: Any, batch: Any) -> LossResult | None:
         """Compute the gradients of a batch. What steps optimizers itself returns `None`, and logs for itself."""
         result = self.as_result(self.compute_loss(model, batch), batch)
+        if "on_loss" in self.events._handlers:
+            result = self.changed_loss(result)
         self.backward(result.loss, result.weight)
         return result
 
@@ -305,7 +308,7 @@ class Trainer:
 
     def num_items(self, batch: Any) -> Weight:
         """Return how many items the mean loss of a batch is over: labels that count, else samples."""
-        return count_items(batch, self.args.label_names, self._is_shifted)
+        return count_items(batch, self.args.label_names, self.is_shifted)
 
     def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:
         """Return the optimizer of what is trained, or several by name."""
@@ -386,6 +389,14 @@ class Trainer:
         weight = self._items(batch)
         return LossResult(sum_from_mean(loss, weight), weight, outputs)
 
+    def changed_loss(self, result: LossResult) -> LossResult:
+        """Return a loss of training as callbacks want it."""
+        run = self.run
+        run.loss_sum, run.outputs = result.loss, result.outputs
+        run.weight = 0.0 if result.weight is None else result.weight  # there is one by now
+        self.events.fire("on_loss", run)
+        return result._replace(loss=run.loss_sum, weight=run.weight)
+
     def describe_loss(self) -> str:
         """Return, in a few words, what losses are means over."""
         own = [
@@ -427,11 +438,12 @@ class Trainer:
             return "eval_loss" if names == [""] else f"eval_{names[0]}_loss"
         return named if named.startswith("eval_") else f"eval_{named}"
 
-    # -- private -------------------------------------------------------------------------------------------------
-
     @property
-    def _is_shifted(self) -> bool:
+    def is_shifted(self) -> bool:
+        """Whether the model compares each token with the next by itself."""
         return is_shifted(self.accelerator.unwrap_model(self.prepare_models()[0]))
+
+    # -- private -------------------------------------------------------------------------------------------------
 
     def _make_objective(self) -> Objective:
         if not isinstance(self.model, nn.Module):
