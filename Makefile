@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test soak lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small network to read handwritten digits"
 	@echo "make test    run the tests"
+	@echo "make soak    inject faults by the hundred, and write docs/faults.md"
 	@echo "make lint    check format, style, types, imports and documentation"
 	@echo "make format  put the code into format"
 	@echo "make bench   measure what the engine costs per step"
@@ -19,6 +20,10 @@ demo: .venv/with-test
 
 test: .venv/with-test
 	$(BIN)/python -m pytest
+
+soak: .venv/with-test
+	$(BIN)/python -m pytest tests/faults --soak
+	$(BIN)/python -m tests.faults.ledger
 
 lint: .venv/with-dev
 	$(BIN)/ruff format --check

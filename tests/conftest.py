@@ -1,7 +1,9 @@
 """What every test starts with: no world, no settings, no launcher's variables, one thread."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,21 @@ torch.set_num_threads(1)  # tests with several processes share few cores
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Know `--soak`."""
     parser.addoption("--soak", action="store_true", help="inject faults by the hundred, and write down what came out")
+
+
+_MEMORY = Path("/dev/shm")
+_ROOM = 4 << 30
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the folders of tests in memory, where there is room: they wait for the disk more than for all else.
+
+    Not in the long run of faults, which is to be killed while it waits for a disk, too.
+    """
+    if config.getoption("--soak") or not os.access(_MEMORY, os.W_OK) or shutil.disk_usage(_MEMORY).free < _ROOM:
+        return
+    if not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))  # the name is pytest's
 
 
 def forget() -> None:

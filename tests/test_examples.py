@@ -4,13 +4,20 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from trainer_lib.launchers import run_forked
+
+import_module("sklearn.datasets")  # here, so that not each forked process imports it
 
 ROOT = Path(__file__).parent.parent
 DIGITS = "examples/digits_accelerator.py"
@@ -39,6 +46,24 @@ def run(*command: str) -> str:
     return printed
 
 
+def forked(processes: int, folder: Path, *command: str) -> str:
+    """Run a script in forks, which need not import torch, and return what they printed."""
+    told = folder / f"told_{processes}.txt"
+
+    def script() -> None:
+        warnings.resetwarnings()  # those of a script are for people
+        os.chdir(ROOT)
+        with told.open("a") as file:
+            os.dup2(file.fileno(), 1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - pytest has another one
+        sys.argv = list(command)
+        runpy.run_path(command[0], run_name="__main__")
+        sys.stdout.flush()
+
+    run_forked(script, (), processes, timeout=100)
+    return told.read_text()
+
+
 def learned(printed: str) -> list[tuple[int, float, float]]:
     """Return epoch, loss and accuracy, line by line."""
     return [(int(epoch), float(loss), float(accuracy)) for epoch, loss, accuracy in EPOCH.findall(printed)]
@@ -53,8 +78,8 @@ def history(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in entry.items() if name not in timed} for entry in entries]
 
 
-def test_digits_with_an_accelerator_learn_the_same_on_two_processes() -> None:
-    alone = run(DIGITS, "--epochs", "1")
+def test_digits_with_an_accelerator_learn_the_same_on_two_processes(tmp_path: Path) -> None:
+    alone = forked(1, tmp_path, DIGITS, "--epochs", "1")
     together = run(*LAUNCH, DIGITS, "--epochs", "1")
     assert "1 process on cpu, 64 images each" in alone
     assert "2 processes on cpu, 32 images each" in together
@@ -64,17 +89,17 @@ def test_digits_with_an_accelerator_learn_the_same_on_two_processes() -> None:
     assert accuracy > 0.3  # one in ten is chance
 
 
-def test_digits_run_in_mixed_precision_and_with_accumulation() -> None:
-    printed = run(DIGITS, "--epochs", "1", "--mixed-precision", "bf16", "--accumulation", "2")
+def test_digits_run_in_mixed_precision_and_with_accumulation(tmp_path: Path) -> None:
+    printed = forked(1, tmp_path, DIGITS, "--epochs", "1", "--mixed-precision", "bf16", "--accumulation", "2")
     assert "an update every 2 batches, precision bf16" in printed
     ((_, _, accuracy),) = learned(printed)
     assert accuracy > 0.3
 
 
 def test_digits_learn_the_same_on_two_processes(tmp_path: Path) -> None:
-    for name, launcher in (("alone", []), ("together", LAUNCH)):
+    for processes, name in ((1, "alone"), (2, "together")):
         options = ["--output_dir", str(tmp_path / name), "--num_train_epochs", "2"]
-        printed = run(*launcher, "examples/digits.py", *options)
+        printed = forked(processes, tmp_path, "examples/digits.py", *options)
         assert re.search(r"^accuracy( +\d+%){10} +9\d\.\d\d%$", printed, re.MULTILINE)
         assert len(list((tmp_path / name).glob("*/checkpoints/checkpoint-*"))) >= 1
     alone, together = history(tmp_path / "alone"), history(tmp_path / "together")
@@ -105,8 +130,8 @@ def test_a_gpt_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     assert whole[-1]["eval_bits_per_byte"] == pytest.approx(whole[-1]["eval_loss"] / 0.6931471805599453)
 
 
-def test_a_painter_is_read_by_a_judge() -> None:
-    printed = run("examples/gan.py", "--num_train_epochs", "40")
+def test_a_painter_is_read_by_a_judge(tmp_path: Path) -> None:
+    printed = forked(1, tmp_path, "examples/gan.py", "--num_train_epochs", "40")
     (share,) = re.findall(r"^The judge reads (\S+)% of 500 painted digits", printed, re.MULTILINE)
     assert float(share) > 50  # one in ten is chance
 

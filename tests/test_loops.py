@@ -5,6 +5,9 @@ that are said to be Accelerate's were taken that way.
 """
 
 import json
+import os
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from trainer_lib.commands.main import main
+from trainer_lib.launchers import run_forked
 
 ROOT = Path(__file__).parent.parent
 Loop = Callable[..., dict[str, Any]]
@@ -24,21 +28,35 @@ def close(values: Any, rel: float = 1e-5) -> Any:
 
 
 @pytest.fixture
-def loop(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Loop:
-    """Launch a script by its name on so many processes, and return its figures."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def loop(tmp_path: Path) -> Loop:
+    """Run a script by its name on so many forked processes, which need not import torch, and return its figures."""
 
     def run(name: str, processes: int, *arguments: Any) -> dict[str, Any]:
         figures = tmp_path / "figures.json"
         figures.unlink(missing_ok=True)
-        script = ["tests/loops/" + name + ".py", "--figures", figures, *arguments]
-        monkeypatch.chdir(ROOT)
-        options = ["--cpu", "--num_processes", processes, "--num_cpu_threads_per_process", 1]
-        code = main(["launch", *map(str, options), *map(str, script)])
-        assert code == 0, capfd.readouterr().err
+        script = [str(one) for one in (ROOT / "tests" / "loops" / f"{name}.py", "--figures", figures, *arguments)]
+        run_forked(_script, (script,), processes, timeout=100)
         return json.loads(figures.read_text())
 
     return run
+
+
+def _script(command: list[str]) -> None:
+    os.chdir(ROOT)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def test_a_script_under_the_launcher(
+    tmp_path: Path, loop: Loop, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = tmp_path / "launched.json"
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(ROOT)
+    options = ["--cpu", "--num_processes", "2", "--num_cpu_threads_per_process", "1"]
+    code = main(["launch", *options, "tests/loops/gradient_accumulation.py", "--figures", str(figures)])
+    assert code == 0, capfd.readouterr().err
+    assert json.loads(figures.read_text()) == loop("gradient_accumulation", 2)
 
 
 def test_gradient_accumulation(loop: Loop) -> None:

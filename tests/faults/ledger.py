@@ -56,10 +56,9 @@ _COLUMNS: dict[str, dict[str, str]] = {
     },
     "content": {
         "injected": "how often",
-        "refused": "refused by name",
+        "refused": "refused",
         "harmless": "read, as nothing was wrong",
         "executed": "code run",
-        "lost": "state changed",
     },
     "runs": {
         "compared": "runs",
@@ -71,6 +70,9 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "same_losses": "losses equal to 1e-6",
     },
 }
+
+# What there is nothing of in some rows: no error where nothing is wrong, no next save on a disk that stays as it is.
+_MAY_BE_NONE = {"told", "went_on", "harmless"}
 
 _TEXTS = {
     "kills": (
@@ -120,7 +122,9 @@ def page(tables: Mapping[str, Table]) -> str:
         title, text = _TEXTS[table]
         columns = _COLUMNS[table]
         lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---:|' * len(columns)}"]
-        lines += [f"| {row} | {' | '.join(f'{counts[name]:,}' for name in columns)} |" for row, counts in rows.items()]
+        for row, counts in rows.items():
+            cells = [f"{counts[name]:,}" if counts[name] or name not in _MAY_BE_NONE else "" for name in columns]
+            lines.append(f"| {row} | {' | '.join(cells)} |")
         parts.append(f"## {title}\n\n{text}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
 
