@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -305,8 +306,8 @@ def test_two_machines_form_one_world(script: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_reaches_the_processes_which_may_end_in_their_own_way(script: Any, number: signal.Signals) -> None:
     path = script(
-        "import os, signal, sys",
-        "def save(number, frame): print('saved at', number, flush=True); sys.exit(0)",
+        "import os, signal, sys, time",
+        "def save(number, frame): time.sleep(0.3); print('saved at', number, flush=True); sys.exit(0)",
         "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, save)",
         "print('ready', flush=True)",
         "signal.pause()",
@@ -316,7 +317,9 @@ def test_signal_reaches_the_processes_which_may_end_in_their_own_way(script: Any
     with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-        process.send_signal(number)
+        for _ in range(2):  # as `timeout` does, to a process and to its group
+            process.send_signal(number)
+            time.sleep(0.05)
         out, err = process.communicate(timeout=LIMIT)
     assert out == f"saved at {int(number)}\n" * 2
     assert process.returncode == 128 + number

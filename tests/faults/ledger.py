@@ -60,6 +60,11 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "harmless": "read, as nothing was wrong",
         "executed": "code run",
     },
+    "stops": {
+        "asked": "how often",
+        "agreed": "both ended after the same step, with its exit code",
+        "equal": "gone on with, equal to the bit",
+    },
     "runs": {
         "compared": "runs",
         "equal": "equal to the bit",
@@ -95,6 +100,11 @@ _TEXTS = {
         "Made to do harm",
         "Files that somebody put there, or changed, together with a manifest that has the right sizes, checksums and "
         "digest for them. A pickle in any of them would leave a file behind if it ran.",
+    ),
+    "stops": (
+        "Asked to end",
+        "Signals at a random moment to one of two processes, or to both; within five seconds both have saved and "
+        "ended.",
     ),
     "runs": (
         "Interrupted, and gone on with",

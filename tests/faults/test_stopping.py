@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from torch import nn
 
 from tests.faults.conftest import Trials
+from tests.faults.ledger import Ledger
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import outcome
 from tests.trainer.test_sharded_runs import layers, plugin
@@ -111,20 +113,26 @@ def whole() -> Callable[[int], list[Any]]:
     return run
 
 
-def test_signals_to_one_process_or_both(tmp_path: Path, trials: Trials, whole: Any) -> None:
-    chance = random.Random(7)
-    for number in range(trials(8, 50)):
-        which = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-        who = [(True, False), (False, True), (True, True)][number % 3]
+@pytest.mark.parametrize(
+    ("who", "row"),
+    [((0,), "to the main process"), ((1,), "to the other process"), ((0, 1), "to both, up to 100 ms apart")],
+)
+def test_signals_to_one_process_or_both(
+    tmp_path: Path, trials: Trials, ledger: Ledger, whole: Any, who: tuple[int, ...], row: str
+) -> None:
+    chance = random.Random(len(row))
+    for number in range(trials(3, 17)):
+        which = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT][number % 3]
         at, apart = chance.randrange(1, 17), chance.uniform(0, 0.1)
-        delays = [0.0, apart] if chance.random() < 0.5 else [apart, 0.0]
-        asks = [Asks(at, [(which, delay)]) if is_asked else None for is_asked, delay in zip(who, delays, strict=True)]
+        delays = dict(zip(who, chance.sample([0.0, apart], len(who)), strict=True))
+        asks = [Asks(at, [(which, delays[rank])]) if rank in who else None for rank in range(2)]
         first, second = lives(tmp_path / f"{number}", asks, 2)
-        assert first == second, (number, which, who, at, delays)
-        code, reason, step = first
-        assert (code, reason) == (128 + which, which.name)
-        assert step >= at
-        assert lives(tmp_path / f"{number}", [None, None], 2) == whole(2), (number, which, who, at, delays, step)
+        goes_on = lives(tmp_path / f"{number}", [None, None], 2)
+        is_agreed, is_equal = first == second and first[:2] == [128 + which, which.name], goes_on == whole(2)
+        ledger.note("stops", f"{which.name} {row}", asked=1, agreed=int(is_agreed), equal=int(is_equal))
+        assert is_agreed, (number, which, at, delays, first, second)
+        assert first[2] >= at
+        assert is_equal, (number, which, at, delays, first)
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGHUP])
@@ -361,6 +369,37 @@ def test_in_a_notebook_the_result_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.last_checkpoint is not None
     assert heard == ["interrupted"]
     assert one.evaluate(points(10)).keys() == {"eval_loss"}  # what asked for the end is not asked any more
+
+
+def test_in_a_notebook_a_second_signal_is_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr("trainer_lib.trainer.signals.SAME_REQUEST", 0.0)
+
+    class Twice(Callback):
+        def on_step_end(self, run: Run) -> None:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(arguments(max_steps=3), callbacks=[Twice()]).fit()
+
+
+def test_processes_that_a_run_forks_can_be_ended() -> None:
+    codes: list[int | None] = []
+
+    class Forks(Callback):
+        def on_step_end(self, run: Run) -> None:
+            context = get_context("fork")
+            is_there = context.Event()
+            child = context.Process(target=lambda: (is_there.set(), signal.pause()))
+            child.start()
+            assert is_there.wait(10)
+            child.terminate()
+            child.join(10)
+            codes.append(child.exitcode)
+
+    assert trainer(arguments(max_steps=1), callbacks=[Forks()]).fit().status == "finished"
+    assert codes == [-signal.SIGTERM]
 
 
 def test_outside_of_the_main_thread_a_warning_tells_that_nothing_is_caught(caplog: pytest.LogCaptureFixture) -> None:

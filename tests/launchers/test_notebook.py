@@ -1,15 +1,18 @@
 """This file is the tests of `notebook_launcher` and `debug_launcher`."""
 
+import functools
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from trainer_lib import debug_launcher, notebook_launcher
+from trainer_lib import Interrupted, debug_launcher, notebook_launcher
+from trainer_lib.events import Interruption
 from trainer_lib.foundation.environment import clear_environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, WorldError
 from trainer_lib.launchers import ProcessFailedError, notebook
@@ -54,6 +57,20 @@ def test_error_of_one_process_is_told_first_and_nobody_hangs(launcher: Any) -> N
         launcher(fail_on_the_last, num_processes=2)
     assert "KeyError: 'only here'" in str(caught.value)
     assert "in fail_on_the_last" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "launch", [debug_launcher, functools.partial(notebook_launcher, max_restarts=2)], ids=["debug", "notebook"]
+)
+def test_an_interruption_is_no_failure(launch: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        time.sleep(0.3 * place()[0])  # they need not end at once
+        raise Interrupted(Interruption("a deadline", 75))
+
+    with pytest.raises(SystemExit) as caught:
+        launch(interrupted, num_processes=2)
+    assert caught.value.code == 75
+    assert "Starting all processes again" not in capfd.readouterr().out
 
 
 def test_process_killed_by_a_signal_is_named() -> None:

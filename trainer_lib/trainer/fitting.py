@@ -21,7 +21,7 @@ from trainer_lib.runs import HISTORY_FILE, RunFolder
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import banner, differences, history, preflight
 from trainer_lib.trainer.cadence import Cadences
-from trainer_lib.trainer.deadline import Deadline, deadline_in
+from trainer_lib.trainer.deadline import AUTO, Deadline, check_ahead, deadline_in
 from trainer_lib.trainer.engine import accumulation_steps
 from trainer_lib.trainer.facts import facts_of
 from trainer_lib.trainer.guard import Guard
@@ -159,7 +159,10 @@ class Fitting:
         self.cadences = Cadences(intervals, args.time_limit, self.run, self.deadline)
 
     def _deadline(self) -> Deadline | None:
-        ends, accelerator = deadline_in(self.trainer.args.deadline), self.run.accelerator
+        given, accelerator = self.trainer.args.deadline, self.run.accelerator
+        if given != AUTO:
+            check_ahead(given)
+        ends = deadline_in(given)
         if ends is None or ends <= time.time() or not self.run.is_main_process:
             return None
         # Alone it is acted upon at once; on accelerators processes hear of each other an update later.

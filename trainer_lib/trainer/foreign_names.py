@@ -55,7 +55,7 @@ NONE_HERE: dict[str, str] = {
     "save_only_model": "checkpoints are whole, so that a run can go on; save_model writes the model alone",
     "save_safetensors": "weights are always written as safetensors",
     "save_on_each_node": "all processes write into one folder, which they share",
-    "enable_jit_checkpoint": f"{_NOT_YET}; give save_every in minutes",
+    "enable_jit_checkpoint": "a run saves at SIGTERM and others by itself; stop_signals chooses them",
     "push_to_hub": _HUB,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
