@@ -1,5 +1,6 @@
 """What tests behind URLs start with: a bucket of their own, on a server that all of them share."""
 
+import gc
 import uuid
 from collections.abc import Iterator
 
@@ -31,6 +32,7 @@ def line(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     speak(monkeypatch, line.port)
     yield line
     line.close()
+    gc.collect()  # what was cut is told of here, and not in another test
 
 
 def made() -> str:

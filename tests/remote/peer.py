@@ -112,13 +112,19 @@ class Line:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            threading.Thread(target=self._connect, args=(near,), daemon=True).start()
+
+    def _connect(self, near: socket.socket) -> None:
+        with near:
             if self.is_cut.is_set():
-                near.close()
-                continue
-            far = socket.create_connection((LOOPBACK, self._to))
-            self._open |= {near, far}
-            for source, target, way in ((near, far, "up"), (far, near, "down")):
-                threading.Thread(target=self._carry, args=(source, target, way), daemon=True).start()
+                return
+            with socket.create_connection((LOOPBACK, self._to)) as far:
+                self._open |= {near, far}
+                back = threading.Thread(target=self._carry, args=(far, near, "down"), daemon=True)
+                back.start()
+                self._carry(near, far, "up")
+                back.join()
+                self._open -= {near, far}
 
     def _carry(self, source: socket.socket, target: socket.socket, way: str) -> None:
         with contextlib.suppress(OSError):
@@ -153,5 +159,3 @@ class Line:
         for one in list(self._open):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        self._open.clear()

@@ -28,6 +28,11 @@ from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.foundation.remote import RemotePath, path_at
 from trainer_lib.launchers import run_forked
 
+# aiohttp's, of a download that is cut.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function Connection.__del__:pytest.PytestUnraisableExceptionWarning"
+)
+
 LARGE = 2 << 20  # so many numbers that a save is cut in the middle of them
 
 

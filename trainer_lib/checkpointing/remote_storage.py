@@ -2,12 +2,11 @@
 
 import functools
 import json
-import os
 import secrets
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +127,9 @@ class RemoteStorage(Storage):
 def temporary_folder() -> Path:
     """Return a folder of this process, which goes with it at the latest."""
     folder = Path(tempfile.mkdtemp(prefix="trainer_lib-"))
-    weakref.finalize(RemoteStorage, _remove, folder, os.getpid())
+    # Forked processes run these functions only, and none of the process that they are a fork of.
+    util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=0)
     return folder
-
-
-def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # and not a fork of it
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache
