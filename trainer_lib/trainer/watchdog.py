@@ -115,10 +115,12 @@ class Watchdog:
             places.append((id(frame), frame.f_lasti))
             frame = frame.f_back
         before, self._at = self._at, (places, run.state.micro_batches, id(run.batch))
+        if before != self._at or run.accelerator.is_saving:  # a thread that writes may be waited for
+            return True
         if not self._counts_work or self._clock is None:
-            return before != self._at
+            return False
         worked, self._worked = self._worked, time.clock_gettime(self._clock)
-        return before != self._at or self._worked - worked > _IDLE * self._between
+        return self._worked - worked > _IDLE * self._between
 
     def _stand(self) -> dict[str, Any]:
         """Return where the watched thread is, in words that others can be told."""
