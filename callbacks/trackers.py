@@ -145,7 +145,9 @@ class TrackerCallback(Callback):
         others = [one for one in getattr(run.trainer, "events", [self]) if isinstance(one, TrackerCallback)]
         for one in others:
             one.hand_over_artifact(run)
-        finish_groups([group for one in others if (group := one.release()) is not None], run.state.status)
+        groups = [group for one in others if (group := one.release()) is not None]
+        for name, points in finish_groups(groups, run.state.status).items():
+            run.note("points_missing", tracker=name, points=points)
 
     def state_dict(self) -> dict[str, Any]:
         return {"token": self._token}

@@ -104,6 +104,10 @@ def _not_saved(entry: Entry) -> tuple[str, str, str]:
     return "skip", "not saved", str(entry.get("why") or "")
 
 
+def _missing(entry: Entry) -> tuple[str, str, str]:
+    return "note", "not delivered", f"{entry.get('points')} points to {entry.get('tracker')}"
+
+
 def _changed(entry: Entry) -> tuple[str, str, str]:
     changed = entry.get("changed")
     pairs: Any = changed.items() if isinstance(changed, Mapping) else ()
@@ -133,5 +137,6 @@ _WORDS: dict[str, Callable[[Entry], tuple[str, str, str]]] = {
     "went_back": _went_back,
     "left_out": _left_out,
     "not_saved": _not_saved,
+    "points_missing": _missing,
     "arguments": _changed,
 }

@@ -286,21 +286,22 @@ class TrackerGroup:
         }
 
 
-def finish_all(handles: Sequence[TrackerHandle], outcome: str) -> None:
-    """End trackers together, within one deadline."""
+def finish_all(handles: Sequence[TrackerHandle], outcome: str) -> dict[str, int]:
+    """End trackers together, within one deadline; return how many points each has not got, of those that miss some."""
     if not handles:
-        return
+        return {}
     workers = [handle._worker for handle in handles]
     deadline = time.monotonic() + max(worker.patience.finish for worker in workers)
     for worker in workers:
         worker.ask_to_finish(outcome)
     for worker in workers:
         worker.finish_by(deadline)
+    return {worker.name: worker.missing for worker in workers if worker.missing}
 
 
-def finish_groups(groups: Sequence[TrackerGroup], outcome: str = "finished") -> None:
-    """End the trackers of groups together, within one deadline."""
-    finish_all([handle for group in groups for handle in group.release()], outcome)
+def finish_groups(groups: Sequence[TrackerGroup], outcome: str = "finished") -> dict[str, int]:
+    """End the trackers of groups together, as `finish_all` does."""
+    return finish_all([handle for group in groups for handle in group.release()], outcome)
 
 
 @atexit.register

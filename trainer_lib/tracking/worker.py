@@ -83,6 +83,7 @@ class Worker:
         self._failures = 0
         self.last_error = ""
         self.lost = 0
+        self.missing = 0  # what the tracker has not got in the end: what is lost, and what waits on disk
         self._refused: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -298,6 +299,7 @@ class Worker:
 
     def _tell_the_end(self) -> None:
         waiting, lost = len(self.spool), self.lost + self.spool.lost
+        self.missing = waiting + lost
         if not waiting and not lost:
             if self.last_error and not self._is_warned:
                 self._warn(self.last_error)
