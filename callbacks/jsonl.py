@@ -43,7 +43,6 @@ class JsonlLog(Callback):
 
     def __init__(self, path: str | Path, skipped_steps: bool = False) -> None:
         self.path = Path(path).expanduser()
-        self._saving_since = 0.0
         self._error: str | None = None
         self._is_training = False
         if skipped_steps:
@@ -71,14 +70,11 @@ class JsonlLog(Callback):
     def on_best(self, run: Run, metric: str, value: float) -> None:
         self._write(run, "best", {"metric": metric, "value": value})
 
-    def on_save_begin(self, run: Run, folder: Path) -> None:
-        self._saving_since = time.monotonic()
-
     def on_save_end(self, run: Run, folder: Path) -> None:
         entry: Mapping[str, Any] = next((one for one in run.state.checkpoints if one["path"] == str(folder)), {})
         # In the background the run went on meanwhile: the line says where it stood when it was saved.
         place = {name: entry[name] for name in _PLACE if name in entry}
-        took = round(time.monotonic() - self._saving_since, 3)
+        took = None if run.state.save_seconds is None else round(run.state.save_seconds, 3)
         self._write(run, "save", {"path": str(folder), "why": entry.get("reasons", []), "took": took}, place)
 
     def on_load_end(self, run: Run, folder: Path) -> None:

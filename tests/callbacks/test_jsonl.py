@@ -166,10 +166,10 @@ def test_what_else_happens_is_a_line_too(tmp_path: Path) -> None:
     events.fire("on_step_skipped", run)
     events.fire("on_best", run, "eval_loss", 0.25)
     folder = tmp_path / "checkpoint-7"
-    events.fire("on_save_begin", run, folder)
     place = {"step": 7, "epoch": 0.5, "samples": 28, "seconds": 1.0}
     run.state.checkpoints = [{"path": str(folder), **place, "reasons": ["best"]}]
     run.state.step, run.state.samples = 9, 36  # in the background
+    run.state.save_seconds = 0.12345
     events.fire("on_save_end", run, folder)
     run.state.status = "failed"
     events.fire("on_exception", run, ValueError("no such thing"))
@@ -177,7 +177,6 @@ def test_what_else_happens_is_a_line_too(tmp_path: Path) -> None:
     begun, *told = entries(tmp_path / "log")
     assert begun["torch"] == torch.__version__
     assert (begun["event"], begun["processes"], begun["steps_lost"]) == ("resumed", 1, 0)
-    assert 0 <= told[3].pop("took") < 10
     for entry in told:
         del entry["time"]
     now = {"step": 9, "epoch": 0.0, "samples": 36, "seconds": 0.0}
@@ -186,7 +185,7 @@ def test_what_else_happens_is_a_line_too(tmp_path: Path) -> None:
         {"event": "rewound", **then, "to": 3, "loss": "Infinity"},
         {"event": "skipped", **then, "why": "the gradients overflowed"},
         {"event": "best", **then, "metric": "eval_loss", "value": 0.25},
-        {"event": "save", **place, "path": str(folder), "why": ["best"]},
+        {"event": "save", **place, "path": str(folder), "why": ["best"], "took": 0.123},
         {"event": "ended", **now, "status": "failed", "reason": "ValueError: no such thing"},
     ]
     assert not Dispatcher([JsonlLog(tmp_path / "log")]).listens("on_step_skipped")  # costs a look in each step
