@@ -124,6 +124,13 @@ class AcceleratedOptimizer(Optimizer):
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
+    def begin_anew(self) -> None:
+        """Drop the gradients of the window so far, as if there had been no backward."""
+        if self._gradients_are_final:
+            self.precision.discard(self.optimizer)
+        self._finish_round()
+        self._drop_gradients()
+
     def finalize_gradients(self) -> None:
         """Bring the gradients to their true size, once an update: unscaled, and divided by what the window weighs."""
         if not self._gradients_are_final:

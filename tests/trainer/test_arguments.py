@@ -170,10 +170,14 @@ def test_what_is_said_about_values(given: dict[str, Any], said: str) -> None:
     assert said in refusal(**given)
 
 
-@pytest.mark.parametrize("name", ["per_device_train_batch_size", "per_device_eval_batch_size"])
-def test_batch_sizes_are_not_found_yet(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f'^{name}="auto" is not supported in this version. Give a number'):
-        made(**{name: "auto"})
+def test_a_batch_size_that_fits_is_found_where_batches_make_updates() -> None:
+    args = TrainingArguments(per_device_train_batch_size="auto")
+    assert (args.train_batch_size_for(4), args.eval_batch_size) == (64, 64)
+    for samples, processes, size in ((96, 1, 48), (96, 2, 48), (7, 1, 7), (2 * 67, 2, 67), (2 * 67, 1, 67)):
+        args = TrainingArguments(per_device_train_batch_size="Auto", global_batch_size=samples)
+        assert args.train_batch_size_for(processes) == size
+    with pytest.raises(ConfigurationError, match="global_batch_size=7 is no multiple of the 2 processes"):
+        TrainingArguments(per_device_train_batch_size="auto", global_batch_size=7).train_batch_size_for(2)
 
 
 def test_trackers_are_named_as_they_are_known() -> None:

@@ -25,7 +25,6 @@ from trainer_lib.foundation.errors import (
     SignatureError,
     StateError,
     TrainerLibError,
-    UnsupportedError,
 )
 from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
@@ -286,10 +285,10 @@ CONSTRUCTED: dict[str, tuple[type[TrainerLibError], str, Callable[[], Any]]] = {
     "no accumulation": (ConfigurationError, "got 0", lambda: trainer(gradient_accumulation_steps=0)),
     "an odd global batch": (ConfigurationError, "12…8 or 16", lambda: trainer(global_batch_size=12)),
     "a warm-up longer than all": (ConfigurationError, "warmup=50…max_steps=3", lambda: trainer(warmup=50)),
-    "an automatic batch size": (
-        UnsupportedError,
-        "global_batch_size",
-        lambda: trainer(per_device_train_batch_size="auto"),
+    "an automatic batch size of evaluations": (
+        ConfigurationError,
+        "per_device_eval_batch_size='auto'…in parts by itself",
+        lambda: trainer(per_device_eval_batch_size="auto"),
     ),
     "a folder that is a file": (ConfigurationError, "is a file", lambda: trainer(output_dir=__file__)),
     "a name with a slash": (ConfigurationError, "without slashes, got 'a/b'", lambda: trainer(run_name="a/b")),

@@ -22,6 +22,27 @@ def average(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
             tensor.copy_(mean.view(tensor.shape))
 
 
+@torch.no_grad()
+def average_gradients(parameters: Sequence[Tensor], cargo: Tensor, group: ProcessGroup) -> None:
+    """Overwrite gradients, and a cargo that travels with them, with their mean over the processes.
+
+    A parameter without a gradient adds nothing; one that has none on any process gets none.
+    """
+    has_any = torch.tensor([float(parameter.grad is not None) for parameter in parameters], dtype=torch.float32)
+    freight = torch.cat([cargo, has_any.to(cargo)])
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    average([freight, *gradients], group)
+    cargo.copy_(freight[: cargo.numel()])
+    for parameter, share in zip(parameters, freight[cargo.numel() :].tolist(), strict=True):
+        if not share:
+            parameter.grad = None
+
+
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     message: list[Tensor] = []
     size = 0

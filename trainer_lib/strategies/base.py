@@ -102,6 +102,18 @@ class SingleProcess:
         values, self._carried = self._carried, ()
         return values
 
+    def check_apart(self) -> None:
+        """Raise if processes cannot compute apart, from `begin_apart` to `put_together`."""
+
+    def begin_apart(self, models: Sequence[nn.Module]) -> None:
+        """Share what forwards rest on, so that those in `no_sync` send nothing. Every process has to call it."""
+        del models
+
+    def put_together(self, models: Sequence[nn.Module], values: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
+        """Average over the processes the gradients of backwards in `no_sync`, and return the averages of `values`."""
+        del models
+        return values
+
     def join(
         self, joinables: Sequence[Any], leftovers: Callable[[], dict[nn.Module, float | Tensor]] | None
     ) -> AbstractContextManager[Joined]:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.strategies.averaging import average
+from trainer_lib.strategies.averaging import average, average_gradients
 from trainer_lib.strategies.base import Joined, SingleProcess
 from trainer_lib.strategies.compression import Travel, averaged, summed, travel_of
 from trainer_lib.strategies.join import Joining, Leftovers
@@ -102,6 +102,33 @@ class Replicate(SingleProcess):
                 )
             self._carried = _unpacked(self.group.all_reduce(cargo) / self.group.size)
         return super().carried()
+
+    def check_apart(self) -> None:
+        """Raise if DDP was told how gradients travel, or learns the graph from a backward that is shared."""
+        given = [name for name in ("comm_hook", "static_graph") if _is_set(self.options, name)]
+        if given:
+            raise UnsupportedError(
+                f"DistributedDataParallelKwargs({given[0]}=…) is about how DDP sends gradients, and where processes "
+                'compute in parts of their own (the batch size is "auto") it does not. Leave one of the two out.'
+            )
+
+    def begin_apart(self, models: Sequence[nn.Module]) -> None:
+        """Share the buffers, as DDP's forward would."""
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                if model._check_sync_bufs_pre_fwd():
+                    model._sync_buffers()
+                model.require_forward_param_sync = False
+
+    def put_together(self, models: Sequence[nn.Module], values: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
+        """Average gradients and values in one message, or a few for large models."""
+        replicas = [model for model in models if isinstance(model, DistributedDataParallel)]
+        for model in replicas:
+            model.require_forward_param_sync = True  # for the next window, and for an evaluation before it
+        shared = [p for model in replicas for p in shared_parameters(model)]
+        cargo = _packed(values, self.device)
+        average_gradients(shared, cargo, self.group)
+        return _unpacked(cargo)
 
     def join(
         self, joinables: Sequence[Any], leftovers: Callable[[], Leftovers] | None
@@ -212,6 +239,17 @@ def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device, torch.float32, non_blocking=True)
     return torch.full((), value, dtype=torch.float32, device=device)  # written there: nothing waits for a copy
+
+
+def shared_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients DDP shares."""
+    ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
+    named = model.module.named_parameters()
+    return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
+
+
+def _is_set(options: Any, name: str) -> bool:
+    return options is not None and name in options.to_kwargs()
 
 
 def _learns_its_graph(model: DistributedDataParallel) -> bool:

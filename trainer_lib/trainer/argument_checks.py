@@ -65,7 +65,7 @@ CHECKS: dict[str, Check] = {
     "deadline": optional(values.moment),
     "stop_signals": values.signals,
     "per_device_train_batch_size": values.batch_size,
-    "per_device_eval_batch_size": optional(values.batch_size),
+    "per_device_eval_batch_size": optional(values.eval_batch_size),
     "gradient_accumulation_steps": optional(values.whole(hint=" For no accumulation, leave it out.")),
     "global_batch_size": optional(values.whole()),
     "learning_rate": values.number(at_least=0),
@@ -171,7 +171,7 @@ def _batch_size(args: "TrainingArguments") -> None:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} and global_batch_size={whole} say the "
             "same in two ways. Give one of them."
         )
-    if whole % size:
+    if isinstance(size, int) and whole % size:
         below, above = whole // size * size, (whole // size + 1) * size
         raise ConfigurationError(
             f"global_batch_size={whole} is no multiple of per_device_train_batch_size={size}. Give "
@@ -263,6 +263,20 @@ def _device(args: "TrainingArguments") -> None:
             raise ConfigurationError(f"{name}=True is about accelerators, and use_cpu=True takes none. Give one.")
 
 
+def _splitting(args: "TrainingArguments") -> None:
+    if args.per_device_train_batch_size != values.AUTO:
+        return
+    for given, why in (
+        (args.fsdp and "fsdp", "the processes of a sharded model compute all together"),
+        (args.sync_batchnorm and "sync_batchnorm=True", "BatchNorm waits for the other processes in each forward"),
+    ):
+        if given:
+            raise ConfigurationError(
+                f'per_device_train_batch_size="auto" has each process compute its batch in parts of its own, and with '
+                f"{given} {why}. Give a number."
+            )
+
+
 def _sharding(args: "TrainingArguments") -> None:
     if not args.fsdp:
         return
@@ -291,6 +305,7 @@ _AGREEMENTS: tuple[Callable[["TrainingArguments"], None], ...] = (
     _order,
     _workers,
     _device,
+    _splitting,
     _sharding,
     _generation,
 )

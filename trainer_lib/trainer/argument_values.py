@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.interruption import REQUESTS
 from trainer_lib.foundation.remote import RemotePath, is_url, path_at
@@ -24,6 +24,7 @@ from trainer_lib.options.compilation import TorchDynamoPlugin
 Check = Callable[[str, Any], Any]
 
 NEVER = "never"
+AUTO = "auto"
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _ALSO_NEVER = ("no", "none", "off", "false", NEVER)
@@ -317,12 +318,19 @@ def compilation(name: str, value: Any) -> Any:
     return value
 
 
-def batch_size(name: str, value: Any) -> int:
-    """Batch sizes."""
-    if isinstance(value, str) and value == "auto":
-        raise UnsupportedError(
-            f'{name}="auto" is not supported in this version. Give a number; with global_batch_size the size of an '
-            "update stays what it is, whatever fits into memory at once."
+def batch_size(name: str, value: Any) -> int | str:
+    """Batch sizes, or "auto"."""
+    if isinstance(value, str) and value.lower() == AUTO:
+        return AUTO
+    return whole(hint=f' For what fits into memory: {name}="auto".' if isinstance(value, str) else "")(name, value)
+
+
+def eval_batch_size(name: str, value: Any) -> int:
+    """Batch sizes of evaluations."""
+    if isinstance(value, str) and value.lower() == AUTO:
+        raise ConfigurationError(
+            f"{name}={value!r}: an evaluation computes a batch that does not fit into memory in parts by itself. Give "
+            "a number, or leave it out."
         )
     return whole()(name, value)
 

@@ -27,6 +27,7 @@ _logger = get_logger(__name__)
 Unwritable = Literal["refuse", "leave out"]
 
 _DRY_BATCHES = 2
+_AUTO_SIZE = 64
 
 
 @dataclass(kw_only=True)
@@ -56,7 +57,8 @@ class TrainingArguments:
             exit code 75, and goes on where it was.
         stop_signals: The signals at which a run saves and ends, by name.
 
-        per_device_train_batch_size: Samples that a process computes at once.
+        per_device_train_batch_size: Samples that a process computes at once. With "auto" they are 64 (or what makes up
+            `global_batch_size`), computed in parts from where they do not fit into memory; updates stay the same.
         per_device_eval_batch_size: The same in evaluation; by default as in training.
         gradient_accumulation_steps: Batches of a process that make one update.
         global_batch_size: Samples of all processes that make one update, in the place of the accumulation.
@@ -153,7 +155,7 @@ class TrainingArguments:
     deadline: str | float | datetime | None = "auto"
     stop_signals: Sequence[str] = STOP_SIGNALS
 
-    per_device_train_batch_size: int = 8
+    per_device_train_batch_size: int | str = 8
     per_device_eval_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
     global_batch_size: int | None = None
@@ -261,7 +263,31 @@ class TrainingArguments:
     @property
     def eval_batch_size(self) -> int:
         """The samples that a process evaluates at once."""
-        return self.per_device_eval_batch_size or self.per_device_train_batch_size
+        return self.per_device_eval_batch_size or self.train_batch_size_for(1)
+
+    def train_batch_size_for(self, num_processes: int) -> int:
+        """Return the samples of a process's batch; of "auto" 64, or about as many, which make up `global_batch_size`.
+
+        Raises:
+            ConfigurationError: If `global_batch_size` cannot be shared out.
+
+        Example:
+            >>> args = TrainingArguments(per_device_train_batch_size="auto", global_batch_size=192)
+            >>> args.train_batch_size_for(1), args.train_batch_size_for(4)
+            (64, 48)
+        """
+        size, whole = self.per_device_train_batch_size, self.global_batch_size
+        if isinstance(size, int):
+            return size
+        if whole is None:
+            return _AUTO_SIZE
+        own, rest = divmod(whole, num_processes)
+        if rest or not own:
+            raise ConfigurationError(f"global_batch_size={whole} is no multiple of the {num_processes} processes.")
+        sizes = [one for one in range(1, own + 1) if own % one == 0]
+        below = max(size for size in sizes if size <= _AUTO_SIZE)
+        # Of a number with few divisors a larger one, which is computed in parts if need be.
+        return below if below == own or below >= _AUTO_SIZE // 4 else min(size for size in sizes if size > _AUTO_SIZE)
 
     @property
     def log_interval(self) -> Every | None:

@@ -149,7 +149,7 @@ def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
     args = trainer.args
     return loaders.train_loader(
         dataset,
-        batch_size=args.per_device_train_batch_size,
+        batch_size=args.train_batch_size_for(trainer.accelerator.num_processes),
         collate_fn=trainer.collate_fn,
         processing_class=trainer.processing_class,
         shuffle=args.shuffle,

@@ -58,12 +58,13 @@ def accumulation_steps(args: TrainingArguments, num_processes: int) -> int:
     """
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps or 1
-    of_round = args.per_device_train_batch_size * num_processes
+    of_process = args.train_batch_size_for(num_processes)
+    of_round = of_process * num_processes
     steps, rest = divmod(args.global_batch_size, of_round)
     if rest or not steps:
         raise ConfigurationError(
             f"global_batch_size={args.global_batch_size} is no multiple of per_device_train_batch_size="
-            f"{args.per_device_train_batch_size} × {num_processes} processes = {of_round}."
+            f"{of_process} × {num_processes} processes = {of_round}."
         )
     return steps
 

@@ -20,7 +20,13 @@ def add_note(error: Exception, what: str, batch: Any, models: list[nn.Module]) -
         batch: The batch.
         models: The models.
     """
-    if is_out_of_memory(error) or getattr(error, "__notes__", None):  # somebody nearer has told
+    if getattr(error, "__notes__", None):  # somebody nearer has told
+        return
+    if is_out_of_memory(error):
+        error.add_note(
+            f'In {what}, with the batch {described(batch)}. With per_device_train_batch_size="auto" batches that do '
+            "not fit into memory are computed in parts, and the updates stay the same."
+        )
         return
     types = {str(parameter.dtype).removeprefix("torch.") for model in models for parameter in model.parameters()}
     told = f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}."

@@ -1,9 +1,47 @@
-"""This file is how a process without data takes part in a step and leaves no trace."""
+"""This file is buffers, such as running statistics, as they were before a forward that does not count."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+
+class Buffers:
+    """The buffers of models, and what they were when they were kept.
+
+    Args:
+        models: The models.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        modules = {id(module): module for model in models for module in model.modules()}
+        self._owners = [(one._buffers, name) for one in modules.values() for name in one._buffers]
+        self._there: list[Tensor | None] = []
+        self._kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember what they are."""
+        # All of them: that one was written to cannot be told from its version, which BatchNorm leaves alone.
+        before, self._there = self._there, [owner[name] for owner, name in self._owners]
+        now = [one for one in self._there if one is not None]
+        if len(before) == len(self._there) and all(
+            one is other for one, other in zip(before, self._there, strict=True)
+        ):
+            if now:
+                torch._foreach_copy_(self._kept, now)
+        else:
+            self._kept = [one.clone() for one in now]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Have the same buffers hold what they held."""
+        for (owner, name), buffer in zip(self._owners, self._there, strict=True):
+            owner[name] = buffer
+        now = [one for one in self._there if one is not None]
+        if now:
+            torch._foreach_copy_(now, self._kept)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from trainer_lib.events import Best, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, UnreachableError, UnwritableError, did_you_mean
 from trainer_lib.foundation.interruption import Interruption
 from trainer_lib.foundation.metric_names import greater_is_better_for
-from trainer_lib.foundation.remote import AnyPath
+from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import HISTORY_FILE, RunFolder
 from trainer_lib.seeding import set_seed
@@ -33,6 +33,7 @@ from trainer_lib.trainer.saves import Saves
 from trainer_lib.trainer.saving import write_beside
 from trainer_lib.trainer.schedules import is_metric_driven, moves_each_update
 from trainer_lib.trainer.signals import Signals
+from trainer_lib.trainer.splitting import Splitting
 from trainer_lib.trainer.watchdog import watched
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Fitting:
         self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
         trainer.guard = self.guard = Guard(self)
         self._watching = ExitStack()
-        self.bad_samples = BadSamples(self)
+        self.bad_samples, self.splitting = BadSamples(self), Splitting(self)
         accelerator.register_for_checkpointing(_Saved(self))
         self._handles = [
             accelerator.register_save_state_pre_hook(self._write_beside),
@@ -176,7 +177,7 @@ class Fitting:
         run, state = self.run, self.run.state
         self.tell_time()
         self.guard.settle()
-        self.bad_samples.agree()
+        self.agree()
         values = self.trainer.averages.collect()
         state.items += self.trainer.averages.items
         if "loss" in self.trainer.averages.weightless:
@@ -190,6 +191,11 @@ class Fitting:
             values["grad_norm"] = float(run.grad_norm)
         self.events.fire("on_log", run, values)
         state.history.append({"step": state.step, "epoch": state.epochs, **values})
+
+    def agree(self) -> None:
+        """Have all processes come to the same about what each of them found out for itself."""
+        self.bad_samples.agree()
+        self.splitting.agree()
 
     def evaluate(self) -> bool:
         """Evaluate all sets, and see if it is the best so far; return whether that was not left before its end."""
@@ -235,7 +241,7 @@ class Fitting:
             return
         self.tell_time()
         self.guard.settle()
-        self.bad_samples.agree()
+        self.agree()
         self._saved_at = state.step
         metrics = dict(run.metrics) if self._evaluated_at == state.step else {}
         self.saves.save(self.folder.checkpoint(state.step), metrics)
@@ -255,7 +261,7 @@ class Fitting:
         self.tell_time()
         left_out = [*state.left_out, [first, state.samples]]
         kept = {"left_out": left_out, "skipped": state.skipped, "seconds": state.seconds}
-        self.load(Path(state.checkpoints[-1]["path"]))
+        self.load(path_at(state.checkpoints[-1]["path"]))
         for name, value in kept.items():
             setattr(state, name, value)
         state.status = "running"
@@ -459,6 +465,7 @@ class _Saved:
             "averages": fitting.trainer.averages.state_dict(),
             "guard": fitting.guard.state_dict(),
             "bad_samples": fitting.bad_samples.state_dict(),
+            "splitting": fitting.splitting.state_dict(),
             "owed": {} if fitting.interruption is None else fitting.owed,
         }
 
@@ -471,6 +478,7 @@ class _Saved:
         self._fitting.owed = dict(state.get("owed", {}))
         self._fitting.guard.load_state_dict(state.get("guard", {}))  # which older ones do not have
         self._fitting.bad_samples.load_state_dict(state.get("bad_samples", {}))
+        self._fitting.splitting.load_state_dict(state.get("splitting", {}))
 
 
 def _named(verb: str, value: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ NONE_HERE: dict[str, str] = {
     "use_cache": "set model.config.use_cache",
     "neftune_noise_alpha": f"{_NOT_YET}; a hook on the embedding does it",
     "torch_empty_cache_steps": f"{_NOT_YET}; a callback can call clear_device_cache",
-    "auto_find_batch_size": f"{_NOT_YET}; find_executable_batch_size finds one",
+    "auto_find_batch_size": 'give per_device_train_batch_size="auto", which keeps updates as they are',
     "logging_first_step": f'{_NOT_YET}; log_every="1 step" logs it, and all others',
     "log_on_each_node": "logs come from the main process, once",
     "logging_nan_inf_filter": "nothing is filtered: a loss that is no number is shown as such",

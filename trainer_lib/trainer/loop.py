@@ -45,6 +45,7 @@ class Loop:
         self.is_alone = self.accelerator.num_processes == 1
         self.samples_a_round: int | None = self.loader.total_batch_size
         self.guard = fitting.guard
+        self.compute = fitting.splitting.step if fitting.splitting.is_on else self.trainer.training_step
         self.began = 0  # the samples before this window
         self.is_left_out = self.goes_back = False
         self.is_stopped = self.has_gradients = False
@@ -119,7 +120,7 @@ class Loop:
                 self.run_along()
             else:
                 try:
-                    result = self.trainer.training_step(run.model, run.batch)
+                    result = self.compute(run.model, run.batch)
                 except Exception as error:
                     add_note(error, f"step {run.state.step + 1}", run.batch, self.models)
                     raise
@@ -142,7 +143,7 @@ class Loop:
         self.trainer.weighs_nothing = True
         try:
             with buffers_kept(self.models):
-                self.trainer.training_step(self.run.model, self.run.batch)
+                self.compute(self.run.model, self.run.batch)
         finally:
             self.trainer.weighs_nothing = False
 
@@ -269,7 +270,7 @@ class Loop:
         state.steps_in_epoch = 0
         self.events.fire("on_epoch_end", self.run)
         self.agree()
-        self.fitting.bad_samples.agree()
+        self.fitting.agree()
 
     def act(self) -> None:
         """Do what was asked for."""

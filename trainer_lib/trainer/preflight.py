@@ -18,6 +18,7 @@ from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, did_you_mean
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.trainer import defaults
+from trainer_lib.trainer.argument_values import AUTO
 from trainer_lib.trainer.metric_objects import ModuleMetric, ObjectMetric
 from trainer_lib.trainer.outputs import Metric
 from trainer_lib.trainer.quarantine import check_can_leave_out
@@ -134,6 +135,11 @@ def _check(trainer: "Trainer") -> None:
         raise ConfigurationError("fit() needs data: Trainer(train_dataset=…), or override train_dataloader().")
     if not _has_own(trainer, "train_dataloader") and not isinstance(trainer.train_dataset, DataLoader):
         as_dataset(trainer.train_dataset, "train_dataset")
+    elif trainer.args.per_device_train_batch_size == AUTO and trainer.args.global_batch_size is not None:
+        raise ConfigurationError(
+            'per_device_train_batch_size="auto" makes batches that make up global_batch_size, and the batches of a '
+            "DataLoader are made already. Leave global_batch_size out, or give the dataset."
+        )
     _check_models(trainer)
     _check_optimizer(trainer)
     _check_folder(trainer)
