@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer_lib.events import Control
+from trainer_lib.events import Control, Interruption
 
 
 def test_nobody_takes_back_what_another_asked_for() -> None:
@@ -88,3 +88,17 @@ def test_what_only_the_loop_asks_for_travels_with_the_rest() -> None:
     second.hear(numbers)
     assert second.take("settle")
     assert second.is_empty
+
+
+def test_what_a_handler_noted_is_asked_for_when_requests_are_looked_at() -> None:
+    alone, one, other = Control(), Control(), Control()
+    for control in (alone, one):
+        control.interruption = Interruption("SIGTERM", 143)
+        assert control.is_empty
+    alone.agree_alone()
+    assert alone.take("interrupt")
+    told = one.send()
+    for control in (one, other):
+        control.hear(told)
+        assert control.take("interrupt")
+        assert control.is_empty

@@ -251,6 +251,19 @@ def _without_waiting(folder: Path, data: dict[str, Any]) -> list[Any]:
     return outcome(one.fit(), one.unwrapped_model)
 
 
+def test_what_was_owed_is_left_out_where_nothing_is_given_for_it(tmp_path: Path) -> None:
+    first = trainer(
+        arguments(output_dir=tmp_path, max_steps=6, eval_every=3, save_every=3),
+        callbacks=[Asks(3, [(signal.SIGTERM, 0)])],
+        eval_dataset=points(10),
+    )
+    with pytest.raises(Interrupted) as caught:
+        first.fit()
+    assert "eval_loss" not in caught.value.result.metrics  # that is left for later
+    again = trainer(arguments(max_steps=6, resume=str(caught.value.result.last_checkpoint)))
+    assert again.fit().state.step == 6
+
+
 def test_sharded_processes_agree_where_to_leave_an_evaluation(tmp_path: Path) -> None:
     def live(folder: Path, is_asked: bool) -> list[Any]:
         asks = Asks(3, [(signal.SIGTERM, 0)], "on_evaluate_begin") if is_asked and os.environ["RANK"] == "1" else None

@@ -78,9 +78,11 @@ class Loop:
             control.agree("interrupt")
         if fitting.owed or (self.is_over and fitting.saved_state.get("status") == "interrupted"):
             fitting.forget_save()  # which was before that
+        can = {"evaluate": self.trainer.eval_dataset is not None, "save": fitting.folder is not None, "stop": True}
         for name, reason in fitting.owed.items():
-            control.agree(name)
-            control.reason = control.reason or reason
+            if can[name]:  # with what is given now
+                control.agree(name)
+                control.reason = control.reason or reason
         if not control.is_empty:
             self.act()
 
