@@ -4,13 +4,18 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import pytest
+import torch
 
 from tests.trainer.tasks import arguments, points, trainer
-from trainer_lib.events import Best, RunState
+from trainer_lib.events import Best, Run, RunState, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.runs.contents import contents
+from trainer_lib.runs.listing import glance
+from trainer_lib.runs.report import find_runs
 from trainer_lib.trainer.result import FitResult
 
 HISTORY = [
@@ -87,6 +92,43 @@ def test_a_run_has_a_report_in_its_folder(tmp_path: Path) -> None:
     assert '"status":"finished"' in text
     assert '"learning_rate"' in text
     assert trainer(arguments()).fit().report is None
+
+
+class Fails(Transformer):
+    def on_step_begin(self, run: Run) -> None:
+        if run.state.step == 4:
+            raise RuntimeError("the fifth step")
+
+
+def test_a_run_that_went_on_tells_how_it_ended_before(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"output_dir": tmp_path, "save_every": 4, "log_every": 1, "resume": "auto"}
+    with pytest.raises(RuntimeError):
+        trainer(arguments(**options), callbacks=[Fails()]).fit()
+    trainer(arguments(**options, warmup=2)).fit()
+    (folder,) = tmp_path.iterdir()
+    (run,) = contents(find_runs([folder]))["runs"]
+    told = [(mark["title"], mark["step"], mark["text"]) for mark in run["marks"]]
+    process = told[0][2]
+    assert process.startswith("1 process on cpu, full precision, torch ")
+    assert told == [
+        ("started", 0, process),
+        ("failed", 4, "RuntimeError: the fifth step"),
+        ("resumed", 4, process),
+        ("other arguments", 4, "warmup: - → 2"),
+        ("saved", 8, told[4][2]),
+        ("saved", 10, told[5][2]),
+        ("finished", 10, ""),
+    ]
+    assert told[5][2].startswith("checkpoint-00000010 (end) in ")
+    # The first was being saved while the run failed, so that nothing was told of it.
+    saved = [(save["step"], save["why"], save["is_there"]) for save in run["checkpoints"]]
+    assert saved == [(4, "interval", True), (8, "interval", True), (10, "end", True)]
+    places = run["places"][run["curves"]["loss"]["at"]]
+    assert places["step"] == list(range(1, 11))
+    assert places["seconds"] == sorted(places["seconds"])
+    assert run["arguments"]["warmup"] == "2"
+    assert run["environment"]["torch"] == torch.__version__
+    assert glance(folder).status == "finished"
 
 
 def test_a_report_that_cannot_be_written_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def _run(source: Source) -> dict[str, Any]:
         "places": places,
         "marks": marks(history.events),
         "evaluations": _evaluations(history, best),
-        "checkpoints": saves(history.events, history.evaluations, None if best is None else best["step"]),
+        "checkpoints": saves(history.events, state.get("checkpoints") or (), None if best is None else best["step"]),
         "arguments": flat(facts.get("arguments") or {}),
         "environment": flat({name: _readable(name, one) for name, one in (facts.get("environment") or {}).items()}),
     }

@@ -28,10 +28,16 @@ def marks(events: Sequence[Entry]) -> list[dict[str, Any]]:
     return found[::-1]
 
 
-def saves(events: Sequence[Entry], evaluations: Sequence[Entry], best_step: int | None) -> list[dict[str, Any]]:
-    """Return the checkpoints, each with what was known of it when it was saved, and whether it is still there."""
-    evaluated = {entry["step"]: entry for entry in evaluations}
-    found = {entry["path"]: entry for entry in events if entry["event"] == "save" and "path" in entry}
+def saves(events: Sequence[Entry], known: Sequence[Entry], best_step: int | None) -> list[dict[str, Any]]:
+    """Return the checkpoints, each with what was known of it when it was saved, and whether it is still there.
+
+    Args:
+        events: What happened.
+        known: The checkpoints that the run's file lists: of one that was saved while the run failed nothing else tells.
+        best_step: That of the best evaluation.
+    """
+    found: dict[Any, dict[str, Any]] = {entry["path"]: {**entry, "why": entry.get("reasons")} for entry in known}
+    found |= {entry["path"]: dict(entry) for entry in events if entry["event"] == "save" and "path" in entry}
     return [
         {
             "step": entry["step"],
@@ -43,9 +49,8 @@ def saves(events: Sequence[Entry], evaluations: Sequence[Entry], best_step: int 
             "took": entry.get("took"),
             "is_there": None if is_url(path) else Path(str(path)).is_dir(),
             "is_best": entry["step"] == best_step,
-            "evaluation": entry["step"] in evaluated,
         }
-        for path, entry in list(found.items())[-_SHOWN:]
+        for path, entry in sorted(found.items(), key=lambda one: one[1]["step"])[-_SHOWN:]
     ]
 
 
