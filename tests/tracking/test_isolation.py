@@ -190,6 +190,17 @@ def test_what_an_earlier_program_left_is_sent_if_it_is_of_the_same_run(tmp_path:
     assert [file.name for file in (tmp_path / "spool").glob("*.jsonl")] == ["misbehaving-2.jsonl"]
 
 
+def test_two_of_a_name_have_a_file_each(tmp_path: Path) -> None:
+    both = [group(tmp_path, QUICK, how="raise in log", token=token) for token in "ab"]
+    for number, trackers in enumerate(both):
+        trackers.log({"loss": 0.0}, step=number)
+    for trackers in both:
+        trackers.finish()
+    files = sorted((tmp_path / "spool").glob("*.jsonl"))
+    assert [file.name for file in files] == ["misbehaving-2.jsonl", "misbehaving.jsonl"]
+    assert sorted(json.loads(line)["step"] for file in files for line in read_spool(file)[1]) == [0, 1]
+
+
 def test_what_waits_is_sent_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trackers = group(tmp_path, QUICK, how="away", token="t")
     (tmp_path / "away").touch()

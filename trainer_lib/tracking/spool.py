@@ -1,9 +1,10 @@
 """This file is what a tracker did not take yet: lines in a file, or in memory where there is no folder."""
 
 import contextlib
+import itertools
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ class Spool:
                 file.write("".join(f"{line}\n" for line in lines))
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._write(path)
+        self.path = _claimed(path)  # another tracker of this name may have taken it meanwhile
+        self._write(self.path)
         self._is_written = True
 
     def _write(self, path: Path) -> None:
@@ -99,10 +101,7 @@ class Spool:
         if header.get("token") == self._header.get("token"):
             self._lines, self._is_written = lines, True
             return
-        number = 2
-        while path.with_name(f"{path.stem}-{number}.jsonl").exists():
-            number += 1
-        self.path = path.with_name(f"{path.stem}-{number}.jsonl")
+        self.path = next(other for other in _names(path) if not other.exists())
 
 
 def read_spool(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -121,6 +120,22 @@ def read_spool(path: Path) -> tuple[dict[str, Any], list[str]]:
             f"{path} is no file of what a tracker did not take: its first line says so of others."
         ) from error
     return header, [line for line in lines[1:] if _is_whole(line)]
+
+
+def _names(path: Path) -> Iterator[Path]:
+    yield path
+    stem = path.stem
+    yield from (path.with_name(f"{stem}-{number}.jsonl") for number in itertools.count(2))
+
+
+def _claimed(path: Path) -> Path:
+    """Return the first of the names that is free, and take it."""
+    names = _names(path)
+    while True:
+        one = next(names)
+        with contextlib.suppress(FileExistsError):
+            one.touch(exist_ok=False)
+            return one
 
 
 def _is_whole(line: str) -> bool:

@@ -20,7 +20,7 @@ class Later:
         import torch
 
         self._copy = tensor.detach().clone()
-        self._done = torch.Event(tensor.device.type)
+        self._done = torch.Event(tensor.device)
         self._done.record()
 
     def read(self) -> Any:
