@@ -8,7 +8,7 @@ from typing import Any
 _KNOWN: tuple[tuple[str, str, str, str], ...] = (
     ("loss", "Loss", "number", r"(eval_(.+_)?)?loss"),
     ("learning-rate", "Learning rate", "number", r"learning_rate(/.*)?"),
-    ("gradient-norm", "Gradient norm", "number", r"grad_norm"),
+    ("gradient-norm", "Gradient norm", "number", r"grad_norm(/.*)?"),
     ("momentum", "Momentum", "number", r"momentum(/.*)?"),
     ("samples", "Samples a second", "number", r"samples_per_second(_per_device)?"),
     ("tokens", "Tokens a second", "number", r"tokens_per_second"),
