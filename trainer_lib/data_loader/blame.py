@@ -3,6 +3,7 @@
 import re
 import signal
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 _SHOWN = 32
@@ -54,6 +55,15 @@ def dead_workers(iterator: Any, samples_ahead: SamplesAhead, waiting: int) -> li
         having = f" It had to read {in_hand}." if in_hand else ""
         told.append(f"Worker {number} (pid {worker.pid}) {_ended(worker.exitcode)}.{having}")
     return told
+
+
+def iterator_in(error: BaseException) -> Any:
+    """Return the iterator of torch's that raised an error while it was being made, if one did."""
+    for frame, _ in walk_tb(error.__traceback__):
+        maker = frame.f_locals.get("self")
+        if "_task_info" in getattr(maker, "__dict__", ()):
+            return maker
+    return None
 
 
 def named(samples: list[Any]) -> str:

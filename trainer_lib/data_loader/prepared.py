@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainer_lib.data_loader.blame import add_notes, dead_workers
+from trainer_lib.data_loader.blame import add_notes, dead_workers, iterator_in
 from trainer_lib.data_loader.position import Pass, Place, Progress
 from trainer_lib.data_loader.quarantine import Quarantine
 from trainer_lib.data_loader.reader import Reader
@@ -175,7 +175,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def name_dead_workers(self, error: Exception) -> bool:
         """Note on an error which workers died and what they had to read, if any did: torch raises it at any moment."""
-        dead = dead_workers(self._reader.read_by, self._samples_ahead, self._reader.read_ahead)
+        iterator = self._reader.read_by or iterator_in(error)
+        dead = dead_workers(iterator, self._samples_ahead, self._reader.read_ahead)
         for note in dead:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
