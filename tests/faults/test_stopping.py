@@ -150,30 +150,41 @@ def test_one_signal_after_the_other_is_one_request(tmp_path: Path, whole: Any) -
     assert lives(tmp_path, [None, None], 2) == whole(2)
 
 
-@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize(
+    ("processes", "in_background"),
+    [
+        pytest.param(1, True, id="behind the training"),
+        pytest.param(1, False, id="by the training"),
+        pytest.param(2, False, id="where one process waits for the other"),
+    ],
+)
 def test_a_second_signal_inside_the_save_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool, whole: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, in_background: bool, whole: Any
 ) -> None:
     monkeypatch.setattr("trainer_lib.trainer.signals.SAME_REQUEST", 0.05)
     write = Saving.write
 
     def endless(saving: Saving, *files: Any) -> None:
-        if saving.target.name.endswith("7"):
-            (tmp_path / "began").touch()
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            time.sleep(60)
+        if int(saving.target.name[-8:]) > 6:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            if os.environ["RANK"] == "0":
+                (tmp_path / "began").touch()
+                time.sleep(60)
         write(saving, *files)
 
+    asks = [Asks(7, [(signal.SIGTERM, 0)]) for _ in range(processes)]
     with monkeypatch.context() as patched:
         patched.setattr(Saving, "write", endless)
+        began = time.monotonic()
         with pytest.raises(ProcessFailedError) as caught:
-            lives(tmp_path / "runs", [Asks(7, [(signal.SIGTERM, 0)])], 1, save_in_background=in_background)
+            lives(tmp_path / "runs", asks, processes, save_in_background=in_background)
+        assert time.monotonic() < began + 30
     assert caught.value.exit_code == 143
     assert (tmp_path / "began").exists()
     (run,) = (tmp_path / "runs").iterdir()
     there = sorted(path.name for path in (run / "checkpoints").iterdir() if is_committed(path))
     assert there[-1] == "checkpoint-00000006"
-    assert lives(tmp_path / "runs", [None], 1) == whole(1)
+    assert lives(tmp_path / "runs", [None] * processes, processes) == whole(processes)
 
 
 def test_a_deadline_leaves_just_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any) -> None:
