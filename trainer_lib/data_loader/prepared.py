@@ -175,7 +175,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def name_dead_workers(self, error: Exception) -> bool:
         """Note on an error which workers died and what they had to read, if any did: torch raises it at any moment."""
-        iterator = self._reader.read_by or iterator_in(error)
+        started = self._reader.read_by
+        iterator = iterator_in(error) if started is None else started
         dead = dead_workers(iterator, self._samples_ahead, self._reader.read_ahead)
         for note in dead:
             if note not in getattr(error, "__notes__", ()):
