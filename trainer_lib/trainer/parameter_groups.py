@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.names import canonical_name
-
-_SHOWN = 5
+from trainer_lib.modules.patterns import no_match
 
 # torch's own, and what models call theirs: LlamaRMSNorm, T5LayerNorm, BatchNormAct2d …
 _NORM_NAMES = re.compile(r"(layer|rms|batch|group|instance)_?norm|norm$", re.IGNORECASE)
@@ -153,7 +151,8 @@ def _owners(parameters: list[_Parameter], groups: Sequence[ParameterGroup]) -> l
     for index, group in enumerate(groups):
         own = [one for one, owner in zip(parameters, owners, strict=True) if owner is group]
         if not matching[group]:
-            raise ConfigurationError(_no_match(group, parameters))
+            names = [name for one in parameters for name in one.names]
+            raise no_match("ParameterGroup", group.pattern, names)
         if not own:
             earlier = [other.pattern for other in groups[:index] if matching[other] & matching[group]]
             raise ConfigurationError(
@@ -170,15 +169,6 @@ def _owners(parameters: list[_Parameter], groups: Sequence[ParameterGroup]) -> l
 
 def _matches(group: ParameterGroup, parameter: _Parameter) -> bool:
     return any(fnmatchcase(name, group.pattern) for name in parameter.names)
-
-
-def _no_match(group: ParameterGroup, parameters: list[_Parameter]) -> str:
-    names = [name for one in parameters for name in one.names]
-    near = get_close_matches(group.pattern, names, n=_SHOWN, cutoff=0.3) or names[:_SHOWN]
-    return (
-        f"ParameterGroup({group.pattern!r}) matches none of the {len(names)} names of parameters. Names like it: "
-        f"{', '.join(near)}. A pattern has to match a whole name: put * where anything may stand."
-    )
 
 
 def _parts(group: ParameterGroup | None, members: list[_Parameter], weight_decay: float) -> list[dict[str, Any]]:
