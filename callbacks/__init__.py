@@ -10,7 +10,12 @@ from trainer_lib.foundation.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trainer_lib.callbacks.checkpoint import Checkpoint as Checkpoint
+    from trainer_lib.callbacks.clipping import AdaptiveClipping as AdaptiveClipping
+    from trainer_lib.callbacks.clipping import ClipValue as ClipValue
     from trainer_lib.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from trainer_lib.callbacks.ema import EMA as EMA
+    from trainer_lib.callbacks.freezing import Freeze as Freeze
+    from trainer_lib.callbacks.freezing import GradualUnfreezing as GradualUnfreezing
     from trainer_lib.callbacks.functions import LambdaCallback as LambdaCallback
     from trainer_lib.callbacks.functions import after as after
     from trainer_lib.callbacks.functions import before as before
@@ -18,10 +23,18 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.functions import once as once
     from trainer_lib.callbacks.garbage import GarbageSchedule as GarbageSchedule
     from trainer_lib.callbacks.jsonl import JsonlLog as JsonlLog
+    from trainer_lib.callbacks.label_smoothing import LabelSmoothing as LabelSmoothing
     from trainer_lib.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
+    from trainer_lib.callbacks.mixup import CutMix as CutMix
+    from trainer_lib.callbacks.mixup import Mixup as Mixup
+    from trainer_lib.callbacks.mixup import MixupOrCutMix as MixupOrCutMix
+    from trainer_lib.callbacks.neftune import NEFTune as NEFTune
     from trainer_lib.callbacks.notebook import NotebookChart as NotebookChart
     from trainer_lib.callbacks.printer import Printer as Printer
     from trainer_lib.callbacks.progress import ProgressBar as ProgressBar
+    from trainer_lib.callbacks.sam import SAM as SAM
+    from trainer_lib.callbacks.sequence_length import SequenceLengthWarmup as SequenceLengthWarmup
+    from trainer_lib.callbacks.swa import SWA as SWA
     from trainer_lib.callbacks.throughput import Throughput as Throughput
     from trainer_lib.callbacks.trackers import ClearMLCallback as ClearMLCallback
     from trainer_lib.callbacks.trackers import CometCallback as CometCallback
@@ -34,19 +47,32 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.trackers import WandbCallback as WandbCallback
 
 _HOMES = {
+    "AdaptiveClipping": "trainer_lib.callbacks.clipping",
     "Checkpoint": "trainer_lib.callbacks.checkpoint",
     "ClearMLCallback": "trainer_lib.callbacks.trackers",
+    "ClipValue": "trainer_lib.callbacks.clipping",
     "CometCallback": "trainer_lib.callbacks.trackers",
+    "CutMix": "trainer_lib.callbacks.mixup",
     "DVCLiveCallback": "trainer_lib.callbacks.trackers",
+    "EMA": "trainer_lib.callbacks.ema",
     "EarlyStopping": "trainer_lib.callbacks.early_stopping",
+    "Freeze": "trainer_lib.callbacks.freezing",
     "GarbageSchedule": "trainer_lib.callbacks.garbage",
+    "GradualUnfreezing": "trainer_lib.callbacks.freezing",
     "JsonlLog": "trainer_lib.callbacks.jsonl",
+    "LabelSmoothing": "trainer_lib.callbacks.label_smoothing",
     "LambdaCallback": "trainer_lib.callbacks.functions",
     "LearningRateMonitor": "trainer_lib.callbacks.learning_rate",
     "MLflowCallback": "trainer_lib.callbacks.trackers",
+    "Mixup": "trainer_lib.callbacks.mixup",
+    "MixupOrCutMix": "trainer_lib.callbacks.mixup",
+    "NEFTune": "trainer_lib.callbacks.neftune",
     "NotebookChart": "trainer_lib.callbacks.notebook",
     "Printer": "trainer_lib.callbacks.printer",
     "ProgressBar": "trainer_lib.callbacks.progress",
+    "SAM": "trainer_lib.callbacks.sam",
+    "SWA": "trainer_lib.callbacks.swa",
+    "SequenceLengthWarmup": "trainer_lib.callbacks.sequence_length",
     "SwanLabCallback": "trainer_lib.callbacks.trackers",
     "TensorBoardCallback": "trainer_lib.callbacks.trackers",
     "Throughput": "trainer_lib.callbacks.throughput",
@@ -59,19 +85,32 @@ _HOMES = {
     "once": "trainer_lib.callbacks.functions",
 }
 __all__ = [
+    "EMA",
+    "SAM",
+    "SWA",
+    "AdaptiveClipping",
     "Checkpoint",
     "ClearMLCallback",
+    "ClipValue",
     "CometCallback",
+    "CutMix",
     "DVCLiveCallback",
     "EarlyStopping",
+    "Freeze",
     "GarbageSchedule",
+    "GradualUnfreezing",
     "JsonlLog",
+    "LabelSmoothing",
     "LambdaCallback",
     "LearningRateMonitor",
     "MLflowCallback",
+    "Mixup",
+    "MixupOrCutMix",
+    "NEFTune",
     "NotebookChart",
     "Printer",
     "ProgressBar",
+    "SequenceLengthWarmup",
     "SwanLabCallback",
     "TensorBoardCallback",
     "Throughput",

@@ -47,6 +47,14 @@ class Gate:
             return self._opens(state.epochs, state.epoch + (state.steps_in_epoch + 1) / state.steps_per_epoch)
         return self.opens_at_end(state)
 
+    def progress(self, state: RunState) -> float:
+        """Return which part of the amount is reached, 1 at most."""
+        return min(1.0, self._now(state) / self._amount + _TINY)
+
+    def is_reached(self, state: RunState) -> bool:
+        """Whether the amount is reached."""
+        return self.progress(state) >= 1
+
     def has_passed(self, state: RunState) -> bool:
         """Whether the end of a pass moved what the end of its last update did not: its length was not known."""
         return self._every.unit == "epochs" and self._now(state) > self._position

@@ -1,0 +1,108 @@
+"""This file is updates by the gradients at the worst point nearby: sharpness-aware minimization."""
+
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer_lib.events import Run, Transformer
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+
+
+class SAM(Transformer):
+    """Updates the weights by the gradients that they have a step of length `radius` uphill.
+
+    Each update is computed twice. The step uphill is that of the whole update, over all of its batches and processes.
+    Running statistics see the data once, at the weights themselves.
+
+    Args:
+        radius: How far uphill; 0.05 is usual.
+        adaptive: Whether the step of each weight is in proportion to its size (ASAM); `radius` is then larger, about 1.
+
+    Example:
+        >>> sam = SAM(0.05)
+    """
+
+    order = -50  # before gradients are clipped
+
+    def __init__(self, radius: float = 0.05, adaptive: bool = False) -> None:
+        if isinstance(radius, bool) or not isinstance(radius, (int, float)) or not 0 < radius < math.inf:
+            raise ConfigurationError(f"SAM(radius={radius!r}): give a number above 0, such as 0.05.")
+        self.radius, self.adaptive = radius, adaptive
+        self._batches: list[Any] = []
+
+    def on_fit_begin(self, run: Run) -> None:
+        trainer = run.trainer
+        if trainer.has_own_step or len(run.optimizers) > 1:
+            raise ConfigurationError(
+                "SAM computes the loss of each batch twice, by compute_loss, for one optimizer. A training_step of "
+                "your own, or several optimizers, have to see to it themselves."
+            )
+        if run.args.per_device_train_batch_size == "auto":
+            raise ConfigurationError(
+                'SAM knows no batches in parts: give per_device_train_batch_size a number, not "auto".'
+            )
+        if run.accelerator.mixed_precision == "fp16":
+            raise UnsupportedError('SAM in fp16: gradients would be scaled twice. Take mixed_precision="bf16".')
+
+    def on_step_begin(self, run: Run) -> None:
+        del run
+        self._batches = []
+
+    def on_micro_batch_end(self, run: Run) -> None:
+        self._batches.append(run.batch)
+
+    def on_backward_end(self, run: Run) -> None:
+        run.accelerator.unscale_gradients()
+        weights = [p for group in run.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        share = run.accelerator._window.share_of((run.optimizer,))
+        if share is None or not weights:
+            return
+        total = share.local if share.total is None else share.total
+        kept = [weight.detach().clone() for weight in weights]
+        statistics = [(one, one.clone()) for one in _statistics(run)]
+        self._climb(run, weights)
+        for weight in weights:
+            weight.grad = None
+        try:
+            self._differentiate(run, total)
+        finally:
+            with torch.no_grad():
+                for tensor, before in (*zip(weights, kept, strict=True), *statistics):
+                    tensor.copy_(before)
+            self._batches = []
+
+    @torch.no_grad()
+    def _climb(self, run: Run, weights: list[Any]) -> None:
+        if self.adaptive:
+            for weight in weights:
+                weight.grad.mul_(weight.abs())
+        norm = run.accelerator.strategy.grad_norm(weights, 2.0)
+        for weight in weights:
+            step = weight.grad * (self.radius / (norm + 1e-12)).to(weight.grad.dtype)
+            weight.add_(step * weight.abs() if self.adaptive else step)
+
+    def _differentiate(self, run: Run, total: float | Tensor) -> None:
+        """Compute the gradients of the whole update once more; the processes average them with the last batch."""
+        trainer, state = run.trainer, (run.batch, run.loss_sum, run.weight, run.outputs)
+        models = [run.model] if isinstance(run.model, nn.Module) else list(run.model.values())
+        # A process without data of its own takes part: the others wait for it.
+        batches, weighs = (self._batches, 1.0) if self._batches else ([run.batch], 0.0)
+        divisor = torch.where(total == 0, 1, total) if isinstance(total, Tensor) else total or 1.0
+        for number, batch in enumerate(batches, start=1):
+            with ExitStack() as local:
+                if number < len(batches):
+                    for model in models:
+                        local.enter_context(run.accelerator.strategy.no_sync(model))
+                run.batch = batch
+                result = trainer.changed_loss(trainer.as_result(trainer.compute_loss(run.model, batch), batch))
+                (result.loss * weighs / divisor).backward()
+        run.batch, run.loss_sum, run.weight, run.outputs = state
+
+
+def _statistics(run: Run) -> list[Tensor]:
+    layers = (m for model in run.modules.values() for m in model.modules() if isinstance(m, _BatchNorm))
+    return [buffer for layer in layers for buffer in layer.buffers()]

@@ -1,0 +1,222 @@
+"""This file is the tests of averages of weights: as by hand, in use where they are to be, and resumed to the bit."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, loop, trained, weights
+from tests.trainer.tasks import arguments, network, points, trainer
+from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
+from trainer_lib.callbacks import EMA, SWA
+from trainer_lib.events import Run, Transformer
+from trainer_lib.launchers import run_forked
+
+
+def averaged_by_hand(decay: float = 0.8, *, warmup: bool = True) -> tuple[nn.Module, list[Named], list[Named]]:
+    """Return the model trained by hand, and average and weights after each update."""
+    model = network()
+    average, averages, raw = weights(model), [], []
+
+    def after(model: nn.Module, step: int) -> None:
+        rate = min(decay, step / (9 + step)) if warmup else decay
+        for name, value in model.state_dict().items():
+            average[name] = average[name] * rate + value * (1 - rate)
+        averages.append(dict(average))
+        raw.append(weights(model))
+
+    return loop(model, after=after), averages, raw
+
+
+class Looks(Transformer):
+    """Keeps the weights while a model is evaluated, saved, and trained."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.evaluated, self.trained, self.saved = folder, {}, {}, {}
+
+    def on_step_end(self, run: Run) -> None:
+        self.trained[run.state.step] = weights(run.trainer.unwrapped_model)
+        if run.state.step == 4:
+            run.trainer.save_model(self.folder)
+            from safetensors.torch import load_file
+
+            self.saved = load_file(self.folder / "model.safetensors")
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        self.evaluated[run.state.step] = weights(run.trainer.unwrapped_model)
+
+
+def test_a_moving_average_is_evaluated_and_saved_while_the_weights_are_trained(tmp_path: Path) -> None:
+    _, averages, raw = averaged_by_hand()
+    looks = Looks(tmp_path)
+    final = trained(EMA(0.8), looks, eval_dataset=points(16), eval_every=3)
+    assert sorted(looks.evaluated) == [3, 6, 9, 10]
+    for step, value in looks.evaluated.items():
+        assert_close(value, averages[step - 1])
+    for step, value in looks.trained.items():
+        assert_close(value, raw[step - 1])
+    assert_close(looks.saved, averages[3])
+    assert_close(final, averages[-1])
+
+
+def test_without_warm_up_it_is_that_of_torch() -> None:
+    model = network()
+    theirs = AveragedModel(copy.deepcopy(model), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    theirs.n_averaged += 1  # else it forgets the weights that it began with
+    loop(model, after=lambda model, step: theirs.update_parameters(model))
+    assert_close(trained(EMA(0.9, warmup=False)), weights(theirs.module))
+
+
+def test_every_so_many_steps() -> None:
+    _, _, raw = averaged_by_hand()
+    expected = weights(network())
+    for at in (4, 8):
+        expected = {name: value * 0.5 + raw[at - 1][name] * 0.5 for name, value in expected.items()}
+    assert_close(trained(EMA(0.5, warmup=False, every=4)), expected)
+
+
+def test_running_statistics_too_if_wanted() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    by_hand = model()
+    mean = [torch.zeros(4)]
+
+    def after(model: Any, step: int) -> None:
+        mean[0] = mean[0] * 0.5 + model[1].running_mean * 0.5
+
+    loop(by_hand, after=after)
+    assert_close({"": trained(EMA(0.5, warmup=False, buffers=True), model=model())["1.running_mean"]}, {"": mean[0]})
+    own = trained(EMA(0.5, warmup=False), model=model())["1.running_mean"]
+    assert_close({"": own}, {"": by_hand.get_buffer("1.running_mean")})
+
+
+def test_an_average_of_16_bit_weights_moves() -> None:
+    ema = EMA(0.999, warmup=False)
+    run = Run(model=nn.Linear(1, 1, bias=False).bfloat16())
+    nn.init.ones_(run.modules[""].weight)  # type: ignore[arg-type]
+    run.optimizers = {"default": torch.optim.SGD(run.modules[""].parameters(), 0.1)}  # type: ignore[dict-item]
+    ema.on_fit_begin(run)
+    nn.init.zeros_(run.modules[""].weight)  # type: ignore[arg-type]
+    ema.average()
+    assert ema.state_dict()["averages"]["weight"].item() == pytest.approx(0.999)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_average_what_they_hold_and_resume_to_the_bit(kind: str, tmp_path: Path) -> None:
+    _, averages, _ = averaged_by_hand()
+    plugin = FullyShardedDataParallelPlugin(
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+    )
+    options: dict[str, Any] = {"per_device_train_batch_size": 4, **({"fsdp": plugin} if kind == "fsdp" else {})}
+
+    def two() -> Any:
+        from tests.callbacks.by_hand import resumed
+
+        looks = EvaluationLosses()
+        final = trained(EMA(0.8), looks, eval_dataset=points(16), eval_every=3, **options)
+        return final, looks.losses, resumed(lambda: EMA(0.8), tmp_path, **options)
+
+    evaluated = network()
+    for final, losses, (whole, parts) in run_forked(two, (), 2, timeout=60):
+        assert_close(final, averages[-1])
+        assert_equal(parts, whole)
+        evaluated.load_state_dict(averages[5])
+        inputs, targets = points(16)
+        assert losses[6] == pytest.approx(cross_entropy(evaluated(inputs), targets).item(), rel=1e-5)
+
+
+class EvaluationLosses(Transformer):
+    """Keeps the losses of evaluations."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        self.losses[run.state.step] = metrics["eval_loss"]
+
+
+def test_the_best_is_that_of_the_average(tmp_path: Path) -> None:
+    _, averages, _ = averaged_by_hand(0.5)
+    args = arguments(
+        output_dir=tmp_path,
+        optimizer="sgd",
+        learning_rate=0.1,
+        weight_decay=0.0,
+        lr_scheduler="constant",
+        max_grad_norm=None,
+        shuffle=False,
+        eval_every=5,
+        metric_for_best="loss",
+        greater_is_better=True,  # so that the first is the best
+        load_best_at_end=True,
+    )
+    one = trainer(args, eval_dataset=points(16), callbacks=[EMA(0.5)])
+    one.fit()
+    assert_close(weights(one.unwrapped_model), averages[4])
+
+
+def test_an_evaluation_that_fails_leaves_the_weights_that_are_trained() -> None:
+    class Fails(Transformer):
+        def on_step_end(self, run: Run) -> None:
+            if run.state.step == 4:
+                before = weights(run.trainer.unwrapped_model)
+                with pytest.raises(KeyError):
+                    run.trainer.evaluate()
+                assert_equal(weights(run.trainer.unwrapped_model), before)
+
+        def on_evaluate_batch_end(self, run: Run) -> None:
+            if run.state.step == 4:
+                raise KeyError
+
+    trained(EMA(0.8), Fails(), eval_dataset=points(16), eval_every=None)
+
+
+def test_the_last_weights_are_averaged_alike(tmp_path: Path) -> None:
+    _, _, raw = averaged_by_hand()
+    late = [raw[step - 1] for step in (6, 8, 10)]
+    expected = {name: torch.stack([one[name] for one in late]).mean(dim=0) for name in late[0]}
+    assert_close(trained(SWA(0.5, every=2)), expected)
+    assert_close(trained(SWA("5 steps", every="2 steps")), expected)
+
+
+def with_statistics() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def test_running_statistics_are_made_anew_at_the_end() -> None:
+    average = AveragedModel(model := with_statistics())
+    loop(model, after=lambda model, step: average.update_parameters(model) if step > 5 else None)
+    update_bn([inputs for inputs, _ in batches(epochs=1)], average.module)
+    expected = weights(average.module)
+    actual = trained(SWA(0.5, every=1), model=with_statistics())
+    assert_close(actual, expected)
+
+    def two() -> Named:
+        return trained(SWA(0.5, every=1), model=with_statistics(), per_device_train_batch_size=4)
+
+    one, other = run_forked(two, (), 2, timeout=60)
+    assert_equal(one, other)
+    assert one["1.num_batches_tracked"] == 5
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match="EMA and SWA, and only one can average the weights"):
+        trainer(callbacks=[EMA(), SWA()])
+    with pytest.raises(ConfigurationError, match="EMA and EMA"):
+        trainer(callbacks=[EMA(), EMA(0.9)])
+    with pytest.raises(ConfigurationError, match="from 0 up to 1"):
+        EMA(1.0)
+    with pytest.raises(ConfigurationError, match="goes by a clock"):
+        EMA(every="10 minutes")
+    with pytest.raises(ConfigurationError, match="from 0 up to 1"):
+        SWA(1.5)
+    with pytest.raises(ConfigurationError, match="how long it is cannot be known"):
+        trained(SWA(0.5), num_train_epochs=None, max_time="1 hour")

@@ -1,0 +1,424 @@
+"""This file is the tests of callbacks that change training: as by hand on one process and two, resumed to the bit."""
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss, one_hot
+
+from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, loop, resumed, trained, weights
+from tests.trainer.tasks import network, points, trainer
+from trainer_lib import ConfigurationError, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from trainer_lib.callbacks import (
+    SAM,
+    AdaptiveClipping,
+    ClipValue,
+    CutMix,
+    Freeze,
+    GradualUnfreezing,
+    LabelSmoothing,
+    Mixup,
+    MixupOrCutMix,
+    NEFTune,
+    SequenceLengthWarmup,
+)
+from trainer_lib.callbacks.draws import generator_of_batch
+from trainer_lib.events import Callback, Run, RunState, Transformer
+from trainer_lib.launchers import run_forked
+
+UNUSED = DistributedDataParallelKwargs(find_unused_parameters=True)
+
+
+def draws(step: int, name: str, rank: int = 0, seed: int = 42) -> np.random.Generator:
+    run = Run(args=type("Args", (), {"seed": seed}), state=RunState(micro_batches=step - 1))
+    run.accelerator = type("Accelerator", (), {"process_index": rank})  # type: ignore[assignment]
+    return generator_of_batch(run, name)
+
+
+def unfrozen_from(step_of: dict[str, int]) -> Callable[[nn.Module, int], None]:
+    def before(model: nn.Module, step: int) -> None:
+        for name, weight in model.named_parameters():
+            if step < step_of.get(name.partition(".")[0], 0):
+                weight.grad = None
+
+    return before
+
+
+def uphill(model: nn.Module, radius: float, adaptive: bool = False) -> Callable[[nn.Module, int], None]:
+    def before(model: nn.Module, step: int) -> None:
+        batch = batches()[step - 1]
+        kept = [weight.detach().clone() for weight in model.parameters()]
+        gradients = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+        sizes = [weight.abs() if adaptive else torch.ones_like(weight) for weight in kept]
+        norm = torch.cat([(g * s).flatten() for g, s in zip(gradients, sizes, strict=True)]).norm()
+        with torch.no_grad():
+            for weight, gradient, size in zip(model.parameters(), gradients, sizes, strict=True):
+                weight += radius * gradient * size**2 / norm
+        model.zero_grad()
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        with torch.no_grad():
+            for weight, before in zip(model.parameters(), kept, strict=True):
+                weight.copy_(before)
+
+    return before
+
+
+def clipped(model: nn.Module, step: int) -> None:
+    for weight in model.parameters():
+        assert weight.grad is not None
+        rows = (weight[None], weight.grad[None]) if weight.ndim == 1 else (weight, weight.grad)
+        for unit, gradient in zip(*rows, strict=True):
+            limit = 0.1 * max(unit.detach().norm().item(), 1e-3)
+            if gradient.norm() > limit:
+                gradient.mul_(limit / gradient.norm())
+
+
+def by_value(model: nn.Module, step: int) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+
+
+def smoothed(model: nn.Module, step: int, batch: Any) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1], label_smoothing=0.2)
+
+
+# What changes the gradients of an update, whatever processes they come from.
+CHANGES: dict[str, tuple[Callable[[], Callback], dict[str, Any]]] = {
+    "freeze": (lambda: Freeze("0.*", until="4 steps"), {"before": unfrozen_from({"0": 5})}),
+    "unfreeze": (lambda: GradualUnfreezing("3.*", "0.*", every="1 epoch"), {"before": unfrozen_from({"0": 6})}),
+    "value": (lambda: ClipValue(0.02), {"before": by_value}),
+    "adaptive": (lambda: AdaptiveClipping(0.1), {"before": clipped}),
+    "smoothing": (lambda: LabelSmoothing(0.2), {"loss": smoothed}),
+    "sam": (lambda: SAM(0.5), {"before": uphill(nn.Identity(), 0.5)}),
+    "asam": (lambda: SAM(2.0, adaptive=True), {"before": uphill(nn.Identity(), 2.0, adaptive=True)}),
+}
+
+
+@functools.cache
+def expected(name: str) -> Named:
+    return weights(loop(network(), **CHANGES[name][1]))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_as_by_hand(name: str) -> None:
+    assert_close(trained(CHANGES[name][0]()), expected(name))
+    plain = weights(loop(network()))
+    assert not torch.allclose(plain["0.weight"], expected(name)["0.weight"], atol=1e-4)  # else nothing is compared
+
+
+@pytest.mark.parametrize("name", ["smoothing", "sam", "value"])
+def test_with_accumulation(name: str) -> None:
+    accumulated = trained(CHANGES[name][0](), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    assert_close(accumulated, expected(name))
+
+
+PLUGIN = FullyShardedDataParallelPlugin(
+    auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("ddp", {"ddp": UNUSED}), ("fsdp", {"fsdp": PLUGIN})])
+def test_on_two_processes(kind: str, options: dict[str, Any]) -> None:
+    """With 2 samples and accumulation of 2, so that an update is of 8."""
+    options = {**options, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+    def two() -> list[Named]:
+        return [trained(make(), **options) for make, _ in CHANGES.values()]
+
+    for everything in run_forked(two, (), 2, timeout=120):
+        for name, actual in zip(CHANGES, everything, strict=True):
+            assert_close(actual, expected(name))
+
+
+def test_processes_without_data_of_their_own_climb_along() -> None:
+    """41 samples on two processes with 4 each: the last update is of one sample, which one of them has."""
+    data = points(41)
+    by_hand = network()
+    seen = batches(data)
+
+    def climb(model: nn.Module, step: int) -> None:
+        kept = weights(model)
+        norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.5 * weight.grad / norm  # type: ignore[operator]
+        model.zero_grad()
+        cross_entropy(model(seen[step - 1][0]), seen[step - 1][1]).backward()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(kept[name])
+
+    loop(by_hand, before=climb, seen=seen)
+
+    def two() -> Named:
+        return trained(SAM(0.5), train_dataset=data, per_device_train_batch_size=4)
+
+    for actual in run_forked(two, (), 2, timeout=60):
+        assert_close(actual, weights(by_hand))
+
+
+def images(count: int = 16) -> tuple[Tensor, Tensor]:
+    drawn = torch.randn(count, 1, 5, 5, generator=torch.Generator().manual_seed(1))
+    return drawn, (drawn.mean(dim=(1, 2, 3)) > 0).long()
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(25, 2))
+
+
+def mixed(kind: str, step: int, batch: tuple[Tensor, Tensor], rank: int = 0) -> tuple[Tensor, Tensor]:
+    """Return a batch mixed by hand."""
+    drawn = draws(step, "MixupOrCutMix" if kind == "either" else kind, rank)
+    if kind == "either":
+        kind = "Mixup" if drawn.random() < 0.5 else "CutMix"
+    inputs, targets = batch
+    share, shift = drawn.beta(0.7, 0.7), int(drawn.integers(1, len(inputs)))
+    order = [(place - shift) % len(inputs) for place in range(len(inputs))]
+    if kind == "Mixup":
+        inputs = share * inputs + (1 - share) * inputs[order]
+    else:
+        side = math.sqrt(1 - share)
+        lengths = [int(5 * side)] * 2
+        middles = [int(drawn.integers(5)) for _ in range(2)]
+        box = [range(max(0, m - n // 2), min(5, m + (n + 1) // 2)) for m, n in zip(middles, lengths, strict=True)]
+        inputs = inputs.clone()
+        for row in box[0]:
+            for column in box[1]:
+                inputs[..., row, column] = batch[0][order][..., row, column]
+        share = 1 - len(box[0]) * len(box[1]) / 25
+    soft = one_hot(targets, 2).float()
+    return inputs, share * soft + (1 - share) * soft[order]
+
+
+MIXING: dict[str, Callable[[], Callback]] = {
+    "Mixup": lambda: Mixup(0.7, num_classes=2),
+    "CutMix": lambda: CutMix(0.7, num_classes=2),
+    "either": lambda: MixupOrCutMix(Mixup(0.7, num_classes=2), CutMix(0.7, num_classes=2)),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_mixed_batches(kind: str) -> None:
+    seen = [mixed(kind, step, batch) for step, batch in enumerate(batches(images()), start=1)]
+    by_hand = loop(classifier(), seen=seen)
+    actual = trained(MIXING[kind](), model=classifier(), train_dataset=images(), seed=42)
+    assert_close(actual, weights(by_hand))
+
+
+def test_each_process_mixes_its_own() -> None:
+    def two() -> list[Named]:
+        options: dict[str, Any] = {"train_dataset": images(), "seed": 42, "per_device_train_batch_size": 4}
+        return [trained(make(), model=classifier(), **options) for make in MIXING.values()]
+
+    told = run_forked(two, (), 2, timeout=60)
+    for place, kind in enumerate(MIXING):
+        seen: list[tuple[Tensor, Tensor]] = []
+        for step, (inputs, targets) in enumerate(batches(images()), start=1):
+            halves = [mixed(kind, step, (inputs[4 * r :][:4], targets[4 * r :][:4]), r) for r in range(2)]
+            seen.append((torch.cat([h[0] for h in halves]), torch.cat([h[1] for h in halves])))
+        for everything in told:
+            assert_close(everything[place], weights(loop(classifier(), seen=seen)))
+
+
+def test_numbers_as_targets_are_mixed_in_batches_with_names() -> None:
+    class ByName(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    inputs = points(16)[0]
+    targets = inputs.sum(dim=1, keepdim=True)
+    torch.manual_seed(0)
+    model, by_hand = ByName(6, 1), nn.Linear(6, 1)
+    by_hand.load_state_dict(model.state_dict())
+    seen: list[Any] = []
+    for step, (x, y) in enumerate(batches((inputs, targets)), start=1):
+        drawn = draws(step, "Mixup")
+        share, shift = float(drawn.beta(0.7, 0.7)), int(drawn.integers(1, 8))
+        seen.append((share * x + (1 - share) * x.roll(shift, 0), share * y + (1 - share) * y.roll(shift, 0)))
+    loop(by_hand, lambda model, step, batch: mse_loss(model(batch[0]), batch[1]), seen=seen)
+    data = {"x": inputs, "labels": targets}
+    assert_close(trained(Mixup(0.7), model=model, train_dataset=data, loss_fn=mse_loss, seed=42), weights(by_hand))
+
+
+class Words(nn.Module):
+    """A language model; with its own loss over the next words, if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(7, 4)
+        self.last = nn.Linear(4, 7)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.last(self.words(input_ids).cumsum(dim=1))
+        if labels is None:
+            return {"logits": logits}
+        return {"logits": logits, "loss": cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def sentences(ignored: bool = True) -> dict[str, Tensor]:
+    tokens = torch.randint(7, (16, 12), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, 1)
+    if ignored:
+        labels[:, -3:] = -100
+        labels[::3, :5] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def test_models_with_their_own_loss_are_smoothed() -> None:
+    data = sentences()
+    seen = [{name: value[at : at + 8] for name, value in data.items()} for _ in range(2) for at in (0, 8)]
+
+    def smooth(model: nn.Module, step: int, batch: Any) -> Tensor:
+        logits = model(batch["input_ids"])["logits"]
+        return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), label_smoothing=0.2)
+
+    by_hand = loop(Words(), smooth, seen=seen)
+    losses: list[float] = []
+
+    class Losses(Callback):
+        def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+            losses.append(metrics["eval_loss"])
+
+    actual = trained(
+        LabelSmoothing(0.2), Losses(), model=Words(), train_dataset=data, eval_dataset=data, loss_fn=None, eval_every=2
+    )
+    assert_close(actual, weights(by_hand))
+    plain = cross_entropy(by_hand(data["input_ids"])["logits"].flatten(0, 1), data["labels"].flatten())
+    assert losses[-1] == pytest.approx(plain.item(), rel=1e-5)  # evaluations compare with those of other runs
+
+
+def test_sequences_grow() -> None:
+    data = sentences(ignored=False)
+    lengths: list[int] = []
+
+    class Lengths(Callback):
+        def on_micro_batch_end(self, run: Run) -> None:
+            lengths.append(run.batch["input_ids"].shape[1])
+            assert run.batch["labels"].shape[1] == lengths[-1]
+
+    growing = SequenceLengthWarmup(2, 12, until="5 steps", multiple_of=2)
+    trained(growing, Lengths(), model=Words(), train_dataset=data, loss_fn=None, num_train_epochs=4)
+    assert lengths == [2, 4, 6, 8, 10, 12, 12, 12]
+
+
+def test_noise_is_on_embeddings_in_training_only() -> None:
+    noises: list[Tensor] = []
+    model = Words()
+
+    class Looks(Transformer):
+        order = 1
+
+        def on_fit_begin(self, run: Run) -> None:
+            def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+                noises.append(output.detach() - module.weight.detach()[inputs[0]])  # type: ignore[operator]
+
+            model.words.register_forward_hook(keep)
+
+    data = sentences()
+    trained(NEFTune(5.0), Looks(), model=model, train_dataset=data, eval_dataset=data, loss_fn=None, eval_every=2)
+    bound = 5.0 / math.sqrt(12 * 4)
+    training, evaluating = noises[:2], noises[2:4]
+    assert all(0.9 * bound < noise.abs().max() <= bound * 1.0001 for noise in training)
+    assert all(abs(float(noise.mean())) < bound / 5 for noise in training)
+    assert all(not noise.any() for noise in evaluating)
+    assert len(model.words._forward_hooks) == 1  # that of this test
+
+
+RESUMED: dict[str, tuple[Callable[[], Callback], dict[str, Any]]] = {
+    **{name: (make, {}) for name, (make, _) in CHANGES.items()},
+    "frozen later": (lambda: Freeze("0.*", after="3 steps", until="7 steps"), {}),
+    **{kind: (make, {"model": classifier, "train_dataset": images(40)}) for kind, make in MIXING.items()},
+    "noise": (
+        lambda: NEFTune(5.0),
+        {"model": Words, "train_dataset": {n: v.repeat(3, 1)[:40] for n, v in sentences().items()}, "loss_fn": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
+    make, options = RESUMED[name]
+    whole, parts = resumed(make, tmp_path, **options)
+    assert_equal(parts, whole)
+
+
+def test_resumed_to_the_bit_on_two_processes(tmp_path: Path) -> None:
+    def two() -> list[Any]:
+        options: dict[str, Any] = {"per_device_train_batch_size": 4, "ddp": UNUSED}
+        chosen = {name: RESUMED[name] for name in ("unfreeze", "sam", "either", "noise")}
+        return [resumed(make, tmp_path / name, **options, **more) for name, (make, more) in chosen.items()]
+
+    for everything in run_forked(two, (), 2, timeout=120):
+        for whole, parts in everything:
+            assert_equal(parts, whole)
+
+
+def test_what_is_trained_again_begins_anew() -> None:
+    states: dict[int, bool] = {}
+
+    class Looks(Transformer):
+        order = 1
+
+        def on_step_end(self, run: Run) -> None:
+            weight = next(run.trainer.unwrapped_model.parameters())
+            states[run.state.step] = bool(run.optimizer.state.get(weight))
+
+    model = network()
+    trained(Freeze("0.*", after="3 steps", until="7 steps"), Looks(), model=model, optimizer="adamw")
+    assert [step for step, there in states.items() if there] == [1, 2, 8, 9, 10]
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: trained(Freeze("0.weigth", until=3)), "matches none .* Names like it: 0.weight"),
+    (lambda: trained(Freeze("*", until=3)), "nothing to train"),
+    (lambda: trained(Freeze("0.*", until=3), Freeze("0.weight", until=5)), "Two callbacks freeze the same"),
+    (lambda: trained(GradualUnfreezing("3.*", "0.*", "0.weight")), "in an earlier stage"),
+    (lambda: trained(GradualUnfreezing("head.*", "0.*")), "matches none"),
+    (lambda: GradualUnfreezing("0.*"), "two stages"),
+    (lambda: Freeze("0.*"), "until when"),
+    (lambda: Freeze(until=3), "give names of weights"),
+    (lambda: Freeze("0.*", until="1 hour"), "goes by a clock"),
+    (lambda: trainer(callbacks=[Mixup(num_classes=2), CutMix(num_classes=2)]), "only one can mix the samples"),
+    (lambda: Mixup(0.0), "above 0"),
+    (lambda: Mixup(num_classes=1), "2 or more"),
+    (lambda: MixupOrCutMix(Mixup(), CutMix(), 1.0), "between 0 and 1"),
+    (lambda: trained(Mixup()), "give num_classes"),
+    (lambda: trained(CutMix(num_classes=2)), "images"),
+    (lambda: trained(Mixup(num_classes=2), model=Words(), train_dataset=sentences(), loss_fn=None), "loss of a model"),
+    (lambda: LabelSmoothing(1.0), "between 0 and 1"),
+    (lambda: trained(LabelSmoothing(0.1), loss_fn=mse_loss), "loss_fn is mse_loss"),
+    (lambda: trained(LabelSmoothing(0.1), loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1)), "label_smoothing=…: give"),
+    (lambda: NEFTune(0.0), "above 0"),
+    (lambda: trained(NEFTune()), "has 0 embeddings"),
+    (lambda: trained(NEFTune(embedding="3x")), "no module of Sequential"),
+    (lambda: SAM(-1.0), "above 0"),
+    (lambda: trained(SAM(), per_device_train_batch_size="auto"), "no batches in parts"),
+    (lambda: ClipValue(0.0), "above 0"),
+    (lambda: trained(AdaptiveClipping(exclude=("head.*",))), "matches none"),
+    (lambda: SequenceLengthWarmup(8, 8, until=3), "has to grow"),
+    (lambda: SequenceLengthWarmup(0, 8, until=3), "1 or more"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)), ids=lambda case: REFUSED[case][1])
+def test_what_cannot_be(case: int) -> None:
+    make, told = REFUSED[case]
+    with pytest.raises(ConfigurationError, match=told):
+        make()
+
+
+def test_replicas_that_wait_for_all_gradients_freeze_nothing() -> None:
+    def two() -> str:
+        with pytest.raises(ConfigurationError, match="find_unused_parameters=True") as caught:
+            trained(Freeze("0.*", until=3), per_device_train_batch_size=4)
+        return str(caught.value)
+
+    assert all("several processes wait" in told for told in run_forked(two, (), 2, timeout=60))
