@@ -96,7 +96,7 @@ def test_events_come_in_this_order() -> None:
     recorder = Recorder()
     args = arguments(num_train_epochs=1, limit_train_batches=3, gradient_accumulation_steps=2, log_every=1)
     trainer(args, eval_dataset=points(8), callbacks=[recorder]).fit()
-    micro = ["micro_batch_begin", "micro_batch_end"]
+    micro = ["micro_batch_begin", "loss", "micro_batch_end"]
     update = ["backward_end", "optimizer_step_begin", "optimizer_step_end"]
     evaluation = ["evaluate_begin", "evaluate_set_begin", "evaluate_batch_begin", "evaluate_batch_end"]
     evaluation += ["evaluate_set_end", "evaluate_end"]

@@ -51,6 +51,11 @@ class BackgroundSaves:
         """Whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the part of this process is being written, and it does not wait for those of others."""
+        return self.is_running and self._written_at is None
+
     def group(self, beside: ProcessGroup) -> ProcessGroup:
         """Return a group of the same processes for the thread; made at the first call, of all of them."""
         if self._groups is None or self._groups[0] is not beside:

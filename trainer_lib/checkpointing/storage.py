@@ -141,7 +141,7 @@ class LocalStorage(Storage):
 
     def delete_debris(self) -> None:
         """Delete what has the name of a state that is on its way in or out."""
-        for path in self._folder.iterdir():
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
             name, _, ending = path.name.rpartition(".")
             if ending in ("partial", "deleted") and automatic_number(name) is not None:
                 remove(path)

@@ -115,7 +115,7 @@ class Watchdog:
             places.append((id(frame), frame.f_lasti))
             frame = frame.f_back
         before, self._at = self._at, (places, run.state.micro_batches, id(run.batch))
-        if before != self._at or run.accelerator.is_saving:  # a thread that writes may be waited for
+        if before != self._at or run.accelerator._background.is_writing:  # which may be waited for
             return True
         if not self._counts_work or self._clock is None:
             return False
