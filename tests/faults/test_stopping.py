@@ -20,7 +20,7 @@ from tests.faults.ledger import Ledger
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import outcome
 from tests.trainer.test_sharded_runs import layers, plugin
-from trainer_lib import ConfigurationError, Interrupted
+from trainer_lib import ConfigurationError, Interrupted, Trainer
 from trainer_lib.callbacks import EarlyStopping
 from trainer_lib.checkpointing.layout import is_committed
 from trainer_lib.checkpointing.writer import Saving
@@ -346,22 +346,21 @@ def ends_at(step: int, which: signal.Signals = signal.SIGTERM, **options: Any) -
     return trainer(args, callbacks=[Asks(step, [(which, 0)])])
 
 
-def test_handlers_are_put_back_and_those_of_the_user_are_called_too() -> None:
-    called: list[int] = []
-
+def test_handlers_are_put_back_and_those_of_the_user_are_called_when_all_is_saved(tmp_path: Path) -> None:
     def mine(number: int, frame: Any) -> None:
-        called.append(number)
+        (run,) = tmp_path.iterdir()
+        assert is_committed(run / "checkpoints" / "checkpoint-00000003")
+        raise SystemExit(5)  # in its own way
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)}
     kept = signal.signal(signal.SIGTERM, mine)
     try:
-        with pytest.raises(Interrupted) as caught:
-            ends_at(3).fit()
+        with pytest.raises(SystemExit) as caught:
+            ends_at(3, output_dir=tmp_path).fit()
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, kept)
-    assert called == [signal.SIGTERM]
-    assert (caught.value.code, caught.value.result.state.step) == (143, 3)
+    assert caught.value.code == 5
     assert {number: signal.getsignal(number) for number in before} == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -442,6 +441,13 @@ def test_a_request_at_the_end_of_a_finished_run_ends_the_program_all_the_same(tm
     with pytest.raises(Interrupted) as caught:
         one.fit()
     assert (caught.value.code, caught.value.result.status) == (143, "finished")
+
+
+def test_a_deadline_is_that_of_its_job(tmp_path: Path) -> None:
+    one = trainer(arguments(max_steps=2, output_dir=tmp_path, deadline=time.time() + 1000))
+    last = one.fit().last_checkpoint
+    assert last is not None
+    assert Trainer.from_checkpoint(Path(str(last)), network()).args.deadline is None
 
 
 def test_without_a_folder_nothing_is_saved(caplog: pytest.LogCaptureFixture) -> None:

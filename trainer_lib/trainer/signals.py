@@ -42,6 +42,7 @@ class Signals:
         self.control, self._is_main, self._process = control, is_main, os.getpid()
         self._is_interactive = is_interactive()
         self._before: dict[int, Any] = {}
+        self._noted: list[int] = []
         self._first_at: float | None = None
         self._wakeup: tuple[int, int] | None = None  # what it was, and where the thread is told
         self.caught: list[str] = []
@@ -76,6 +77,7 @@ class Signals:
             os.close(writes)  # the thread reads the end, and closes its own
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
         if os.getpid() != self._process:
             self._hand_back(number)
             return
@@ -88,9 +90,15 @@ class Signals:
                 _say("\nCtrl-C: the run ends after this step. Once more ends it at once.\n")
         elif self._is_interactive and time.monotonic() > self._first_at + SAME_REQUEST:
             raise KeyboardInterrupt
-        before = self._before[number]
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        if number not in self._noted:
+            self._noted.append(number)
+
+    def hand_on(self) -> None:
+        """Call the user's handlers for the signals that came: now that all is saved, they may end the process."""
+        for number in self._noted:
+            before = self._before[number]
+            if callable(before) and before is not signal.default_int_handler:
+                before(number, None)  # the frame would have kept what a step had in hand
 
     def _hand_back(self, number: int) -> None:
         """Do in a fork what the signal did before. Of a loader's worker it is the training that sees to its end."""

@@ -195,7 +195,9 @@ class Trainer:
         result = fitting.result()
         if fitting.interruption is not None and not is_interactive():
             fitting.leave_together()
+            signals.hand_on()
             raise Interrupted(fitting.interruption, result)
+        signals.hand_on()
         return result
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
