@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 from trainer_lib.foundation.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from trainer_lib.callbacks.accumulation import AccumulationSchedule as AccumulationSchedule
     from trainer_lib.callbacks.checkpoint import Checkpoint as Checkpoint
     from trainer_lib.callbacks.clipping import AdaptiveClipping as AdaptiveClipping
     from trainer_lib.callbacks.clipping import ClipValue as ClipValue
+    from trainer_lib.callbacks.csv_log import CsvLog as CsvLog
     from trainer_lib.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from trainer_lib.callbacks.ema import EMA as EMA
+    from trainer_lib.callbacks.flops import Flops as Flops
     from trainer_lib.callbacks.freezing import Freeze as Freeze
     from trainer_lib.callbacks.freezing import GradualUnfreezing as GradualUnfreezing
     from trainer_lib.callbacks.functions import LambdaCallback as LambdaCallback
@@ -22,12 +25,14 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.functions import every as every
     from trainer_lib.callbacks.functions import once as once
     from trainer_lib.callbacks.garbage import GarbageSchedule as GarbageSchedule
+    from trainer_lib.callbacks.gradient_norms import GradientNorms as GradientNorms
     from trainer_lib.callbacks.jsonl import JsonlLog as JsonlLog
     from trainer_lib.callbacks.label_smoothing import LabelSmoothing as LabelSmoothing
     from trainer_lib.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
     from trainer_lib.callbacks.mixup import CutMix as CutMix
     from trainer_lib.callbacks.mixup import Mixup as Mixup
     from trainer_lib.callbacks.mixup import MixupOrCutMix as MixupOrCutMix
+    from trainer_lib.callbacks.model_summary import ModelSummary as ModelSummary
     from trainer_lib.callbacks.neftune import NEFTune as NEFTune
     from trainer_lib.callbacks.notebook import NotebookChart as NotebookChart
     from trainer_lib.callbacks.printer import Printer as Printer
@@ -35,7 +40,9 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.sam import SAM as SAM
     from trainer_lib.callbacks.sequence_length import SequenceLengthWarmup as SequenceLengthWarmup
     from trainer_lib.callbacks.swa import SWA as SWA
+    from trainer_lib.callbacks.system import SystemMonitor as SystemMonitor
     from trainer_lib.callbacks.throughput import Throughput as Throughput
+    from trainer_lib.callbacks.timer import Timer as Timer
     from trainer_lib.callbacks.trackers import ClearMLCallback as ClearMLCallback
     from trainer_lib.callbacks.trackers import CometCallback as CometCallback
     from trainer_lib.callbacks.trackers import DVCLiveCallback as DVCLiveCallback
@@ -47,17 +54,21 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.trackers import WandbCallback as WandbCallback
 
 _HOMES = {
+    "AccumulationSchedule": "trainer_lib.callbacks.accumulation",
     "AdaptiveClipping": "trainer_lib.callbacks.clipping",
     "Checkpoint": "trainer_lib.callbacks.checkpoint",
     "ClearMLCallback": "trainer_lib.callbacks.trackers",
     "ClipValue": "trainer_lib.callbacks.clipping",
     "CometCallback": "trainer_lib.callbacks.trackers",
+    "CsvLog": "trainer_lib.callbacks.csv_log",
     "CutMix": "trainer_lib.callbacks.mixup",
     "DVCLiveCallback": "trainer_lib.callbacks.trackers",
     "EMA": "trainer_lib.callbacks.ema",
     "EarlyStopping": "trainer_lib.callbacks.early_stopping",
+    "Flops": "trainer_lib.callbacks.flops",
     "Freeze": "trainer_lib.callbacks.freezing",
     "GarbageSchedule": "trainer_lib.callbacks.garbage",
+    "GradientNorms": "trainer_lib.callbacks.gradient_norms",
     "GradualUnfreezing": "trainer_lib.callbacks.freezing",
     "JsonlLog": "trainer_lib.callbacks.jsonl",
     "LabelSmoothing": "trainer_lib.callbacks.label_smoothing",
@@ -66,6 +77,7 @@ _HOMES = {
     "MLflowCallback": "trainer_lib.callbacks.trackers",
     "Mixup": "trainer_lib.callbacks.mixup",
     "MixupOrCutMix": "trainer_lib.callbacks.mixup",
+    "ModelSummary": "trainer_lib.callbacks.model_summary",
     "NEFTune": "trainer_lib.callbacks.neftune",
     "NotebookChart": "trainer_lib.callbacks.notebook",
     "Printer": "trainer_lib.callbacks.printer",
@@ -74,8 +86,10 @@ _HOMES = {
     "SWA": "trainer_lib.callbacks.swa",
     "SequenceLengthWarmup": "trainer_lib.callbacks.sequence_length",
     "SwanLabCallback": "trainer_lib.callbacks.trackers",
+    "SystemMonitor": "trainer_lib.callbacks.system",
     "TensorBoardCallback": "trainer_lib.callbacks.trackers",
     "Throughput": "trainer_lib.callbacks.throughput",
+    "Timer": "trainer_lib.callbacks.timer",
     "TrackerCallback": "trainer_lib.callbacks.trackers",
     "TrackioCallback": "trainer_lib.callbacks.trackers",
     "WandbCallback": "trainer_lib.callbacks.trackers",
@@ -88,16 +102,20 @@ __all__ = [
     "EMA",
     "SAM",
     "SWA",
+    "AccumulationSchedule",
     "AdaptiveClipping",
     "Checkpoint",
     "ClearMLCallback",
     "ClipValue",
     "CometCallback",
+    "CsvLog",
     "CutMix",
     "DVCLiveCallback",
     "EarlyStopping",
+    "Flops",
     "Freeze",
     "GarbageSchedule",
+    "GradientNorms",
     "GradualUnfreezing",
     "JsonlLog",
     "LabelSmoothing",
@@ -106,14 +124,17 @@ __all__ = [
     "MLflowCallback",
     "Mixup",
     "MixupOrCutMix",
+    "ModelSummary",
     "NEFTune",
     "NotebookChart",
     "Printer",
     "ProgressBar",
     "SequenceLengthWarmup",
     "SwanLabCallback",
+    "SystemMonitor",
     "TensorBoardCallback",
     "Throughput",
+    "Timer",
     "TrackerCallback",
     "TrackioCallback",
     "WandbCallback",

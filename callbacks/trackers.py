@@ -16,7 +16,7 @@ from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
-from trainer_lib.tracking.group import Isolation, TrackerGroup, finish_groups
+from trainer_lib.tracking.group import Isolation, TrackerGroup, TrackerHandle, finish_groups
 from trainer_lib.tracking.registry import resolve, tracker_class
 from trainer_lib.tracking.values import plain_settings
 from trainer_lib.tracking.worker import Patience
@@ -104,6 +104,11 @@ class TrackerCallback(Callback):
     def needs_folder(self) -> bool:
         """Whether it writes files, and was not told where."""
         return self.folder is None and bool(getattr(self._kind, "requires_logging_directory", False))
+
+    @property
+    def trackers(self) -> list[TrackerHandle]:
+        """The tracker of the run under way on this process, for what is not a number; empty where there is none."""
+        return [] if self._group is None else self._group.trackers
 
     def on_fit_begin(self, run: Run) -> None:
         if (left := self.release()) is not None:  # by an earlier `fit`

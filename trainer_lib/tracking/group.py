@@ -129,8 +129,12 @@ class TrackerHandle(GeneralTracker):
             raise UnsupportedError(f"The tracker {self.name} has not begun: {self._worker.last_error or 'no answer'}.")
         return delivery.tracker
 
+    def takes(self, method: str) -> bool:
+        """Whether the tracker has a method beyond those that all have, such as "log_table"."""
+        return callable(getattr(self._kind, method, None))
+
     def _needs(self, method: str) -> None:
-        if not callable(getattr(self._kind, method, None)):
+        if not self.takes(method):
             raise UnsupportedError(f"The tracker {self.name} has no {method}.")
 
     def _put(self, kind: str, content: Mapping[str, Any], step: int | None, kwargs: Mapping[str, Any]) -> None:

@@ -1,0 +1,71 @@
+"""This file is what the machine is at, among what is logged."""
+
+from typing import Any
+
+import psutil
+import torch
+
+from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.imports import is_pynvml_available
+
+
+class SystemMonitor(Callback):
+    """Adds to each log what processor, memory and device are at, under names that begin with `system/`.
+
+    These are `cpu_percent` and `memory_percent` of the machine, `process_cpu_percent` and `process_memory_gb` of this
+    process (those of its workers beside it, as `workers_memory_gb`), and on a CUDA device `device_memory_gb`,
+    `device_memory_reserved_gb`, `device_memory_peak_gb`, and with the package pynvml `device_percent`,
+    `device_power_watts` and `device_temperature`. Percentages are those since the last log.
+
+    Example:
+        >>> values = {"loss": 1.0}
+        >>> SystemMonitor().on_log(Run(), values)
+        >>> values["system/process_memory_gb"] > 0
+        True
+    """
+
+    order = -100  # before those who show what is logged
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+
+    def on_fit_begin(self, run: Run) -> None:
+        del run
+        self._process = psutil.Process()  # a fork of the one that this was made in
+        psutil.cpu_percent()  # percentages count from here
+        self._process.cpu_percent()
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        found = {
+            "cpu_percent": psutil.cpu_percent(),
+            "memory_percent": psutil.virtual_memory().percent,
+            "process_cpu_percent": self._process.cpu_percent(),
+            "process_memory_gb": self._process.memory_info().rss / 1e9,
+            **self._workers(),
+        }
+        device = None if run.accelerator is None else run.accelerator.device
+        if device is not None and device.type == "cuda":
+            found |= _of_device(device)
+        values.update({f"system/{name}": value for name, value in found.items()})
+
+    def _workers(self) -> dict[str, float]:
+        sizes = list[float]()
+        for child in self._process.children(recursive=True):
+            try:
+                sizes.append(child.memory_info().rss / 1e9)
+            except psutil.Error:  # it has just ended
+                continue
+        return {"workers_memory_gb": sum(sizes)} if sizes else {}
+
+
+def _of_device(device: Any) -> dict[str, float]:
+    found = {
+        "device_memory_gb": torch.cuda.memory_allocated(device) / 1e9,
+        "device_memory_reserved_gb": torch.cuda.memory_reserved(device) / 1e9,
+        "device_memory_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9,
+    }
+    if is_pynvml_available():
+        found["device_percent"] = float(torch.cuda.utilization(device))
+        found["device_power_watts"] = torch.cuda.power_draw(device) / 1e3
+        found["device_temperature"] = float(torch.cuda.temperature(device))
+    return found

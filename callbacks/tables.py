@@ -1,0 +1,40 @@
+"""This file is tables: as people read them, and as trackers take them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainer_lib.callbacks.trackers import TrackerCallback
+from trainer_lib.events import Run
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table as lines: texts to the left, numbers to the right.
+
+    Example:
+        >>> print(aligned(["layer", "parameters"], [["0", 1200], ["2", 8]]))
+        layer  parameters
+        0           1,200
+        2               8
+    """
+    cells = [[f"{one:,}" if isinstance(one, int) else str(one) for one in row] for row in rows]
+    is_number = [any(isinstance(row[place], int) for row in rows) for place in range(len(columns))]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ).rstrip()
+        for row in [list(columns), *cells]
+    )
+
+
+def show_table(run: Run, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> bool:
+    """Give a table to the trackers of a run that take one, and say whether there was any."""
+    shown = False
+    for callback in getattr(run.trainer, "events", ()):
+        for tracker in callback.trackers if isinstance(callback, TrackerCallback) else ():
+            if tracker.takes("log_table"):
+                data = [list(row) for row in rows]
+                tracker.log_table(name, columns=list(columns), data=data, step=run.state.step)
+                shown = True
+    return shown

@@ -1,0 +1,83 @@
+"""This file is how long a run took so far, on what, and how long it is going to take."""
+
+import time
+from pathlib import Path
+
+from trainer_lib.events import Callback, Run
+
+_KINDS: tuple[str, ...] = ("evaluation", "saving")
+
+
+class Timer(Callback):
+    """Adds to each log `elapsed_seconds`, and where the end is known `remaining_seconds`.
+
+    Both are with evaluations and saves. What remains is told from what this process did so far: it is wrong at first,
+    and where evaluations are rare. The end is that of the steps, the passes or the time (`max_time`) of the run.
+
+    Example:
+        >>> timer = Timer()
+        >>> timer.summary()
+        {'elapsed': 0.0, 'evaluation': 0.0, 'saving': 0.0, 'training': 0.0}
+    """
+
+    order = -100  # before those who show what is logged
+
+    def __init__(self) -> None:
+        self._spent = dict.fromkeys(_KINDS, 0.0)
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._paused_at = 0.0
+        self._first = 0.0  # the share of the run that was behind when it began, or went on
+
+    def summary(self) -> dict[str, float]:
+        """Return the seconds since training began, or went on, up to now or its end, and on what they went."""
+        if self._began is None:
+            elapsed = 0.0
+        else:
+            elapsed = (time.perf_counter() if self._ended is None else self._ended) - self._began
+        return {"elapsed": elapsed, **self._spent, "training": elapsed - sum(self._spent.values())}
+
+    def on_fit_begin(self, run: Run) -> None:
+        self._spent = dict.fromkeys(_KINDS, 0.0)
+        self._began, self._ended = time.perf_counter(), None
+        self._first = _share(run) or 0.0
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        values["elapsed_seconds"] = elapsed = self.summary()["elapsed"]
+        share = _share(run)
+        if share is not None and share > self._first:
+            values["remaining_seconds"] = max(elapsed / (share - self._first) * (1 - share), 0.0)
+
+    def on_fit_end(self, run: Run) -> None:
+        self._ended = time.perf_counter()
+        run.note("timing", **{name: round(seconds, 3) for name, seconds in self.summary().items()})
+
+    def on_evaluate_begin(self, run: Run) -> None:
+        self._paused_at = time.perf_counter()
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        self._count("evaluation", run)
+
+    def on_save_begin(self, run: Run, folder: Path) -> None:
+        self._paused_at = time.perf_counter()
+
+    def on_save_end(self, run: Run, folder: Path) -> None:
+        if not getattr(run.args, "save_in_background", False):  # for which nothing waits
+            self._count("saving", run)
+
+    def _count(self, kind: str, run: Run) -> None:
+        if run.state.status == "running" and self._began is not None and self._ended is None:
+            self._spent[kind] += time.perf_counter() - self._paused_at
+
+
+def _share(run: Run) -> float | None:
+    """Return how much of a run is behind, by the limit that is nearest; `None` where there is none."""
+    state, limit = run.state, getattr(run.args, "time_limit", None)
+    shares = list[float]()
+    if state.max_steps:
+        shares.append(state.step / state.max_steps)
+    elif state.max_epochs:
+        shares.append(state.epochs / state.max_epochs)
+    if limit:
+        shares.append(state.seconds / limit)
+    return max(shares) if shares else None
