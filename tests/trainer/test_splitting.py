@@ -43,11 +43,14 @@ class Hungry(nn.Module):
         self.norm = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.3)) if norm else nn.Identity()
         self.limits, self.backward = limits or {}, backward
         self.step, self.calls = 0, list[int]()
+        self.passes = 0  # the first calls, which fit whatever they are
 
     def forward(self, x: Tensor) -> Tensor:
         limit = min((rows for step, rows in self.limits.items() if step <= self.step), default=1000)
         self.calls.append(len(x))
         hidden = self.norm(self.first(x))
+        if len(self.calls) <= self.passes:
+            limit = 1000
         if not self.backward and len(x) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return self.last(Full.apply(hidden.tanh(), len(x) <= limit))
@@ -128,6 +131,38 @@ def test_parts_make_the_update_of_the_whole_batch_and_it_is_told_once(caplog: py
         "In step 4 32 samples at once did not fit into memory of process 0",
     ]
     assert "parts of 16; each update is that of the whole batch as before." in texts[1]
+
+
+def test_a_window_begins_anew_with_the_batches_that_did_fit() -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    expected, there, plain = fitted(Hungry(), per_device_train_batch_size=64, **options)
+    hungry = Hungry({1: 40})
+    hungry.passes = 1
+    counts, weights, one = fitted(hungry, **options)
+    assert hungry.calls[:6] == [64, 64, 32, 32, 32, 32]
+    torch.testing.assert_close(counts.losses, expected.losses, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(weights, there, rtol=1e-5, atol=1e-6)
+    for name in ("rows", "mean", "grad_norm"):
+        actual, wanted = ([entry[name] for entry in each.run.state.history] for each in (one, plain))
+        assert actual == pytest.approx(wanted, rel=1e-5), name
+
+
+def test_running_statistics_of_processes_are_those_of_a_run_in_which_all_fits() -> None:
+    def train() -> None:
+        rank = PartialState(cpu=True).process_index
+        options: dict[str, Any] = {"max_steps": 4, "loss_spike": 100.0}
+        runs: list[Any] = []
+        for limits, size in (({}, 64), ({}, "auto"), ({1: 40} if rank else {}, "auto")):
+            counts, weights, one = fitted(Hungry(limits, norm=True), per_device_train_batch_size=size, **options)
+            runs.append((counts.losses, weights, one.evaluate(points(20))))
+            one.accelerator.free_memory()
+        (losses, weights, metrics), whole, parts = runs
+        assert whole[0] == losses
+        torch.testing.assert_close(whole[1], weights, rtol=1e-6, atol=1e-7)
+        assert whole[2] == pytest.approx(metrics, rel=1e-6)
+        assert parts[2]["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=0.05)
+
+    run_forked(train, (), 2, timeout=90)
 
 
 def test_a_failed_attempt_leaves_generators_and_buffers_as_they_were() -> None:

@@ -160,7 +160,7 @@ class GuardedSamples:
                 bad.append(self.bad(key, failure))
             else:
                 kept.append(place)
-        return Survivors(samples or [self._stand_in(_bare(keys[0]))], bad, kept)
+        return Survivors(samples or 2 * [self._stand_in(_bare(keys[0]))], bad, kept)  # BatchNorm wants two
 
     def _find(self, keys: Sequence[Any]) -> None:
         """Raise as the first sample does that cannot be read alone."""
@@ -241,7 +241,7 @@ class GuardedCollate:
             if kept:
                 rest: Any = [one for place, one in zip(found.kept, found.samples, strict=True) if place not in out]
             else:
-                rest = [self._samples.stand_in()] if self._is_batched else self._samples.stand_in()
+                rest = 2 * [self._samples.stand_in()] if self._is_batched else self._samples.stand_in()
             return Sifted(self.collate(rest), [*found.bad, *bad], kept)
 
     def _alone(self, samples: Any, places: list[int]) -> list[tuple[int, Exception]]:

@@ -106,7 +106,7 @@ class Loop:
         is_filler = False
         if rows is not None and rows.real < rows.total:  # the rest repeats samples, to make the processes even
             is_filler = rows.real == 0
-            batch = take_rows(batch, 0, rows.real or 1)
+            batch = take_rows(batch, 0, rows.real or 2)  # to run along: BatchNorm wants two
         run.batch = batch
         with self.accelerator.accumulate(*self.models):
             if self.window.size == 1:
