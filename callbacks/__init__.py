@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from trainer_lib.foundation.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from trainer_lib.callbacks.accumulation import AccumulationSchedule as AccumulationSchedule
     from trainer_lib.callbacks.checkpoint import Checkpoint as Checkpoint
     from trainer_lib.callbacks.clipping import AdaptiveClipping as AdaptiveClipping
     from trainer_lib.callbacks.clipping import ClipValue as ClipValue
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.trackers import WandbCallback as WandbCallback
 
 _HOMES = {
-    "AccumulationSchedule": "trainer_lib.callbacks.accumulation",
     "AdaptiveClipping": "trainer_lib.callbacks.clipping",
     "Checkpoint": "trainer_lib.callbacks.checkpoint",
     "ClearMLCallback": "trainer_lib.callbacks.trackers",
@@ -102,7 +100,6 @@ __all__ = [
     "EMA",
     "SAM",
     "SWA",
-    "AccumulationSchedule",
     "AdaptiveClipping",
     "Checkpoint",
     "ClearMLCallback",
