@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainer_lib.foundation.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from trainer_lib.callbacks.accumulation import AccumulationSchedule as AccumulationSchedule
     from trainer_lib.callbacks.checkpoint import Checkpoint as Checkpoint
     from trainer_lib.callbacks.clipping import AdaptiveClipping as AdaptiveClipping
     from trainer_lib.callbacks.clipping import ClipValue as ClipValue
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.trackers import WandbCallback as WandbCallback
 
 _HOMES = {
+    "AccumulationSchedule": "trainer_lib.callbacks.accumulation",
     "AdaptiveClipping": "trainer_lib.callbacks.clipping",
     "Checkpoint": "trainer_lib.callbacks.checkpoint",
     "ClearMLCallback": "trainer_lib.callbacks.trackers",
@@ -100,6 +102,7 @@ __all__ = [
     "EMA",
     "SAM",
     "SWA",
+    "AccumulationSchedule",
     "AdaptiveClipping",
     "Checkpoint",
     "ClearMLCallback",

@@ -17,6 +17,8 @@ from tests.trainer.tasks import network, points, trainer
 from trainer_lib import ConfigurationError, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from trainer_lib.callbacks import (
     SAM,
+    SWA,
+    AccumulationSchedule,
     AdaptiveClipping,
     ClipValue,
     CutMix,
@@ -332,6 +334,11 @@ def test_noise_is_on_embeddings_in_training_only() -> None:
 
 
 RESUMED: dict[str, tuple[Callable[[], Callback], dict[str, Any]]] = {
+    "accumulation": (
+        lambda: AccumulationSchedule({0: 3, 1: 1}),
+        {"per_device_train_batch_size": 4, "lr_scheduler": "cosine", "save_every": 2},
+    ),
+    "swa": (lambda: SWA(0.3, every=1), {}),
     **{name: (make, {}) for name, (make, _) in CHANGES.items()},
     "frozen later": (lambda: Freeze("0.*", after="3 steps", until="7 steps"), {}),
     **{kind: (make, {"model": classifier, "train_dataset": images(40)}) for kind, make in MIXING.items()},
@@ -340,6 +347,26 @@ RESUMED: dict[str, tuple[Callable[[], Callback], dict[str, Any]]] = {
         {"model": Words, "train_dataset": {n: v.repeat(3, 1)[:40] for n, v in sentences().items()}, "loss_fn": None},
     ),
 }
+
+
+def test_updates_of_more_batches_in_later_passes() -> None:
+    """10 updates of 4 samples, then 5 of 8; the rate goes down to 0 over all 15."""
+    inputs, targets = points()
+    seen = [(inputs[at : at + 4], targets[at : at + 4]) for at in range(0, 40, 4)] + batches(epochs=1)
+
+    def scheduled(model: nn.Module, step: int, batch: Any) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1]) * (1 - (step - 1) / 15)
+
+    by_hand = weights(loop(network(), scheduled, seen=seen))
+    schedule = {1: 2}
+    options: dict[str, Any] = {"lr_scheduler": "linear", "warmup": 0}
+    assert_close(trained(AccumulationSchedule(schedule), per_device_train_batch_size=4, **options), by_hand)
+
+    def two() -> Named:
+        return trained(AccumulationSchedule(schedule), per_device_train_batch_size=2, **options)
+
+    for actual in run_forked(two, (), 2, timeout=60):
+        assert_close(actual, by_hand)
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -377,6 +404,9 @@ def test_what_is_trained_again_begins_anew() -> None:
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: AccumulationSchedule({0: 0}), "give passes"),
+    (lambda: AccumulationSchedule({}), "give passes"),
+    (lambda: trained(AccumulationSchedule({1: 2}), global_batch_size=8), "says how large updates are"),
     (lambda: trained(Freeze("0.weigth", until=3)), "matches none .* Names like it: 0.weight"),
     (lambda: trained(Freeze("*", until=3)), "nothing to train"),
     (lambda: trained(Freeze("0.*", until=3), Freeze("0.weight", until=5)), "Two callbacks freeze the same"),

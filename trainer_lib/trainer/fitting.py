@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from trainer_lib.callbacks.accumulation import AccumulationSchedule
 from trainer_lib.callbacks.jsonl import JsonlLog
 from trainer_lib.events import Best, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, UnreachableError, UnwritableError, did_you_mean
@@ -65,7 +66,9 @@ class Fitting:
         if folder is not None and not any(isinstance(one, JsonlLog) for one in self.events):
             skips = accelerator.mixed_precision == "fp16"
             self.events.add(JsonlLog(folder.history_file, skipped_steps=skips))
-        accelerator.gradient_accumulation_steps = accumulation_steps(args, accelerator.num_processes)
+        steps = accumulation_steps(args, accelerator.num_processes)
+        self._plan = next((one for one in self.events if isinstance(one, AccumulationSchedule)), None)
+        accelerator.gradient_accumulation_steps = steps if self._plan is None else self._plan.begin(steps)
         if args.seed is not None:
             set_seed(args.seed)
         loader = preflight.train_loader(trainer)
@@ -122,6 +125,8 @@ class Fitting:
         state.max_epochs, state.max_steps = epochs, args.max_steps
         if epochs is not None and state.steps_per_epoch is not None:
             steps = math.ceil(epochs * state.steps_per_epoch - 1e-9)
+            if self._plan is not None and batches is not None:
+                steps = self._plan.updates(batches, epochs)
             state.max_steps = steps if args.max_steps is None else min(steps, args.max_steps)
         elif epochs is not None and epochs != int(epochs):
             raise ConfigurationError(
