@@ -18,6 +18,7 @@ HEAVY = {
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "trackio",
     "transformers",
     "wandb",
 }

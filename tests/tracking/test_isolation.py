@@ -299,3 +299,13 @@ def test_a_program_with_trackers_that_hang_ends_in_ten_seconds(tmp_path: Path) -
     assert time.time() - float(ended.stdout) < 10.0
     assert ended.stderr.count("100 points wait in") == 2
     assert [len(read_spool(file)[1]) for file in (tmp_path / "spool").glob("*.jsonl")] == [100, 100]
+
+
+def test_the_process_of_a_tracker_needs_no_torch() -> None:
+    names = ["child", "mlflow", "comet", "wandb", "trackio", "clearml", "dvclive", "swanlab", "tensorboard", "jsonl"]
+    modules = ", ".join(f"trainer_lib.tracking.{name}" for name in names)
+    there = "{'torch', 'numpy', 'mlflow', 'comet_ml', 'wandb', 'trackio', 'tensorboard'} & set(sys.modules)"
+    script = f"import sys, {modules}; print({there})"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout == "set()\n"
