@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.trainer.tasks import Points, arguments, points, trainer
 from trainer_lib import ConfigurationError, UnsupportedError
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import BadSampleError
-from trainer_lib.launchers import run_forked
+from trainer_lib.launchers import ProcessFailedError, run_forked
 
 BAD = (3, 17, 18, 19, 20, 33)
 
@@ -116,6 +117,14 @@ def test_without_it_the_error_ends_the_run_and_names_the_sample() -> None:
     with pytest.raises(OSError, match="file 17") as raised:
         fitted(Samples(17))
     assert raised.value.__notes__ == ["In sample 17."]
+
+
+def test_a_sample_that_raises_on_one_process_ends_all_and_is_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(ProcessFailedError, match="OSError: file 17 is not there") as raised:
+        run_forked(lambda: fitted(Samples(17), num_workers=2), (), 2, timeout=60)
+    assert time.monotonic() - began < 20
+    assert "In sample 17, read by worker " in str(raised.value)
 
 
 def test_a_killed_worker_is_named_wherever_training_is() -> None:

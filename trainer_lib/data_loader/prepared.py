@@ -169,6 +169,16 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             UnsupportedError: Of an iterable dataset, of a loader that iterates in a way of its own, and where the first
                 process reads for all.
+
+        Example:
+            >>> from trainer_lib.data_loader import prepare_data_loader
+            >>> from trainer_lib.process_group import LoneProcess
+            >>> texts = {0: "a cat", 1: "a dog", 3: "a cow"}
+            >>> loader = DataLoader(texts, batch_sampler=[[0, 1], [2, 3]], collate_fn=list)
+            >>> loader, quarantine = prepare_data_loader(loader, num_processes=1), Quarantine(LoneProcess(), 10, "most")
+            >>> loader.leave_out_bad_samples(quarantine)
+            >>> list(loader), [entry.index for entry in quarantine.agree()]
+            ([['a cat', 'a dog'], ['a cow']], [2])
         """
         self._reader.leave_out(quarantine)
         self.quarantine = quarantine
