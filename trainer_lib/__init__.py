@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from trainer_lib.state import PartialState as PartialState
     from trainer_lib.tracking.base import GeneralTracker as GeneralTracker
     from trainer_lib.trainer.arguments import TrainingArguments as TrainingArguments
+    from trainer_lib.trainer.layerwise import layerwise_learning_rates as layerwise_learning_rates
     from trainer_lib.trainer.losses import LossResult as LossResult
     from trainer_lib.trainer.outputs import EvaluationOutput as EvaluationOutput
     from trainer_lib.trainer.parameter_groups import ParameterGroup as ParameterGroup
@@ -100,6 +101,7 @@ _HOMES = {
     "debug_launcher": "trainer_lib.launchers",
     "find_executable_batch_size": "trainer_lib.memory",
     "get_logger": "trainer_lib.logging",
+    "layerwise_learning_rates": "trainer_lib.trainer.layerwise",
     "load_checkpoint_in_model": "trainer_lib.checkpointing.weights",
     "notebook_launcher": "trainer_lib.launchers",
     "set_seed": "trainer_lib.seeding",
@@ -148,6 +150,7 @@ __all__ = [
     "debug_launcher",
     "find_executable_batch_size",
     "get_logger",
+    "layerwise_learning_rates",
     "load_checkpoint_in_model",
     "notebook_launcher",
     "set_seed",

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.layerwise import layerwise_learning_rates
 from trainer_lib.trainer.parameter_groups import ParameterGroup, group_parameters
 
 
@@ -177,3 +178,35 @@ def test_settings_are_checked_without_a_model(options: dict[str, Any], message: 
 def test_a_pattern_is_a_text() -> None:
     with pytest.raises(ConfigurationError, match="pattern=''"):
         ParameterGroup("", frozen=True)
+
+
+def test_rates_fall_from_layer_to_layer() -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(vocab_size=11, hidden_size=4, num_hidden_layers=3, num_attention_heads=1, intermediate_size=4)
+    model = BertForSequenceClassification(config)
+    rates: dict[str, float] = {}
+    for group in group_parameters(model, 0.0, layerwise_learning_rates(model, 0.1, decay=0.5)):
+        names = _named(model, [group])[group["name"]]
+        rates |= dict.fromkeys((".".join(name.split(".")[:4]) for name in names), float(group.get("lr", 0.1)))
+    assert {name: rate for name, rate in rates.items() if "layer" in name and "Norm" not in name} == {
+        f"bert.encoder.layer.{number}": 0.1 * 0.5 ** (3 - number) for number in range(3)
+    }
+    others = {name: rate for name, rate in rates.items() if ".layer." not in name}
+    assert {rate for name, rate in others.items() if name.startswith("bert.embeddings")} == {0.1 * 0.5**4}
+    assert {rate for name, rate in others.items() if not name.startswith("bert.embeddings")} == {0.1}
+
+
+def test_layers_are_named_where_they_cannot_be_told() -> None:
+    model = Model()
+    assert [group.pattern for group in layerwise_learning_rates(model, 0.1)] == [
+        *("encoder.3.*", "encoder.2.*", "encoder.1.*", "encoder.0.*", "relative_position_bias", "scale", "embedding.*")
+    ]
+    with pytest.raises(ConfigurationError, match="There are: encoder"):
+        layerwise_learning_rates(model, 0.1, layers="encodr")
+    with pytest.raises(ConfigurationError, match="no ModuleList or Sequential"):
+        layerwise_learning_rates(nn.Linear(2, 2), 0.1)
+    with pytest.raises(ConfigurationError, match="between 0 and 1"):
+        layerwise_learning_rates(model, 0.1, decay=1.0)
+    with pytest.raises(ConfigurationError, match="above 0"):
+        layerwise_learning_rates(model, 0.0)
