@@ -35,7 +35,8 @@ SCENARIOS = [
     pytest.param(PENDING, id="no micro-batch updates"),
 ]
 
-TRAINER_BUDGET, TRAINER_MARGIN, BAR_MARGIN = 700, 60, 4
+# A bar looks at the clock in each step, and draws a few times in so many, the more the slower the machine is.
+TRAINER_BUDGET, TRAINER_MARGIN, BAR_MARGIN = 700, 60, 14
 FITTING = Scenario(name="fit", title="", loop="fit")
 FITTING_WITH_BAR = Scenario(name="fit-bar", title="", loop="fit", settings={"bar": True})
 FITTING_IN_WINDOWS = Scenario(name="fit-accumulation", title="", loop="fit", settings={"accumulation": 4})
