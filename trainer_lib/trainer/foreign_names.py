@@ -5,7 +5,9 @@ Those of Hugging Face's Trainer, of transformers 4 too, and a few of other libra
 
 from typing import Any
 
-_TRACKING = "it is for the callback of a tracker: Trainer(…, callbacks=[TrackioCallback(…)]) and others take their options"
+_TRACKING = (
+    "it is for the callback of a tracker: Trainer(…, callbacks=[TrackioCallback(…)]) and others take their options"
+)
 _HUB = "nothing is sent to the Hub; save_model writes a folder that can be uploaded"
 _OF_SCRIPTS = "it is for scripts and the Trainer there does not read it either; call fit, evaluate or predict"
 _LOADER = "give a DataLoader made with it"
@@ -15,13 +17,14 @@ _LAUNCHER = (
 _LEVELS = "levels are set by the logging module, or by ACCELERATE_LOG_LEVEL"
 _NOT_YET = "this version does not have it"
 _GATHERED = "outputs are taken to the CPU batch by batch, and only where they are asked for"
+_SMOOTHING = "give Trainer(…, callbacks=[LabelSmoothing(share)]), which leaves evaluations as they are"
 _GONE = "it is gone from Hugging Face's Trainer too"
 
 NONE_HERE: dict[str, str] = {
     "optim_args": "give optimizer_kwargs={…}, by the names that the optimizer has for them",
     "optim_target_modules": "give parameter_groups=[ParameterGroup(pattern, …)], or the optimizer itself",
     "average_tokens_across_devices": "losses are averaged over all items of all processes, always",
-    "label_smoothing_factor": "give Trainer(…, callbacks=[LabelSmoothing(share)]), which leaves evaluations as they are",
+    "label_smoothing_factor": _SMOOTHING,
     "bf16_full_eval": "evaluation computes as training does; for weights in bf16 evaluate model.to(torch.bfloat16)",
     "fp16_full_eval": "evaluation computes as training does; for weights in fp16 evaluate model.to(torch.float16)",
     "activation_checkpointing_kwargs": "call model.gradient_checkpointing_enable(…) with them, before the Trainer",
