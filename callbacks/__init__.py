@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.notebook import NotebookChart as NotebookChart
     from trainer_lib.callbacks.printer import Printer as Printer
     from trainer_lib.callbacks.progress import ProgressBar as ProgressBar
+    from trainer_lib.callbacks.provenance import Provenance as Provenance
+    from trainer_lib.callbacks.provenance import replay_batch as replay_batch
+    from trainer_lib.callbacks.provenance import samples_of_step as samples_of_step
     from trainer_lib.callbacks.sam import SAM as SAM
     from trainer_lib.callbacks.sequence_length import SequenceLengthWarmup as SequenceLengthWarmup
     from trainer_lib.callbacks.swa import SWA as SWA
@@ -82,6 +85,7 @@ _HOMES = {
     "NotebookChart": "trainer_lib.callbacks.notebook",
     "Printer": "trainer_lib.callbacks.printer",
     "ProgressBar": "trainer_lib.callbacks.progress",
+    "Provenance": "trainer_lib.callbacks.provenance",
     "SAM": "trainer_lib.callbacks.sam",
     "SWA": "trainer_lib.callbacks.swa",
     "SequenceLengthWarmup": "trainer_lib.callbacks.sequence_length",
@@ -97,6 +101,8 @@ _HOMES = {
     "before": "trainer_lib.callbacks.functions",
     "every": "trainer_lib.callbacks.functions",
     "once": "trainer_lib.callbacks.functions",
+    "replay_batch": "trainer_lib.callbacks.provenance",
+    "samples_of_step": "trainer_lib.callbacks.provenance",
 }
 __all__ = [
     "EMA",
@@ -129,6 +135,7 @@ __all__ = [
     "NotebookChart",
     "Printer",
     "ProgressBar",
+    "Provenance",
     "SequenceLengthWarmup",
     "SwanLabCallback",
     "SystemMonitor",
@@ -142,6 +149,8 @@ __all__ = [
     "before",
     "every",
     "once",
+    "replay_batch",
+    "samples_of_step",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,6 +1,7 @@
 """This file is a run without a trainer: the events that callbacks hear, in the order of the loop."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.events import Callback, Dispatcher, Run, RunState
@@ -11,6 +12,12 @@ Metrics = dict[str, float]
 def running(**state: Any) -> Run:
     """Return a run that is under way."""
     return Run(state=RunState(status="running", **state))
+
+
+def folder_of(output_dir: Path) -> Path:
+    """Return the folder of the only run in an `output_dir`."""
+    (folder,) = [file.parent for file in output_dir.glob("*/run.json")]
+    return folder
 
 
 def go_through(
