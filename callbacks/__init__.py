@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.provenance import replay_batch as replay_batch
     from trainer_lib.callbacks.provenance import samples_of_step as samples_of_step
     from trainer_lib.callbacks.sam import SAM as SAM
+    from trainer_lib.callbacks.sample_losses import SampleLosses as SampleLosses
+    from trainer_lib.callbacks.sample_losses import top_losses as top_losses
     from trainer_lib.callbacks.sequence_length import SequenceLengthWarmup as SequenceLengthWarmup
     from trainer_lib.callbacks.swa import SWA as SWA
     from trainer_lib.callbacks.system import SystemMonitor as SystemMonitor
@@ -88,6 +90,7 @@ _HOMES = {
     "Provenance": "trainer_lib.callbacks.provenance",
     "SAM": "trainer_lib.callbacks.sam",
     "SWA": "trainer_lib.callbacks.swa",
+    "SampleLosses": "trainer_lib.callbacks.sample_losses",
     "SequenceLengthWarmup": "trainer_lib.callbacks.sequence_length",
     "SwanLabCallback": "trainer_lib.callbacks.trackers",
     "SystemMonitor": "trainer_lib.callbacks.system",
@@ -103,6 +106,7 @@ _HOMES = {
     "once": "trainer_lib.callbacks.functions",
     "replay_batch": "trainer_lib.callbacks.provenance",
     "samples_of_step": "trainer_lib.callbacks.provenance",
+    "top_losses": "trainer_lib.callbacks.sample_losses",
 }
 __all__ = [
     "EMA",
@@ -136,6 +140,7 @@ __all__ = [
     "Printer",
     "ProgressBar",
     "Provenance",
+    "SampleLosses",
     "SequenceLengthWarmup",
     "SwanLabCallback",
     "SystemMonitor",
@@ -151,6 +156,7 @@ __all__ = [
     "once",
     "replay_batch",
     "samples_of_step",
+    "top_losses",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,0 +1,182 @@
+"""This file is which samples a model finds hard: the loss of each, and the largest of them."""
+
+import copy
+import functools
+import heapq
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.batches import as_mapping, targets_of
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.files import replace_file
+from trainer_lib.logging import get_logger
+
+_logger = get_logger(__name__)
+
+_FOLDER = "sample_losses"
+_IGNORED = -100
+_YOURS = "the loss of a sample is yours to say: SampleLosses(losses=…), a function of a batch and the outputs."
+
+
+class SampleLosses(Callback):
+    """Keeps the loss that each sample of the training data had when it was last seen, and tells the largest.
+
+    At the end of each pass the main process tells its largest in the run's history ("top_losses"), and each process
+    writes its own into `sample_losses/process-0.json` and so on, in the run's folder; `top_losses` puts them together.
+    Nothing is read from an accelerator before the log. After a restart it begins anew, and batches that were computed
+    in parts are left out.
+
+    Args:
+        top: How many to tell and to write.
+        losses: A function of a batch and the model's outputs that returns the loss of each sample. By default it is
+            what `loss_fn` makes of it, if that can do without `reduction`. Without a `loss_fn` outputs (or their
+            `logits`) are compared with the targets by cross-entropy where those are whole numbers, else by squares. Of
+            a sample with several targets, such as a text, it is the mean over those that count.
+
+    Example:
+        >>> hard = SampleLosses(top=50)
+        >>> hard.top(3)
+        []
+    """
+
+    def __init__(self, top: int = 20, losses: Callable[[Any, Any], Tensor] | None = None) -> None:
+        if isinstance(top, bool) or not isinstance(top, int) or top < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"SampleLosses(top={top!r}): give a whole number from 1 on.")
+        if losses is not None and not callable(losses):
+            raise ConfigurationError(f"SampleLosses(losses={losses!r}): give a function of a batch and the outputs.")
+        self._top, self._losses = top, losses
+        self._compare: Callable[[Tensor, Tensor], Tensor] = by_kind
+        self._seen: dict[Any, float] = {}
+        self._waiting: list[tuple[list[Any], Tensor]] = []  # what is not read from the device yet
+        self._has_outputs = False
+
+    def top(self, count: int) -> list[tuple[Any, float]]:
+        """Return the samples of the largest losses on this process, the largest first, each with its loss."""
+        self._read()
+        return heapq.nlargest(count, self._seen.items(), key=lambda pair: pair[1])
+
+    def on_fit_begin(self, run: Run) -> None:
+        self._seen, self._waiting, self._has_outputs = {}, [], False
+        loss_fn = getattr(run.trainer, "loss_fn", None)
+        if self._losses is None and loss_fn is not None:
+            self._compare = unreduced(loss_fn)
+
+    @torch.no_grad()
+    def on_micro_batch_end(self, run: Run) -> None:
+        if run.outputs is None and (self._has_outputs or _may_be_in_parts(run)):
+            _logger.warning_once("SampleLosses leaves out batches that are computed in parts, since memory is short.")
+            return
+        self._has_outputs = True
+        samples: list[Any] | None = run.accelerator.gradient_state.active_dataloader.sample_ids()
+        if samples is None:
+            raise UnsupportedError("SampleLosses: which samples a batch holds cannot be known of this loader.")
+        losses = self._of_samples(run) if self._losses is None else self._losses(run.batch, run.outputs)
+        if losses.shape != (len(samples),):
+            raise ConfigurationError(
+                f"SampleLosses: there are {len(samples)} samples in a batch, and losses of shape "
+                f"{tuple(losses.shape)}. Give SampleLosses(losses=…), a function of a batch and the outputs that "
+                "returns one for each sample."
+            )
+        self._waiting.append((samples, losses.detach()))
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        del run, values
+        self._read()
+
+    def on_epoch_end(self, run: Run) -> None:
+        self._tell(run)
+
+    def on_fit_end(self, run: Run) -> None:
+        if run.state.steps_in_epoch:  # else the pass was told when it ended
+            self._tell(run)
+
+    def _of_samples(self, run: Run) -> Tensor:
+        targets = targets_of(run.batch, getattr(run.args, "label_names", None))
+        named = as_mapping(run.outputs)
+        outputs = run.outputs if named is None else named.get("logits")
+        if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor):
+            raise ConfigurationError(f"SampleLosses: outputs and targets are not one tensor each, so that {_YOURS}")
+        if getattr(run.trainer, "is_shifted", False):  # the model compares each token with the next
+            outputs, targets = outputs[:, :-1], targets[:, 1:]
+        return mean_of_each(self._compare(outputs, targets), targets)
+
+    def _read(self) -> None:
+        for samples, losses in self._waiting:
+            self._seen.update(zip(samples, losses.tolist(), strict=True))
+        self._waiting = []
+
+    def _tell(self, run: Run) -> None:
+        found = self.top(self._top)
+        rank = 0 if run.accelerator is None else run.accelerator.process_index
+        told = {"indices": [sample for sample, _ in found], "losses": [round(loss, 6) for _, loss in found]}
+        if found:
+            run.note("top_losses", **told)
+        if run.folder is not None:
+            folder = run.folder / _FOLDER
+            folder.mkdir(exist_ok=True)
+            text = json.dumps({"step": run.state.step, **told}, default=str)
+            replace_file(folder / f"process-{rank}.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def top_losses(run_folder: str | Path, count: int = 20) -> list[tuple[Any, float]]:
+    """Return the samples that had the largest losses in a run, over all its processes, each with its loss.
+
+    Example:
+        >>> top_losses("runs/none")
+        []
+    """
+    found = list[tuple[Any, float]]()
+    for file in sorted((Path(run_folder).expanduser() / _FOLDER).glob("process-*.json")):
+        told = json.loads(file.read_text("utf-8"))
+        found += zip(told["indices"], told["losses"], strict=True)
+    return heapq.nlargest(count, found, key=lambda pair: pair[1])
+
+
+def unreduced(loss_fn: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss function that neither sums nor averages.
+
+    Raises:
+        ConfigurationError: If it is one that always does.
+
+    Example:
+        >>> unreduced(nn.MSELoss())(torch.tensor([1.0, 3.0]), torch.zeros(2))
+        tensor([1., 9.])
+    """
+    if isinstance(loss_fn, nn.Module) and hasattr(loss_fn, "reduction"):
+        single: Any = copy.copy(loss_fn)
+        single.reduction = "none"
+        return single
+    if not isinstance(loss_fn, nn.Module) and "reduction" in inspect.signature(loss_fn).parameters:
+        return functools.partial(loss_fn, reduction="none")
+    raise ConfigurationError(f"SampleLosses: loss_fn has no reduction that one could leave out, so that {_YOURS}")
+
+
+def _may_be_in_parts(run: Run) -> bool:
+    return getattr(run.args, "per_device_train_batch_size", None) == "auto"
+
+
+def by_kind(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return losses of outputs by what targets are: squares of numbers, cross-entropies of classes."""
+    outputs = outputs.float()
+    if targets.is_floating_point():
+        return (outputs.reshape(targets.shape) - targets).square()
+    # Classes are last in texts, and second in images: wherever the targets' shape leaves them.
+    if outputs.ndim > 2 and outputs.shape[:-1] == targets.shape:
+        outputs = outputs.movedim(-1, 1)
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def mean_of_each(losses: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of each row of losses, over the targets that count."""
+    rows = losses.reshape(len(losses), -1)
+    if targets.is_floating_point() or losses.shape != targets.shape:
+        return rows.mean(dim=1)
+    counts = (targets != _IGNORED).reshape(len(targets), -1).sum(dim=1)
+    return rows.sum(dim=1) / counts.clamp(min=1)
