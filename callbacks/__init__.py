@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.jsonl import JsonlLog as JsonlLog
     from trainer_lib.callbacks.label_smoothing import LabelSmoothing as LabelSmoothing
     from trainer_lib.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
+    from trainer_lib.callbacks.live_control import LiveControl as LiveControl
+    from trainer_lib.callbacks.live_control import ask_run as ask_run
     from trainer_lib.callbacks.mixup import CutMix as CutMix
     from trainer_lib.callbacks.mixup import Mixup as Mixup
     from trainer_lib.callbacks.mixup import MixupOrCutMix as MixupOrCutMix
@@ -79,6 +81,7 @@ _HOMES = {
     "LabelSmoothing": "trainer_lib.callbacks.label_smoothing",
     "LambdaCallback": "trainer_lib.callbacks.functions",
     "LearningRateMonitor": "trainer_lib.callbacks.learning_rate",
+    "LiveControl": "trainer_lib.callbacks.live_control",
     "MLflowCallback": "trainer_lib.callbacks.trackers",
     "Mixup": "trainer_lib.callbacks.mixup",
     "MixupOrCutMix": "trainer_lib.callbacks.mixup",
@@ -101,6 +104,7 @@ _HOMES = {
     "TrackioCallback": "trainer_lib.callbacks.trackers",
     "WandbCallback": "trainer_lib.callbacks.trackers",
     "after": "trainer_lib.callbacks.functions",
+    "ask_run": "trainer_lib.callbacks.live_control",
     "before": "trainer_lib.callbacks.functions",
     "every": "trainer_lib.callbacks.functions",
     "once": "trainer_lib.callbacks.functions",
@@ -131,6 +135,7 @@ __all__ = [
     "LabelSmoothing",
     "LambdaCallback",
     "LearningRateMonitor",
+    "LiveControl",
     "MLflowCallback",
     "Mixup",
     "MixupOrCutMix",
@@ -151,6 +156,7 @@ __all__ = [
     "TrackioCallback",
     "WandbCallback",
     "after",
+    "ask_run",
     "before",
     "every",
     "once",
