@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.neftune import NEFTune as NEFTune
     from trainer_lib.callbacks.notebook import NotebookChart as NotebookChart
     from trainer_lib.callbacks.printer import Printer as Printer
+    from trainer_lib.callbacks.profile import Profile as Profile
     from trainer_lib.callbacks.progress import ProgressBar as ProgressBar
     from trainer_lib.callbacks.provenance import Provenance as Provenance
     from trainer_lib.callbacks.provenance import replay_batch as replay_batch
@@ -89,6 +90,7 @@ _HOMES = {
     "NEFTune": "trainer_lib.callbacks.neftune",
     "NotebookChart": "trainer_lib.callbacks.notebook",
     "Printer": "trainer_lib.callbacks.printer",
+    "Profile": "trainer_lib.callbacks.profile",
     "ProgressBar": "trainer_lib.callbacks.progress",
     "Provenance": "trainer_lib.callbacks.provenance",
     "SAM": "trainer_lib.callbacks.sam",
@@ -143,6 +145,7 @@ __all__ = [
     "NEFTune",
     "NotebookChart",
     "Printer",
+    "Profile",
     "ProgressBar",
     "Provenance",
     "SampleLosses",
