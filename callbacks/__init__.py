@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.model_summary import ModelSummary as ModelSummary
     from trainer_lib.callbacks.neftune import NEFTune as NEFTune
     from trainer_lib.callbacks.notebook import NotebookChart as NotebookChart
+    from trainer_lib.callbacks.predictions import Predictions as Predictions
     from trainer_lib.callbacks.printer import Printer as Printer
     from trainer_lib.callbacks.profile import Profile as Profile
     from trainer_lib.callbacks.progress import ProgressBar as ProgressBar
@@ -89,6 +90,7 @@ _HOMES = {
     "ModelSummary": "trainer_lib.callbacks.model_summary",
     "NEFTune": "trainer_lib.callbacks.neftune",
     "NotebookChart": "trainer_lib.callbacks.notebook",
+    "Predictions": "trainer_lib.callbacks.predictions",
     "Printer": "trainer_lib.callbacks.printer",
     "Profile": "trainer_lib.callbacks.profile",
     "ProgressBar": "trainer_lib.callbacks.progress",
@@ -144,6 +146,7 @@ __all__ = [
     "ModelSummary",
     "NEFTune",
     "NotebookChart",
+    "Predictions",
     "Printer",
     "Profile",
     "ProgressBar",
