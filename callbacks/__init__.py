@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.functions import once as once
     from trainer_lib.callbacks.garbage import GarbageSchedule as GarbageSchedule
     from trainer_lib.callbacks.gradient_norms import GradientNorms as GradientNorms
+    from trainer_lib.callbacks.histograms import Histograms as Histograms
     from trainer_lib.callbacks.jsonl import JsonlLog as JsonlLog
     from trainer_lib.callbacks.label_smoothing import LabelSmoothing as LabelSmoothing
     from trainer_lib.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
@@ -79,6 +80,7 @@ _HOMES = {
     "GarbageSchedule": "trainer_lib.callbacks.garbage",
     "GradientNorms": "trainer_lib.callbacks.gradient_norms",
     "GradualUnfreezing": "trainer_lib.callbacks.freezing",
+    "Histograms": "trainer_lib.callbacks.histograms",
     "JsonlLog": "trainer_lib.callbacks.jsonl",
     "LabelSmoothing": "trainer_lib.callbacks.label_smoothing",
     "LambdaCallback": "trainer_lib.callbacks.functions",
@@ -135,6 +137,7 @@ __all__ = [
     "GarbageSchedule",
     "GradientNorms",
     "GradualUnfreezing",
+    "Histograms",
     "JsonlLog",
     "LabelSmoothing",
     "LambdaCallback",
