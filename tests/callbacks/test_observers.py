@@ -12,10 +12,27 @@ import pytest
 import torch
 from torch import nn
 
+from tests.callbacks.by_hand import Named, assert_equal, trained, weights
 from tests.callbacks.loops import go_through, running
-from tests.trainer.tasks import arguments, network, trainer
+from tests.faults.trainings import Dies
+from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import FullyShardedDataParallelPlugin
-from trainer_lib.callbacks import CsvLog, Flops, GradientNorms, JsonlLog, ModelSummary, SystemMonitor, Timer, every
+from trainer_lib.callbacks import (
+    CsvLog,
+    Flops,
+    GradientNorms,
+    Histograms,
+    JsonlLog,
+    ModelSummary,
+    Predictions,
+    Profile,
+    Provenance,
+    SampleLosses,
+    SystemMonitor,
+    Timer,
+    every,
+    samples_of_step,
+)
 from trainer_lib.callbacks.flops import peak_of
 from trainer_lib.callbacks.tables import show_table
 from trainer_lib.callbacks.trackers import TrackerCallback
@@ -41,6 +58,57 @@ from trainer_lib.tracking.base import GeneralTracker
 def test_bad_options_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^(GradientNorms|Flops|ModelSummary)\((by|peak|depth)=.*: give "):
         wrong()
+
+
+# -- all of them at once ---------------------------------------------------------------------------------------------
+
+
+def all_of(folder: Path) -> list[Callback]:
+    """Return one of each callback that only looks."""
+    return [
+        CsvLog(folder / "history.csv"),
+        Flops(peak=1e9),
+        GradientNorms(),
+        Histograms("3 steps"),
+        ModelSummary(file=io.StringIO()),
+        Predictions(2),
+        Profile(after=2, steps=2, folder=folder),
+        Provenance(folder),
+        SampleLosses(),
+        SystemMonitor(),
+        Timer(),
+    ]
+
+
+def test_they_leave_training_as_it_is_also_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"save_every": 3, "optimizer": "adamw", "log_every": 2, "output_dir": tmp_path}
+    without = trained(model=network(dropout=0.2), optimizer="adamw")
+    with pytest.raises(InterruptedError):
+        trained(*all_of(tmp_path), Dies(8), model=network(dropout=0.2), eval_dataset=points(), **options)
+    options |= {"resume": "auto", "eval_dataset": points()}
+    assert_equal(trained(*all_of(tmp_path), model=network(dropout=0.2), **options), without)
+    steps = [row["step"] for row in rows_of(tmp_path / "history.csv") if row["loss"]]
+    assert steps == ["2", "4", "6", "8", "10"]
+    assert [len(samples_of_step(tmp_path, step)[0][0]) for step in range(1, 11)] == [8] * 10
+    assert "switched off" not in caplog.text
+
+
+def test_they_leave_training_on_two_processes_as_it_is(tmp_path: Path) -> None:
+    def body() -> tuple[Named, Named]:
+        options: dict[str, Any] = {"per_device_train_batch_size": 4, "log_every": 5}
+        seen = all_of(tmp_path)
+        run = trainer(arguments(**options), eval_dataset=points(), callbacks=seen)
+        run.fit()
+        assert set(seen) <= set(run.events)  # none was switched off
+        run.accelerator.free_memory()
+        plain = trainer(arguments(**options))
+        plain.fit()
+        return weights(run.unwrapped_model), weights(plain.unwrapped_model)
+
+    for with_them, without in run_forked(body, timeout=60):
+        assert_equal(with_them, without)
+    assert [row["step"] for row in rows_of(tmp_path / "history.csv")] == ["5", "5", "10", "10"]  # with evaluations
+    assert [len(batch) for (batch,) in samples_of_step(tmp_path, 1)] == [4, 4]
 
 
 # -- norms of gradients ----------------------------------------------------------------------------------------------
