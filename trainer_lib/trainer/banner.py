@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from trainer_lib.callbacks.printer import Printer
+from trainer_lib.callbacks.progress import ProgressBar
 from trainer_lib.foundation.every import Every
 from trainer_lib.trainer.deadline import deadline_in
 from trainer_lib.trainer.schedules import peak_first_last
@@ -33,8 +35,9 @@ def banner(fitting: "Fitting") -> str:
 
 
 def show(fitting: "Fitting") -> None:
-    """Write the banner, on the main process."""
-    if fitting.run.is_main_process:
+    """Write the banner, on the main process; a rehearsal has none, and neither has a run that nothing shows."""
+    shows = any(isinstance(one, (Printer, ProgressBar)) for one in fitting.events)
+    if fitting.run.is_main_process and shows and not fitting.trainer.is_rehearsing:
         sys.stderr.write(banner(fitting))
         sys.stderr.flush()
 

@@ -182,15 +182,16 @@ class Splitting:
         while size >= tried:
             size = -(-size // 2)
         self.size = size
-        _logger.warning(
-            "In step %d %d samples at once did not fit into memory of process %d. From now on batches are computed in "
-            "parts of %d; each update is that of the whole batch as before.",
-            step,
-            tried,
-            self._accelerator.process_index,
-            size,
-            main_process_only=False,
-        )
+        if not self._trainer.is_rehearsing:
+            _logger.warning(
+                "In step %d %d samples at once did not fit into memory of process %d. From now on batches are computed "
+                "in parts of %d; each update is that of the whole batch as before.",
+                step,
+                tried,
+                self._accelerator.process_index,
+                size,
+                main_process_only=False,
+            )
         self._events.fire("on_batch_size_reduced", run, size)
 
     # -- what cannot be split ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,6 +38,9 @@ from trainer_lib.trainer.quarantine import leave_out_while_evaluating
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saving import read_arguments, save_model
 from trainer_lib.trainer.signals import Signals
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.learning_rate_finder import LearningRateSweep
 
 _logger = get_logger(__name__)
 
@@ -115,6 +118,7 @@ class Trainer:
         self.weighs_nothing = False  # while this process takes part in an update without data of its own
         self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
         self._objective: Objective | None = None
+        self.is_rehearsing = False  # while a tool trains to find something out
         self._has_fitted = self._has_checked_loss = False
 
     @classmethod
@@ -232,6 +236,26 @@ class Trainer:
         loader = self._prepared_for_evaluation(given)
         target = None if to is None else local_path(to, "predict(to=…)")
         return self._evaluator.predict(self.run, self.prepared, loader, to=target)
+
+    def find_learning_rate(
+        self, lowest: float = 1e-7, highest: float = 10.0, updates: int = 100
+    ) -> "LearningRateSweep":
+        """Train for some updates at rates that rise, and return the losses and the rate at which they fell steepest.
+
+        Each rate is the one before times the same factor; there is no schedule. The sweep ends when the mean of three
+        losses is above four times that of the first three, or a loss is not finite. Afterwards all is as it was.
+
+        Args:
+            lowest: The first rate.
+            highest: The last one, if the loss stands that.
+            updates: How many updates there are between them.
+
+        Raises:
+            ConfigurationError: If there are several optimizers, or no data.
+        """
+        from trainer_lib.trainer.learning_rate_finder import find_learning_rate
+
+        return find_learning_rate(self, lowest, highest, updates)
 
     def save_model(self, output_dir: str | AnyPath) -> None:
         """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
