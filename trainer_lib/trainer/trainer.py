@@ -257,6 +257,23 @@ class Trainer:
 
         return find_learning_rate(self, lowest, highest, updates)
 
+    def find_batch_size(self, largest: int = 1024, updates: int = 2) -> int:
+        """Return how many samples a process can compute at once, as found by training on batches that double.
+
+        It begins at the size of the arguments, doubles it until a batch does not fit into memory, or halves it until
+        one does. With several processes it is what fits on each of them. Afterwards all is as it was.
+
+        Args:
+            largest: Where to stop. More samples than a process has are not tried either.
+            updates: How many updates to make with each size.
+
+        Raises:
+            NoExecutableBatchSizeError: If not even a single sample fits.
+        """
+        from trainer_lib.trainer.batch_size_finder import find_batch_size
+
+        return find_batch_size(self, largest, updates)
+
     def save_model(self, output_dir: str | AnyPath) -> None:
         """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
         self.prepare_models()
