@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks import machine
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000, help="of a run (default: 10000)")
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
+    torch.set_num_threads(1)  # as in the other benchmarks; a processor is left for what trackers do meanwhile
     print(f"{machine.describe()}; load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
         enqueueing(Path(folder))
