@@ -81,3 +81,20 @@ def test_a_batch_without_labels_on_one_process_ends_all_and_is_told() -> None:
     assert time.monotonic() - began < 15
     assert "Process 1 of 2 failed" in str(raised.value)
     assert "The batch has input and no target: none of labels" in str(raised.value)
+
+
+def test_an_evaluation_of_batches_that_lack_labels_on_one_process_is_told_on_all() -> None:
+    def evaluate() -> str:
+        rank = PartialState(cpu=True).process_index
+        x, y = points()
+
+        def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+            inputs, labels = (torch.stack(one) for one in zip(*samples, strict=True))
+            return {"input": inputs} if rank else {"input": inputs, "labels": labels}
+
+        with pytest.raises(DistributedOperationException) as raised:
+            trainer(collate_fn=collate).evaluate(list(zip(x, y, strict=True)))
+        return str(raised.value)
+
+    for text in run_forked(evaluate, (), 2, timeout=60):
+        assert text.startswith("Some batches have no loss, and others have one: 2 on process 1 have none.")

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
+from trainer_lib.state.process import PartialState
 from trainer_lib.trainer.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.rows import count_rows
 
 IGNORED = -100  # the label of what does not count, as in torch's cross entropy
 Weight = float | Tensor
 Measured = tuple[Tensor | float, Weight]
+MeanState = tuple[float, float, bool, int, int]
 
 
 class MeanMetric(Metric):
@@ -22,7 +24,7 @@ class MeanMetric(Metric):
 
     Args:
         name: Its name.
-        measure: Returns, for a batch, a sum and how many items it is a sum over; `None` for a batch without any.
+        measure: Returns, for a batch, a sum and how many items it is a sum over; `None` where no batch has any.
         finish: What becomes of the mean.
     """
 
@@ -37,23 +39,36 @@ class MeanMetric(Metric):
 
     def begin(self, device: torch.device) -> None:
         """Start over."""
-        self._sum = RunningSum(device)
+        self._sum, self._without = RunningSum(device), 0
 
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
         measured = self._measure(output)
-        if measured is not None:
+        if measured is None:
+            self._without += 1
+        else:
             self._sum.add(*measured)
 
-    def state(self) -> tuple[float, float, bool]:
-        """Return the sum, the weight, and whether anything was added."""
-        return self._sum.read()
+    def state(self) -> "MeanState":
+        """Return the sum, the weight, whether anything was added, and which batches had nothing."""
+        return *self._sum.read(), self._without, PartialState().process_index
 
-    def result(self, states: Sequence[tuple[float, float, bool]]) -> Any:
-        """Return the mean over all processes; by no name if nobody has anything."""
-        if not any(seen for _, _, seen in states):
+    def result(self, states: Sequence["MeanState"]) -> Any:
+        """Return the mean over all processes; by no name if nobody has anything.
+
+        Raises:
+            DistributedOperationException: If some batches have something, and some have not.
+        """
+        if not any(state[2] for state in states):
             return {}
-        total, weight = sum(one for one, _, _ in states), sum(weight for _, weight, _ in states)
+        without = [f"{count} on process {rank}" for _, _, _, count, rank in states if count]
+        if without:
+            raise DistributedOperationException(
+                f"Some batches have no {self.name}, and others have one: {', '.join(without)} have none. Do these lack "
+                "the labels? Return batches of the same keys from the dataset and the collate function, on all "
+                "processes."
+            )
+        total, weight = sum(state[0] for state in states), sum(state[1] for state in states)
         return self._finish(total / weight) if weight else math.nan
 
 
