@@ -11,6 +11,7 @@ import pytest
 from tests.runs.histories import line, make_run, training
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.runs.contents import contents
+from trainer_lib.runs.marks import marks
 from trainer_lib.runs.report import find_runs, write_report
 
 
@@ -161,3 +162,11 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
         write_report(find_runs([tmp_path / "one"]), file)
     assert file.read_text() == before
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_of_what_a_callback_told_at_length_there_is_the_beginning() -> None:
+    (mark,) = marks([{"event": "histograms", "step": 5, "of_step": 4, "counts": list(range(1000))}])
+    assert (mark["kind"], mark["title"], mark["step"]) == ("note", "histograms", 5)
+    assert mark["text"].startswith("of_step 4; counts 0, 1, 2, ")
+    assert mark["text"].endswith(" …")
+    assert len(mark["text"]) == 402

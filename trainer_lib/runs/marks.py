@@ -9,6 +9,7 @@ from trainer_lib.runs.history import PLACES
 from trainer_lib.runs.texts import duration, short
 
 _SHOWN = 400  # of one kind; a run may skip many steps
+_LONGEST = 400  # letters of what a callback told; the history has all of it
 _PLACED = (*PLACES, "time", "event")
 
 Entry = Mapping[str, Any]
@@ -59,7 +60,8 @@ def _told(name: str, entry: Entry) -> tuple[str, str, str]:
     if tell is not None:
         return tell(entry)
     facts = {key: value for key, value in entry.items() if key not in _PLACED}
-    return "note", name.replace("_", " "), "; ".join(f"{key} {short(value)}" for key, value in facts.items())
+    text = "; ".join(f"{key} {short(value)}" for key, value in facts.items())
+    return "note", name.replace("_", " "), text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 def _started(entry: Entry) -> tuple[str, str, str]:
