@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import plot, report
+import trainer_lib.callbacks
+from benchmarks import callbacks, plot, report
 from benchmarks.contestants.bare import Bare, BareAgain
 from benchmarks.contestants.base import Contestant
 from benchmarks.contestants.trainer import Trainer
@@ -121,3 +122,24 @@ def test_json_holds_every_run(comparison: Comparison, tmp_path: Path) -> None:
     assert told["rounds"] == 3
     assert told["scenarios"]["step"]["trainer_lib"]["cpu"] == [420e-6, 520e-6, 440e-6]
     assert told["scenarios"]["step"]["Accelerate"] == {"note": "not installed"}
+
+
+def test_each_callback_is_measured_or_it_is_told_why_not() -> None:
+    measured = {case.name.split()[0] for case in callbacks.cases()}
+    left_out = {name for names in callbacks.LEFT_OUT.values() for name in names.split()}
+    assert measured | left_out == set(trainer_lib.callbacks.__all__)
+    assert not measured & left_out
+
+
+@pytest.mark.parametrize("name", ["EMA as torch's AveragedModel", "NEFTune", "Throughput"])
+def test_callbacks_are_measured_beside_the_run_without_them(name: str, tmp_path: Path) -> None:
+    (case,) = (case for case in callbacks.cases() if case.name == name)
+    pairs = callbacks.measured(case, rounds=1, steps=4, folder=tmp_path)
+    assert all(time > 0 for having, none in pairs for time in (*having, *none))
+    assert callbacks.told(name, pairs).startswith(name)
+
+
+def test_figures_of_callbacks_are_those_of_pairs() -> None:
+    having, none = callbacks.Sample(cpu=3e-4, wall=4e-4), callbacks.Sample(cpu=2e-4, wall=4e-4)
+    told = callbacks.told("one", [(having, none), (having, having), (having, none)])
+    assert "cpu 1.500 (1.000 to 1.500), +100.0 µs a step; wall 1.000 (1.000 to 1.000), +0.0 µs" in told

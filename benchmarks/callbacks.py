@@ -1,0 +1,238 @@
+"""This file is what callbacks cost a step: `python -m benchmarks.callbacks`.
+
+The same training with one callback and without it, in turns; both have the callbacks that are there by default, but for
+those that are measured themselves. EMA stands beside torch's `AveragedModel`. The clock runs from the first step to the
+last, evaluations and logs (each 50 steps) included.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from benchmarks import machine
+from benchmarks.isolation import isolated
+from benchmarks.task import BATCH_SIZE, CLASSES, FEATURES, Task
+from trainer_lib import Trainer, TrainingArguments, callbacks
+from trainer_lib.events import Callback, Run
+
+_SIDE = 8  # of the pictures that a sample's features make up
+_WORDS, _LENGTH = 100, 16
+
+# What is measured elsewhere, has no steps, or shows something where nobody looks.
+LEFT_OUT = {
+    "benchmarks.trackers measures them": (
+        "ClearMLCallback CometCallback DVCLiveCallback MLflowCallback SwanLabCallback TensorBoardCallback "
+        "TrackerCallback TrackioCallback WandbCallback"
+    ),
+    "benchmarks.checkpoints measures it": "Checkpoint",
+    "it draws in a notebook": "NotebookChart",
+    "functions, which cost what they call": "after ask_run before every once replay_batch samples_of_step top_losses",
+}
+
+
+class Case(NamedTuple):
+    """A callback to measure.
+
+    Attributes:
+        name: That of its class first, and what is particular about it.
+        make: Makes it, and what it needs; it is given a folder for files.
+        on_tokens: Whether it is about sequences.
+        arguments: Those of the trainer, with the callback and without it.
+        by_default: Whether it is there unless it is taken out.
+    """
+
+    name: str
+    make: Callable[[Path], Sequence[Callback]]
+    on_tokens: bool = False
+    arguments: Mapping[str, Any] = {}
+    by_default: bool = False
+
+
+class Sample(NamedTuple):
+    """Seconds a step: of the training's thread, and by the clock."""
+
+    cpu: float
+    wall: float
+
+
+def averaged_by_torch(folder: Path) -> Sequence[Callback]:
+    """Return a callback that keeps a moving average as torch does."""
+    del folder
+    made: dict[str, Any] = {}
+
+    def begin(run: Run) -> None:
+        made["source"] = run.modules[""]
+        made["average"] = AveragedModel(run.modules[""], multi_avg_fn=get_ema_multi_avg_fn(0.999))
+
+    def step(run: Run) -> None:
+        del run
+        made["average"].update_parameters(made["source"])
+
+    return [callbacks.LambdaCallback(on_fit_begin=begin, on_step_end=step)]
+
+
+def cases() -> list[Case]:
+    """Return what there is to measure."""
+    evaluated = {"eval_every": "250 steps"}
+    far = "1000000 steps"
+    return [
+        Case("LearningRateMonitor", _one(callbacks.LearningRateMonitor), by_default=True),
+        Case("Throughput", _one(callbacks.Throughput), by_default=True),
+        Case("ProgressBar", _one(callbacks.ProgressBar), by_default=True),
+        Case("Printer", _one(callbacks.Printer)),
+        Case("JsonlLog", lambda folder: [callbacks.JsonlLog(folder / "history.jsonl")]),
+        Case("CsvLog", lambda folder: [callbacks.CsvLog(folder / "history.csv")]),
+        Case("LambdaCallback", _one(callbacks.LambdaCallback, on_step_end=lambda run: None)),
+        Case("EarlyStopping", _one(callbacks.EarlyStopping, "eval_loss", patience=10**6), arguments=evaluated),
+        Case("GarbageSchedule", _one(callbacks.GarbageSchedule, "500 steps")),
+        Case("GradientNorms by layer", _one(callbacks.GradientNorms)),
+        Case("SystemMonitor", _one(callbacks.SystemMonitor)),
+        Case("Flops", _one(callbacks.Flops, peak=1e12)),
+        Case("ModelSummary", _one(callbacks.ModelSummary)),
+        Case("Timer", _one(callbacks.Timer)),
+        Case("Histograms each 500 steps", _one(callbacks.Histograms)),
+        Case("Histograms each 100 steps", _one(callbacks.Histograms, "100 steps")),
+        Case("Histograms in each step", _one(callbacks.Histograms, "1 step")),
+        Case("Predictions", _one(callbacks.Predictions), arguments=evaluated),
+        Case("SampleLosses", _one(callbacks.SampleLosses)),
+        Case("Provenance", lambda folder: [callbacks.Provenance(folder)]),
+        Case("Profile of 5 steps", lambda folder: [callbacks.Profile(folder=folder)]),
+        Case("LiveControl", lambda folder: [callbacks.LiveControl(file=folder / "control")]),
+        Case("EMA", _one(callbacks.EMA, 0.999)),
+        Case("EMA as torch's AveragedModel", averaged_by_torch),
+        Case("EMA each 10 steps", _one(callbacks.EMA, 0.999, every="10 steps")),
+        Case("SWA each 10 steps", _one(callbacks.SWA, start=0.5, every="10 steps")),
+        Case("Freeze", _one(callbacks.Freeze, "1.weight", until=far)),
+        Case("GradualUnfreezing", _one(callbacks.GradualUnfreezing, "3.*", "1.*", every=far)),
+        Case("Mixup", _one(callbacks.Mixup, 0.2, num_classes=CLASSES)),
+        Case("CutMix", _one(callbacks.CutMix, 1.0, num_classes=CLASSES)),
+        Case("MixupOrCutMix", lambda _: [callbacks.MixupOrCutMix(*_mixing())]),
+        Case("LabelSmoothing", _one(callbacks.LabelSmoothing, 0.1)),
+        Case("SAM", _one(callbacks.SAM, 0.05)),
+        Case("ClipValue", _one(callbacks.ClipValue, 0.5)),
+        Case("AdaptiveClipping", _one(callbacks.AdaptiveClipping, 0.01)),
+        Case("AccumulationSchedule", _one(callbacks.AccumulationSchedule, {0: 1})),
+        Case("NEFTune", _one(callbacks.NEFTune, 5.0), on_tokens=True),
+        Case(
+            "SequenceLengthWarmup",
+            _one(callbacks.SequenceLengthWarmup, 8, _LENGTH, until=far),
+            on_tokens=True,
+        ),
+    ]
+
+
+def main() -> None:
+    """Measure, and print figures."""
+    known = cases()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.callbacks", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9, help="how often each runs (default: 9)")
+    parser.add_argument("--steps", type=int, default=1000, help="of a run (default: 1000)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="what the names of cases begin with")
+    arguments = parser.parse_args()
+    chosen = [case for case in known if arguments.only is None or case.name.startswith(tuple(arguments.only))]
+    if not chosen:
+        parser.error(f"--only: no case begins so. There are: {', '.join(case.name for case in known)}.")
+    print(f"{machine.describe()}; load {os.getloadavg()[0]:.1f}; {arguments.rounds} rounds of {arguments.steps} steps")
+    with tempfile.TemporaryDirectory() as folder:
+        for case in chosen:
+            print(told(case.name, measured(case, arguments.rounds, arguments.steps, Path(folder))), flush=True)
+    for reason, names in LEFT_OUT.items():
+        print(f"not here: {', '.join(names.split())} ({reason})")
+
+
+def measured(case: Case, rounds: int, steps: int, folder: Path) -> list[tuple[Sample, Sample]]:
+    """Return what runs took with a callback and without it; who comes first changes from round to round."""
+    train(case, steps // 10 or 1, folder, has_it=True)  # warms up
+    pairs: list[tuple[Sample, Sample]] = []
+    for number in range(rounds):
+        took = {
+            has_it: train(case, steps, folder, has_it) for has_it in ((True, False) if number % 2 else (False, True))
+        }
+        pairs.append((took[True], took[False]))
+    return pairs
+
+
+def told(name: str, pairs: Sequence[tuple[Sample, Sample]]) -> str:
+    """Return a line of figures: ratios of pairs, and what a step takes longer."""
+    words = [f"{name:28}"]
+    for place, what in enumerate(Sample._fields):
+        ratios = sorted(having[place] / none[place] for having, none in pairs)
+        more = median(having[place] - none[place] for having, none in pairs)
+        words.append(f"{what} {median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), {more * 1e6:+.1f} µs a step")
+    return "; ".join(words)
+
+
+def train(case: Case, steps: int, folder: Path, has_it: bool) -> Sample:
+    """Train, and return what a step took."""
+    times: dict[str, Sample] = {}
+
+    def note(name: str) -> Callable[[Run], None]:
+        return lambda run: times.__setitem__(name, Sample(time.thread_time(), time.perf_counter()))
+
+    clock = callbacks.LambdaCallback(on_epoch_begin=note("begin"), on_epoch_end=note("end"))
+    with isolated():
+        model, data = _tokens(steps) if case.on_tokens else _pictures(steps)
+        options: dict[str, Any] = {"eval_every": "never", **case.arguments}
+        arguments = TrainingArguments(
+            num_train_epochs=1,
+            per_device_train_batch_size=BATCH_SIZE,
+            log_every="50 steps",
+            progress_bar=True,
+            use_cpu=True,
+            **options,
+        )
+        made = case.make(folder) if has_it else []
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=data,
+            eval_dataset=tuple(column[: 4 * BATCH_SIZE] for column in data),
+            loss_fn=_each_token if case.on_tokens else cross_entropy,
+            callbacks=[clock, *made],
+        )
+        if case.by_default and not has_it:
+            trainer.events.remove(getattr(callbacks, case.name))
+        trainer.fit()
+        trainer.accelerator.free_memory()
+    return Sample(*((end - begin) / steps for begin, end in zip(times["begin"], times["end"], strict=True)))
+
+
+def _one(kind: Callable[..., Callback], *values: Any, **options: Any) -> Callable[[Path], Sequence[Callback]]:
+    return lambda folder: [kind(*values, **options)]
+
+
+def _mixing() -> tuple[Any, Any]:
+    return callbacks.Mixup(0.2, num_classes=CLASSES), callbacks.CutMix(1.0, num_classes=CLASSES)
+
+
+def _pictures(steps: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    task = Task(steps=steps)
+    inputs, labels = task.loader().dataset.tensors  # type: ignore[attr-defined]  # a TensorDataset
+    assert _SIDE * _SIDE == FEATURES
+    return nn.Sequential(nn.Flatten(), *task.model().children()), (inputs.view(-1, 1, _SIDE, _SIDE), labels)
+
+
+def _tokens(steps: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(_WORDS, (steps * BATCH_SIZE, _LENGTH), generator=generator)
+    model = nn.Sequential(nn.Embedding(_WORDS, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, _WORDS))
+    return model, (words, words.roll(1, dims=1))
+
+
+def _each_token(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+if __name__ == "__main__":
+    main()
