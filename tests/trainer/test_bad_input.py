@@ -302,15 +302,6 @@ def test_what_cannot_be_meant_is_refused_when_it_is_given(case: str) -> None:
     refused(*CONSTRUCTED[case])
 
 
-def test_arguments_of_hugging_face_are_told_apart() -> None:
-    transformers = pytest.importorskip("transformers")
-    refused(
-        ConfigurationError,
-        "from_transformers(args)",
-        lambda: Trainer(Head(), transformers.TrainingArguments("out", report_to=[], use_cpu=True)),
-    )
-
-
 # -- when fit begins, and the model is untouched ---------------------------------------------------------------------
 
 

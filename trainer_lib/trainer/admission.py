@@ -11,6 +11,7 @@ from trainer_lib.accelerator import Accelerator
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
 from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.deadline import check_ahead
+from trainer_lib.trainer.foreign_callbacks import adapted, is_transformers_kind
 from trainer_lib.trainer.losses import summed
 
 if TYPE_CHECKING:
@@ -91,19 +92,19 @@ def check_names(init: Callable[..., None], positional: Sequence[Any], named: Map
 
 
 def checked_arguments(args: Any) -> TrainingArguments:
-    """Return the arguments, or the default ones."""
+    """Return the arguments, or the default ones; those of Hugging Face's Trainer are converted."""
     if args is None:
         return TrainingArguments()
     if isinstance(args, TrainingArguments):
         return args
+    if is_transformers_kind(type(args), "TrainingArguments"):
+        return TrainingArguments.from_transformers(args)
     if isinstance(args, Mapping):
         hint = " Give TrainingArguments(**args)."
     elif isinstance(args, type):
         hint = f" That is a class. Give an object: {args.__name__}(…)."
     elif isinstance(args, str) or hasattr(args, "__fspath__"):
         hint = f" To read a file: TrainingArguments.from_file({str(args)!r})."
-    elif type(args).__name__.endswith("TrainingArguments"):
-        hint = " Convert them: TrainingArguments.from_transformers(args)."
     else:
         hint = " Data and all else goes by name, such as train_dataset=…."
     raise ConfigurationError(f"args must be trainer_lib.TrainingArguments, got a {type(args).__name__}.{hint}")
@@ -129,11 +130,12 @@ def checked_model(model: Any) -> nn.Module | Mapping[str, nn.Module]:
 
 
 def checked_callbacks(callbacks: Any) -> list[Any]:
-    """Return the callbacks as a list; what is in it is for the dispatcher to check."""
+    """Return the callbacks as a list, those of Hugging Face's Trainer adapted; the dispatcher checks what is in it."""
     if callbacks is None:
         return []
     if isinstance(callbacks, (list, tuple)):
-        return list(callbacks)
+        made = {id(one): adapted(one) for one in callbacks}
+        return [made[id(one)] for one in callbacks]  # the same object twice stays the same
     hint = f" Give [{type(callbacks).__name__}(…)]." if not isinstance(callbacks, (Mapping, str)) else ""
     raise ConfigurationError(f"callbacks must be a list of callbacks, got a {type(callbacks).__name__}.{hint}")
 

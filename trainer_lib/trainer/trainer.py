@@ -52,7 +52,7 @@ class Trainer:
 
     Args:
         model: The model; or several by name, for a `training_step` of your own.
-        args: The arguments.
+        args: The arguments; those of Hugging Face's Trainer are converted, with a note of what has no place here.
         train_dataset: What is trained on: a dataset of torch or of Hugging Face, a tuple of tensors or arrays, a list
             of samples, or a ready `DataLoader`.
         eval_dataset: What is evaluated on; or several by name.
@@ -63,7 +63,8 @@ class Trainer:
         compute_metrics: A function of all predictions and labels, as in Hugging Face's trainer.
         optimizer: An optimizer, a function that makes one of parameters, or several of these by name.
         scheduler: A schedule, a function that makes one of an optimizer, or several of these by name.
-        callbacks: Who listens, besides those that are there by default. One of a class that is there takes its place.
+        callbacks: Who listens, besides those that are there by default. One of a class that is there takes its place;
+            those of Hugging Face's Trainer are adapted.
         accelerator: The engine, if it is not to be made from the arguments.
 
     Example:
@@ -86,7 +87,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module | Mapping[str, nn.Module],
-        args: TrainingArguments | None = None,
+        args: TrainingArguments | Any = None,
         *,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -97,7 +98,7 @@ class Trainer:
         compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
         optimizer: Any = None,
         scheduler: Any = None,
-        callbacks: Sequence[Callback] | None = None,
+        callbacks: Sequence[Callback | Any] | None = None,
         accelerator: Accelerator | None = None,
     ) -> None:
         self.args = admission.checked_arguments(args).effective()

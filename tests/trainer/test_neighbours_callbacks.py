@@ -1,0 +1,297 @@
+"""Callbacks of Hugging Face's Trainer hear here what they hear there, and get what they ask for."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import EarlyStoppingCallback, ExportableState, TrainerCallback
+
+from tests.trainer.hugging_face import model, rows, their_arguments
+from tests.trainer.tasks import arguments, points, trainer
+from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers import run_forked
+
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+SEEN = ("global_step", "epoch", "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
+PLACE = ("is_world_process_zero", "is_local_process_zero")
+ARGUMENTS = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "max_steps", "num_train_epochs", "seed"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("train_batch_size", "eval_batch_size", "logging_strategy", "eval_strategy", "save_strategy", "save_steps"),
+    *("device", "n_gpu", "world_size", "process_index", "local_process_index", "parallel_mode", "should_save"),
+    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "bf16", "fp16", "use_cpu"),
+)
+
+
+class Hearing(TrainerCallback):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.arguments: dict[str, Any] = {}
+        self.logs: list[dict[str, float]] = []
+        self.histories: list[list[Any]] = []
+
+    def hear(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.told.append((event, {name: getattr(state, name) for name in (*SEEN, *PLACE)}))
+        assert {"model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader"} <= more.keys()
+        assert isinstance(more["model"], transformers.PreTrainedModel)
+        if event == "on_train_begin":
+            self.arguments = {name: getattr(args, name) for name in ARGUMENTS}
+            assert len(more["train_dataloader"]) == 6
+            assert args.to_sanitized_dict()["learning_rate"] == 0.01
+        if event == "on_optimizer_step":
+            assert more["optimizer"].param_groups[0]["lr"] >= 0
+            assert any(parameter.grad is not None for parameter in more["model"].parameters())
+        if event == "on_log":
+            self.logs.append(dict(more["logs"]))
+        self.histories.append([event, [one["step"] for one in state.log_history]])
+
+    def steps(self, event: str) -> list[int]:
+        """Return the steps at which an event was heard."""
+        return [seen["global_step"] for name, seen in self.told if name == event]
+
+
+for _name in EVENTS:
+    setattr(Hearing, _name, lambda self, *given, _name=_name, **more: self.hear(_name, *given, **more))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_they_hear_what_they_hear_there(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    args = their_arguments(tmp_path / "theirs", **options, save_strategy="steps", save_steps=3)
+    there, here = Hearing(), Hearing()
+    data = {"train_dataset": rows(24), "eval_dataset": rows(6)}
+    transformers.Trainer(model(), args, callbacks=[there], **data).train()
+    ours = TrainingArguments.from_transformers(args)
+    Trainer(model(), dataclasses.replace(ours, save_in_background=False), callbacks=[here], **data).fit()
+
+    def but_passes(heard: Hearing) -> list[Any]:
+        # Here a pass ends before its last update is logged, evaluated and saved.
+        return [one for one in heard.told if one[0] != "on_epoch_end"]
+
+    first, *rest = but_passes(here)
+    told = but_passes(there)
+    assert (first[0], told[0][0]) == ("on_init_end", "on_init_end")  # where there is no plan of the run yet
+    assert rest == told[1:]
+    assert here.steps("on_epoch_end") == there.steps("on_epoch_end") == [3, 6]
+    assert here.steps("on_substep_end") == [0, 1, 2, 3, 4, 5]
+    assert here.steps("on_save") == [3, 6]
+    assert here.steps("on_prediction_step") == [3, 3, 6, 6]
+    assert here.arguments == {**there.arguments, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    assert [one for one in here.histories[1:] if one[0] != "on_epoch_end"] == [
+        one for one in there.histories[1:] if one[0] != "on_epoch_end"
+    ]
+
+    assert len(here.logs) == len(there.logs) == 6  # 3 of training, 2 of evaluations, the totals
+    for ours_, theirs in zip(here.logs, there.logs, strict=True):
+        assert ours_.keys() >= theirs.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"} - {
+            "total_flos"
+        }
+        assert ours_["epoch"] == theirs["epoch"]
+        for name in {"loss", "grad_norm", "eval_loss", "train_loss"} & theirs.keys():
+            assert ours_[name] == pytest.approx(theirs[name], rel=2e-5), name
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_integrations_report(tmp_path: Path, processes: int) -> None:
+    def body() -> list[dict[str, float]]:
+        given = [TensorBoardCallback()]
+        args = arguments(output_dir=str(tmp_path), log_every=2, eval_every="1 epoch", save_every="never")
+        return trainer(args, eval_dataset=points(16), callbacks=given).fit().history
+
+    history = run_forked(body, num_processes=processes, timeout=60)[0] if processes > 1 else body()
+    (file,) = tmp_path.rglob("events.out.tfevents.*")  # the main process alone
+    read = EventAccumulator(str(file)).Reload()
+    logged = [(one["step"], one["loss"]) for one in history if "loss" in one]
+    evaluated = [(one["step"], one["eval_loss"]) for one in history if "eval_loss" in one]
+    assert len(logged) >= 3
+    assert len(evaluated) == 2
+    for tag, wanted in {"train/loss": logged, "eval/loss": evaluated}.items():
+        found = [(one.step, one.value) for one in read.Scalars(tag)]
+        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted]
+    assert [one.step for one in read.Scalars("train/train_runtime")] == [logged[-1][0]]
+    assert b"per_device_train_batch_size" in read.Tensors("args/text_summary")[0].tensor_proto.string_val[0]
+
+
+class Asking(TrainerCallback):
+    """Asks at steps for what there is to ask for, on one process."""
+
+    def __init__(self, process: int) -> None:
+        self.process, self.heard = process, list[str]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        if args.process_index == self.process:
+            control.should_save = state.global_step == 1
+            control.should_evaluate = state.global_step == 2
+            control.should_log = state.global_step == 3
+            control.should_training_stop = state.global_step == 4
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.heard.append(f"save {state.global_step}")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.heard.append(f"evaluate {state.global_step}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        if "loss" in logs:
+            self.heard.append(f"log {state.global_step}")
+            logs["doubled"] = 2 * logs["loss"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_they_ask_for_is_done_on_all_processes(tmp_path: Path, processes: int) -> None:
+    def body() -> tuple[list[str], int, str | None, Any]:
+        asking = Asking(process=processes - 1)
+        args = arguments(
+            output_dir=str(tmp_path),
+            num_train_epochs=9,
+            per_device_train_batch_size=4,
+            log_every="never",
+            eval_every="never",
+            save_every="never",
+            keep_best=0,
+            save_in_background=False,
+        )
+        result = trainer(args, eval_dataset=points(16), callbacks=[asking]).fit()
+        last = next(one for one in result.history if "doubled" in one)
+        return asking.heard, result.state.step, result.state.reason, last["doubled"] / last["loss"]
+
+    late = processes - 1  # with the next update, whose gradients take it along
+    for heard, step, reason, doubled in run_forked(body, num_processes=processes, timeout=60) if late else [body()]:
+        assert heard[:3] == [f"save {1 + late}", f"evaluate {2 + late}", f"log {3 + late}"]
+        assert step == 4 + late
+        assert reason == ("Asking asked for it" if not late else reason)
+        assert doubled == 2
+
+
+def test_one_of_their_own_that_raises_ends_the_run_and_an_integration_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 2:
+                raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match=r"^broken$"):
+        trainer(callbacks=[Broken()]).fit()
+
+    def on_log(self: Any, *given: Any, **more: Any) -> None:
+        raise OSError("the server is gone")
+
+    monkeypatch.setattr(TensorBoardCallback, "on_log", on_log)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert trainer(callbacks=[TensorBoardCallback()]).fit().status == "finished"
+    assert "TensorBoardCallback raised in on_log" in caplog.text
+
+
+class Patience(TrainerCallback, ExportableState):
+    """Counts evaluations in its state, and stops at a number of them."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count = most, 0
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.count += 1
+        control.should_training_stop = self.count == self.most
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"most": self.most}, "attributes": {"count": self.count}}
+
+
+class Pulled(TrainerCallback):
+    """Ends a run by an error."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyError("pulled")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_states_survive_a_restart(tmp_path: Path, processes: int) -> None:
+    def body() -> tuple[list[int], list[Any]]:
+        def run(resume: str, *callbacks: Any) -> Any:
+            args = arguments(
+                output_dir=str(tmp_path),
+                num_train_epochs=9,
+                per_device_train_batch_size=8 // processes,
+                learning_rate=0.0,  # no evaluation is better than the first
+                eval_every="5 steps",
+                save_every="5 steps",
+                save_in_background=False,
+                resume=resume,
+            )
+            return trainer(args, eval_dataset=points(16), callbacks=list(callbacks)).fit().state
+
+        stopping, counting = EarlyStoppingCallback(early_stopping_patience=3), Patience(most=9)
+        with pytest.raises(KeyError, match="pulled"):
+            run("never", stopping, counting, Pulled(12))
+        assert (stopping.early_stopping_patience_counter, counting.count) == (1, 2)
+        stopping, counting = EarlyStoppingCallback(early_stopping_patience=3), Patience(most=9)
+        ended = run("auto", stopping, counting)
+        return [ended.step, stopping.early_stopping_patience_counter, counting.count, counting.most], [ended.reason]
+
+    for numbers, reasons in run_forked(body, num_processes=processes, timeout=60) if processes > 1 else [body()]:
+        assert numbers == [20, 3, 4, 9]  # the evaluations at 5, 10, 15 and 20
+        assert reasons == ["EarlyStoppingCallback asked for it"]
+
+
+def test_evaluations_and_predictions_outside_training_are_told() -> None:
+    heard: list[Any] = []
+
+    class Outside(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **more: Any) -> None:
+            heard.append(("evaluate", state.global_step, sorted(metrics), state.log_history[-1]["eval_loss"]))
+
+        def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
+            heard.append(("predict", args.per_device_eval_batch_size, control.should_log))
+
+    one = trainer(eval_dataset=points(16), callbacks=[Outside()])
+    loss = one.evaluate()["eval_loss"]
+    one.predict(points(8))
+    assert heard == [("evaluate", 0, ["eval_loss"], loss), ("predict", 8, False)]
+
+
+class EndsPasses(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        control.should_epoch_stop = True
+
+
+class Pushes(TrainerCallback):
+    def on_push_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: trainer(callbacks=[EarlyStoppingCallback]), r"the class EarlyStoppingCallback\. Give an object"),
+        (lambda: trainer(callbacks=[EndsPasses()]).fit(), "EndsPasses asks for the end of an epoch"),
+        (lambda: trainer(callbacks=2 * [EndsPasses()]), "callbacks has the same AdaptedCallback twice"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make()
+
+
+def test_what_is_never_told_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        trainer(callbacks=[Pushes()])
+    assert "Pushes listens to on_push_begin" in caplog.text
+
+
+def test_who_does_not_listen_is_not_called() -> None:
+    given = trainer(callbacks=[TrainerCallback()])
+    assert not any(given.events.listens(event) for event in ("on_micro_batch_end", "on_optimizer_step_begin"))
