@@ -21,6 +21,7 @@ from trainer_lib.logging import get_logger
 from trainer_lib.runs import HISTORY_FILE, RunFolder
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import banner, differences, history, preflight
+from trainer_lib.trainer.adapters import Adapters
 from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.deadline import AUTO, Deadline, check_ahead, deadline_in
 from trainer_lib.trainer.engine import accumulation_steps
@@ -100,8 +101,11 @@ class Fitting:
         self._watching = ExitStack()
         self.bad_samples, self.splitting = BadSamples(self), Splitting(self)
         accelerator.register_for_checkpointing(_Saved(self))
+        adapters = Adapters(accelerator)
         self._handles = [
             accelerator.register_save_state_pre_hook(self._write_beside),
+            accelerator.register_save_state_pre_hook(adapters.leave_out),
+            accelerator.register_load_state_pre_hook(adapters.put_back),
             accelerator.register_state_facts(lambda: facts_of(self.trainer, self.run, self.saves.reasons)),
         ]
         self.saves = Saves(self)

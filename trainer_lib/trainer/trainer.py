@@ -131,7 +131,7 @@ class Trainer:
             model: A model of the same kind.
             **options: What else the trainer takes: datasets, metrics, callbacks.
         """
-        from trainer_lib.checkpointing.weights import load_checkpoint_in_model
+        from trainer_lib.trainer.adapters import load_weights
 
         folder = checkpoint_at(checkpoint)
         # A date is that of the job that it was given for.
@@ -143,8 +143,23 @@ class Trainer:
                 "from_checkpoint takes one model, and this run has several. Give the arguments: "
                 f"Trainer(models, args).fit(resume={str(folder)!r})."
             )
-        load_checkpoint_in_model(model, folder, strict=True)
+        load_weights(model, folder)
         return cls(model, args, **options)
+
+    @classmethod
+    def from_transformers(cls, trainer: Any, **options: Any) -> Self:
+        """Return a trainer of what a `transformers.Trainer` trains, and tell what of it has no place here.
+
+        Its model, data, collator, metrics, optimizer and callbacks are taken over, and its arguments converted. What a
+        class of its own overrides, one derived from this has to override too.
+
+        Args:
+            trainer: The trainer of Hugging Face.
+            **options: What is said otherwise than there.
+        """
+        from trainer_lib.trainer.foreign_trainers import options_of
+
+        return cls(**options_of(trainer, cls, options))
 
     # -- what one calls ------------------------------------------------------------------------------------------
 
