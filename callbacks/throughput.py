@@ -96,7 +96,8 @@ class Throughput(Callback):
     def _place(self, run: Run) -> "_Place":
         seconds = time.perf_counter() - sum(self._pauses.values())
         if run.accelerator is not None:  # after the last step, the loader is that of before
-            self._loader = run.accelerator.gradient_state.active_dataloader or self._loader
+            active = run.accelerator.gradient_state.active_dataloader
+            self._loader = self._loader if active is None else active  # which may have no length, and so no truth
         self._waited = getattr(self._loader, "seconds_waited", self._waited)
         tokens = float(self._tokens) * self._processes
         return _Place(run.state.step, run.state.samples, seconds, tokens, self._waited or 0.0)

@@ -1,12 +1,13 @@
 """This file is the tests of how fast training is said to go."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.callbacks.loops import running
 from trainer_lib import Accelerator
@@ -80,6 +81,26 @@ def test_the_share_of_time_that_batches_are_waited_for(clock: Clock) -> None:
     assert log(events, run) == {"samples_per_second": 8.0, "steps_per_second": 1.0, "data_wait": 0.0}
     events.fire("on_fit_end", run)
     assert throughput.summary()["data_wait"] == 2.0 / 9.0
+
+
+def test_a_loader_without_a_length_is_waited_for_too(clock: Clock) -> None:
+    class Slow(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            for number in range(5):  # one is read ahead
+                clock.now += 0.25
+                yield number
+
+    run = running()
+    run.accelerator = Accelerator(cpu=True)
+    loader = run.accelerator.prepare(DataLoader(Slow(), batch_size=1))
+    throughput, shares = Throughput(), list[float]()
+    throughput.on_fit_begin(run)
+    for _ in loader:
+        advance(run, clock, 1, 0.75)
+        values: dict[str, float] = {}
+        throughput.on_log(run, values)
+        shares.append(values["data_wait"])
+    assert shares[1:4] == [0.25] * 3
 
 
 def test_evaluations_and_saving_do_not_count(clock: Clock) -> None:
