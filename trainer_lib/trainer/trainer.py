@@ -41,6 +41,7 @@ from trainer_lib.trainer.signals import Signals
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.learning_rate_finder import LearningRateSweep
+    from trainer_lib.trainer.preview import Preview
 
 _logger = get_logger(__name__)
 
@@ -252,6 +253,19 @@ class Trainer:
         loader = self._prepared_for_evaluation(given)
         target = None if to is None else local_path(to, "predict(to=…)")
         return self._evaluator.predict(self.run, self.prepared, loader, to=target)
+
+    def preview(self, batches: int = 2) -> "Preview":
+        """Return what there is to see of the first batches of training, as the model gets them.
+
+        That is after collation, on the device, and with what callbacks such as `Mixup` make of them. With several
+        processes each sees its own; all have to call it. Afterwards all is as it was.
+
+        Args:
+            batches: How many.
+        """
+        from trainer_lib.trainer.preview import preview
+
+        return preview(self, batches)
 
     def find_learning_rate(
         self, lowest: float = 1e-7, highest: float = 10.0, updates: int = 100
