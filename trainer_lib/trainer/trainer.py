@@ -42,6 +42,7 @@ from trainer_lib.trainer.signals import Signals
 if TYPE_CHECKING:
     from trainer_lib.trainer.learning_rate_finder import LearningRateSweep
     from trainer_lib.trainer.preview import Preview
+    from trainer_lib.trainer.search import SearchResult, Space
 
 _logger = get_logger(__name__)
 
@@ -303,6 +304,35 @@ class Trainer:
         from trainer_lib.trainer.batch_size_finder import find_batch_size
 
         return find_batch_size(self, largest, updates)
+
+    def search(
+        self,
+        space: "Space",
+        n: int = 20,
+        *,
+        metric: str | None = None,
+        greater_is_better: bool | None = None,
+        study: Any = None,
+    ) -> "SearchResult":
+        """Train `n` times with other arguments, as optuna proposes, and return which were best.
+
+        Each trial begins at the model as it is now, in a run folder of its own in `output_dir/search`. Afterwards the
+        model is as it was. A trial that runs out of memory or is not finite has failed, and the search goes on.
+
+        Args:
+            space: For each argument what to choose from: a list, a range `(low, high)`, or `(low, high, "log")`; or a
+                function of optuna's trial that returns arguments by name.
+            n: How many trials.
+            metric: What to go by, in its last evaluation; by default what says which evaluation is the best.
+            greater_is_better: Whether more of it is better; known for well-known names.
+            study: A study of optuna's to go on with; by default a new one, seeded by `seed`.
+
+        Raises:
+            MissingPackageError: Without the extra `search`.
+        """
+        from trainer_lib.trainer.search import search
+
+        return search(self, space, n, metric, greater_is_better, study)
 
     def save_model(self, output_dir: str | AnyPath) -> None:
         """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""

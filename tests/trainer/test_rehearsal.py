@@ -1,0 +1,276 @@
+"""What the trainer's tools leave as it was: everything, to the bit, on one process and on two."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from tests.trainer.tasks import arguments, network, points, trainer
+from trainer_lib import ConfigurationError, Trainer, Transformer, set_seed
+from trainer_lib.callbacks import EMA, Mixup
+from trainer_lib.events import Callback, Run
+from trainer_lib.launchers import run_forked
+
+Use = Callable[[Trainer], Any]
+
+_EXACT = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+class Own(nn.Module):
+    """A network with running statistics, dropout, and a count that it keeps as a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+        self.layers[0].bias.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(x) * (1 + 1 / (10 + self.calls))
+
+
+class Unfreezes(Transformer):
+    """Does to a model what nothing of the tools does: it changes what is trained, and a plain number."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def on_fit_begin(self, run: Run) -> None:
+        self.begun += 1
+        run.modules[""].calls += 100  # type: ignore[operator]
+
+
+class Writes(Callback):
+    """Tells whoever looks that it was called."""
+
+    steps = 0
+
+    def on_step_end(self, run: Run) -> None:
+        Writes.steps += not run.trainer.args.output_dir  # which trials have
+
+
+def made(output_dir: Path | None = None, **options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "max_steps": 8,
+        "log_every": 1,
+        "eval_every": "4 steps",
+        "gradient_accumulation_steps": 2,
+    }
+    args = arguments(**{**defaults, "output_dir": output_dir, **options.pop("args", {})})
+    callbacks = [EMA(0.9), Mixup(0.4, num_classes=2), Unfreezes(), Writes()]
+    given = {"callbacks": callbacks, "eval_dataset": points(16), **options}
+    return trainer(args, **{"model": Own(), **given})
+
+
+def tools(n: int = 2) -> dict[str, Use]:
+    return {
+        "find_learning_rate": lambda one: one.find_learning_rate(1e-3, 1e3, updates=12),
+        "find_batch_size": lambda one: one.find_batch_size(largest=16),
+        "preview": lambda one: one.preview(3),
+        "search": lambda one: one.search({"learning_rate": (0.001, 0.1, "log")}, n=n),
+    }
+
+
+def outcome(one: Trainer) -> dict[str, Any]:
+    """Return all that a run comes to, and where the generators stand after it."""
+    result = one.fit()
+    model = one.unwrapped_model
+    return {
+        "history": [{name: entry.get(name) for name in _EXACT} for entry in result.history],
+        "weights": [tensor.clone() for tensor in model.state_dict().values()],
+        "calls": getattr(model, "calls", 0),
+        "drawn": [torch.rand(1).item(), random.random(), float(np.random.rand())],
+    }
+
+
+def state(one: Trainer) -> dict[str, Any]:
+    """Return all that a tool is to leave as it was."""
+    model: Any = one.model
+    given = one.optimizer if isinstance(one.optimizer, torch.optim.Optimizer) else None
+    engine = one.accelerator
+    return {
+        "weights": [tensor.clone() for tensor in model.state_dict().values()],
+        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "trained": [parameter.requires_grad for parameter in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "calls": getattr(model, "calls", 0),
+        "optimizer": None if given is None else repr(given.state_dict()),
+        "rate": None if given is None else given.param_groups[0]["lr"],
+        "generators": (torch.get_rng_state(), random.getstate(), repr(np.random.get_state())),
+        "attributes": {n: v for n, v in vars(one).items() if n not in ("prepared", "_evaluator", "run")},
+        "callbacks": [(callback, dict(vars(callback))) for callback in one.events],
+        "heard": Writes.steps,
+        "engine": [len(engine._optimizers), len(engine._schedulers), len(engine._dataloaders)],
+        "steps": engine.gradient_accumulation_steps,
+    }
+
+
+def same(actual: Any, expected: Any) -> bool:
+    if isinstance(actual, Tensor):
+        return bool(torch.equal(actual, expected))
+    if isinstance(actual, dict):
+        return actual.keys() == expected.keys() and all(same(actual[name], expected[name]) for name in actual)
+    if isinstance(actual, (list, tuple)):
+        return len(actual) == len(expected) and all(map(same, actual, expected))
+    return actual is expected or bool(actual == expected)
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    different = [name for name in expected if not same(actual[name], expected[name])]
+    assert not different, different
+
+
+@pytest.mark.parametrize("tool", ["find_learning_rate", "find_batch_size", "preview", "search"])
+def test_a_run_after_a_tool_is_the_run_without_it(tool: str, tmp_path: Path) -> None:
+    if tool == "search":
+        pytest.importorskip("optuna")
+    expected = outcome(plain := made())
+    plain.accelerator.free_memory()
+    folder = tmp_path / "runs"
+    one = made(folder)
+    gradient = torch.full((2, 8), 0.25)
+    one.model.layers[3].weight.grad = gradient.clone()  # type: ignore[union-attr]  # which fit adds to, or drops
+    before = state(one)
+    tools()[tool](one)
+    assert_same(state(one), before)
+    assert [path.name for path in folder.glob("*")] == (["search"] if tool == "search" else [])
+    one.model.zero_grad()  # type: ignore[union-attr]
+    assert_same(outcome(one), expected)
+
+
+@pytest.mark.parametrize("tool", ["find_learning_rate", "find_batch_size", "preview"])
+def test_objects_that_were_given_are_as_they_were(tool: str) -> None:
+    """With an optimizer that has a state, its schedule, and no seed, after an evaluation and between two runs."""
+
+    def run(use: Use) -> list[Any]:
+        set_seed(5)
+        model = Own()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        model(points()[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        args = {"seed": None, "max_steps": 3}
+        one = made(args=args, model=model, optimizer=optimizer, scheduler=schedule, callbacks=[])
+        metrics: dict[str, Any] = one.evaluate()
+        for _ in range(2):
+            before = state(one)
+            use(one)
+            assert_same(state(one), before)
+            metrics[f"{len(metrics)}"] = outcome(one)
+        one.accelerator.free_memory()
+        return [metrics, one.evaluate(), schedule.last_epoch, schedule.get_last_lr()]
+
+    assert same(run(tools()[tool]), run(lambda one: None))
+
+
+def test_processes_leave_all_as_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+
+    def train() -> list[Any]:
+        outcomes: list[Any] = []
+        for use in (repr, *tools(n=1).values()):
+            one = made(tmp_path)
+            one.prepare_models()
+            before = state(one)
+            use(one)
+            assert_same(state(one), before)
+            outcomes.append(outcome(one))
+            one.accelerator.free_memory()
+        for other in outcomes[1:]:
+            assert_same(other, outcomes[0])
+        return outcomes[0]["history"]
+
+    first, second = run_forked(train, (), 2, timeout=90)
+    assert first == second
+    assert len(first) > 8
+
+
+class Fails(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls == 5:
+            raise RuntimeError("the sixth call")
+        return super().forward(x)
+
+
+def test_a_tool_that_fails_leaves_all_as_it_was() -> None:
+    one = made(model=Fails(), callbacks=[])
+    before = state(one)
+    with pytest.raises(RuntimeError, match="the sixth call"):
+        one.find_learning_rate(1e-3, 1e-1, updates=10)
+    assert_same(state(one), before)
+
+
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(*points(), strict=True))
+
+
+class Once(Numbers):
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
+def test_data_that_is_read_anew_is_read_from_its_beginning() -> None:
+    def losses(use: Use) -> list[float]:
+        one = trainer(arguments(max_steps=6, log_every=1, num_train_epochs=None), train_dataset=Numbers())
+        use(one)
+        return [entry["loss"] for entry in one.fit().history]
+
+    assert losses(lambda one: one.preview()) == losses(lambda one: one.find_learning_rate(updates=10))
+    loader = DataLoader(TensorDataset(*points()), batch_size=8, shuffle=True, generator=torch.Generator())
+    drawn = loader.generator.get_state()  # type: ignore[union-attr]
+    trainer(train_dataset=loader).preview()
+    assert torch.equal(loader.generator.get_state(), drawn)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tool", ["find_learning_rate", "find_batch_size", "preview", "search"])
+def test_what_cannot_be_rehearsed_is_refused(tool: str) -> None:
+    class During(Callback):
+        def on_fit_begin(self, run: Run) -> None:
+            getattr(run.trainer, tool)(*options)
+
+    options = ({"learning_rate": [0.1]},) if tool == "search" else ()
+    told = rf"{tool}\(\) "
+    with pytest.raises(ConfigurationError, match=told + r"trains for itself, and fit\(\) is under way"):
+        trainer(callbacks=[During()]).fit()
+    with pytest.raises(ConfigurationError, match=told + "needs data"):
+        getattr(trainer(train_dataset=None), tool)(*options)
+    with pytest.raises(ConfigurationError, match=told + r".*\(Once\), which can be read once only"):
+        getattr(trainer(train_dataset=Once()), tool)(*options)
+
+
+def test_a_callback_that_cannot_be_copied_is_named() -> None:
+    class Locked(Transformer):
+        def __init__(self) -> None:
+            self.generator = (number for number in range(3))
+
+    with pytest.raises(ConfigurationError, match=r"preview\(\) trains with copies .* Locked cannot be copied"):
+        trainer(callbacks=[Locked()]).preview()
+
+
+def test_copies_of_callbacks_know_the_same_model() -> None:
+    class Knows(Transformer):
+        seen: list[Any] = []  # noqa: RUF012
+
+        def __init__(self, model: nn.Module) -> None:
+            self.model, self.weight = model, model[3].weight  # type: ignore[index]
+
+        def on_fit_begin(self, run: Run) -> None:
+            Knows.seen.append((self.model is run.modules[""], self.weight is run.modules[""][3].weight, self))  # type: ignore[index]
+
+    model = network()
+    given = Knows(model)
+    trainer(model=model, callbacks=[given]).preview()
+    ((same_model, same_weight, copy),) = Knows.seen
+    assert same_model
+    assert same_weight
+    assert copy is not given
