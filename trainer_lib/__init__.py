@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
     from trainer_lib.seeding import set_seed as set_seed
     from trainer_lib.state import AcceleratorState as AcceleratorState
+    from trainer_lib.sklearn import TrainerClassifier as TrainerClassifier
+    from trainer_lib.sklearn import TrainerRegressor as TrainerRegressor
     from trainer_lib.state import GradientState as GradientState
     from trainer_lib.state import PartialState as PartialState
     from trainer_lib.tracking.base import GeneralTracker as GeneralTracker
@@ -95,7 +97,9 @@ _HOMES = {
     "Trainer": "trainer_lib.trainer.trainer",
     "TrainerLibError": "trainer_lib.foundation.errors",
     "TrainingArguments": "trainer_lib.trainer.arguments",
+    "TrainerClassifier": "trainer_lib.sklearn",
     "Transformer": "trainer_lib.events",
+    "TrainerRegressor": "trainer_lib.sklearn",
     "UnsupportedError": "trainer_lib.foundation.errors",
     "WorldError": "trainer_lib.foundation.errors",
     "debug_launcher": "trainer_lib.launchers",
@@ -109,6 +113,7 @@ _HOMES = {
 }
 __all__ = [
     "Accelerator",
+# All but the estimators of scikit-learn, so that `from trainer_lib import *` works without it.
     "AcceleratorState",
     "AutocastKwargs",
     "Callback",

@@ -541,6 +541,11 @@ class Accelerator(Reporting, Persistence):
             >>> model = accelerator.prepare(torch.nn.Linear(2, 2))
             >>> (model,) = accelerator.free_memory(model)
         """
+        self.release()
+        return release_memory(*objects)
+
+    def release(self) -> None:
+        """Let go of all prepared objects, and of the settings, without collecting garbage."""
         self._background.release()
         for model in self._models:
             undo_compilation(model)
@@ -555,7 +560,6 @@ class Accelerator(Reporting, Persistence):
         self.gradient_state.sync_gradients = True
         self.strategy.release()
         self.state.release()
-        return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
         """Do as `free_memory` does."""

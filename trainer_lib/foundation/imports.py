@@ -43,13 +43,20 @@ def is_package_available(module: str, distribution: str | None = None) -> bool:
     return True
 
 
-def require(module: str, extra: str) -> ModuleType:
-    """Import an optional package, or say which extra brings it."""
+def require(module: str, extra: str, distribution: str | None = None) -> ModuleType:
+    """Import an optional package, or say which extra brings it.
+
+    Args:
+        module: The name in the import statement.
+        extra: The extra.
+        distribution: The name it is installed under, if that is another one.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingPackageError(
-            f"{module} is not installed. Install it with `pip install {module}` or `pip install trainer-lib[{extra}]`."
+            f"{module} is not installed. Install it with `pip install {distribution or module}` or "
+            f"`pip install trainer-lib[{extra}]`."
         ) from error
 
 

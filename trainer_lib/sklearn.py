@@ -1,0 +1,376 @@
+"""This file is scikit-learn's side of training: a classifier and a regressor that a `Trainer` fits."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trainer_lib.callbacks.printer import Printer
+from trainer_lib.callbacks.progress import ProgressBar
+from trainer_lib.checkpointing.generators import Generators
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnsupportedError
+from trainer_lib.foundation.imports import require
+from trainer_lib.seeding import set_seed
+from trainer_lib.state import PartialState
+from trainer_lib.trainer.admission import checked_arguments
+from trainer_lib.trainer.argument_values import NEVER
+from trainer_lib.trainer.arguments import TrainingArguments
+from trainer_lib.trainer.losses import LossResult, summed
+from trainer_lib.trainer.trainer import Trainer
+
+require("sklearn", "sklearn", "scikit-learn")
+
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+
+Array = np.ndarray[Any, Any]
+_PARTS = ("args", "module_kwargs")  # whose values are parameters too: args__learning_rate
+
+
+class _Estimator(BaseEstimator):
+    """What the two have in common: their parameters, and how a `Trainer` fits and asks their module."""
+
+    _loss: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self,
+        module: Callable[..., nn.Module],
+        args: TrainingArguments | None = None,
+        *,
+        module_kwargs: Mapping[str, Any] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        optimizer: Callable[[Any], Any] | None = None,
+        scheduler: Callable[[Any], Any] | None = None,
+        metrics: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.module = module
+        self.args = args
+        self.module_kwargs = module_kwargs
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.metrics = metrics
+        self.callbacks = callbacks
+        self.verbose = verbose
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the parameters by name, with `deep` those of `args` and `module_kwargs` too: `args__learning_rate`."""
+        parameters: dict[str, Any] = super().get_params(deep=deep)
+        if deep:
+            for part, values in self._parts().items():
+                parameters |= {f"{part}__{name}": value for name, value in values.items()}
+        return parameters
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters by name; those of `args` and `module_kwargs` as `args__learning_rate=0.1`."""
+        inside: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
+        own: dict[str, Any] = {}
+        for name, value in params.items():
+            part, _, within = name.partition("__")
+            target, key = (inside[part], within) if within and part in inside else (own, name)
+            target[key] = value
+        super().set_params(**own)
+        if inside["args"]:  # made anew: what was given may be that of others, too
+            self.args = dataclasses.replace(checked_arguments(self.args), **inside["args"])
+        if inside["module_kwargs"]:
+            self.module_kwargs = {**(self.module_kwargs or {}), **inside["module_kwargs"]}
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled, with the weights on the CPU, so that any machine can read them."""
+        own: Any = super().__getstate__()
+        state: dict[str, Any] = {**own}
+        module = state.get("module_")
+        if module is not None and any(one.device.type != "cpu" for one in module.parameters()):
+            state["module_"] = copy.deepcopy(module).cpu()
+        return state
+
+    # -- private -------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> dict[str, Mapping[str, Any]]:
+        args = TrainingArguments() if self.args is None else self.args
+        return {
+            "args": {name: getattr(args, name) for name in getattr(args, "__dataclass_fields__", ())},
+            "module_kwargs": self.module_kwargs if isinstance(self.module_kwargs, Mapping) else {},
+        }
+
+    def _train(self, data: tuple[Array, ...], outputs: int, eval_set: tuple[Array, Array] | None) -> None:
+        """Make a module and train it on inputs, targets and possibly weights."""
+        args = checked_arguments(self.args)
+        if args.fsdp or args.parallelism is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__} keeps a whole module. Leave fsdp and parallelism out of args."
+            )
+        if args.resume != NEVER:
+            raise ConfigurationError(
+                f"{type(self).__name__}: fit begins anew each time, and args has resume={args.resume!r}. Leave it out."
+            )
+        with _seeded(args):
+            trainer = self._trainer(
+                _Weighted if len(data) == 3 else Trainer,
+                self._made(data[0].shape[1], outputs),
+                args,
+                train_dataset=data,
+                eval_dataset=eval_set,
+                optimizer=self.optimizer,
+                scheduler=self.scheduler,
+                metrics=self.metrics,
+            )
+            try:
+                self.result_ = trainer.fit()
+                self.module_ = trainer.unwrapped_model
+            finally:
+                trainer.accelerator.release()
+
+    def _made(self, *sizes: int) -> nn.Module:
+        options = self.module_kwargs or {}
+        if isinstance(self.module, nn.Module) or not callable(self.module):
+            raise ConfigurationError(
+                f"{type(self).__name__}(module=…) takes a class of modules, or a function that makes one, as each fit "
+                f"begins anew; got a {type(self.module).__name__}. Give lambda n_features, n_outputs: …"
+            )
+        try:
+            inspect.signature(self.module).bind(*sizes, **options)
+        except TypeError as error:
+            raise SignatureError(
+                f"module is called with the number of features and that of outputs, {sizes}, and module_kwargs "
+                f"{dict(options)}, and {getattr(self.module, '__name__', 'it')}{inspect.signature(self.module)} does "
+                f"not fit: {error}."
+            ) from None
+        return self.module(*sizes, **options)
+
+    def _read(self, *data: Any, **options: Any) -> Any:
+        """Return inputs, and what there is beside them, as arrays: modules compute in 32 bits."""
+        return validate_data(self, *data, dtype=np.float32, allow_nd=True, **options)  # images have more dimensions
+
+    def _trainer(self, kind: type[Trainer], module: nn.Module, args: TrainingArguments, **options: Any) -> Trainer:
+        callbacks = copy.deepcopy(list(self.callbacks or ()))  # which remember the fit that they were in
+        loss_fn = type(self)._loss if self.loss_fn is None else self.loss_fn
+        trainer = kind(module, args, loss_fn=loss_fn, callbacks=callbacks, **options)
+        for one in [] if self.verbose else list(trainer.events):
+            if isinstance(one, (Printer, ProgressBar)) and not any(one is given for given in callbacks):
+                trainer.events.remove(one)
+        return trainer
+
+    def _outputs(self, X: Any, columns: int) -> Array:
+        """Return what the module makes of inputs, a row each."""
+        check_is_fitted(self)
+        inputs: Array = self._read(X, reset=False)
+        trainer = self._trainer(Trainer, self.module_, checked_arguments(self.args))
+        try:
+            outputs = trainer.predict(inputs).predictions
+        finally:
+            trainer.accelerator.release()
+        if getattr(outputs, "shape", None) != (len(inputs), columns):
+            told = getattr(outputs, "shape", type(outputs).__name__)
+            raise ConfigurationError(
+                f"The module's outputs for {len(inputs)} samples are {told}, and {(len(inputs), columns)} is needed: "
+                f"{columns} for each sample."
+            )
+        return outputs
+
+
+class TrainerClassifier(ClassifierMixin, _Estimator):
+    """A classifier of scikit-learn's, whose module a `Trainer` trains.
+
+    `fit` does what `set_seed(seed)`, making the module, and a `Trainer` of inputs in 32 bits and the numbers of classes
+    do, to the bit, and leaves the process's generators as they were. It can be cloned, searched, pickled, and be a part
+    of a pipeline.
+
+    Args:
+        module: A class of modules, or a function that makes one, called with the number of features and that of
+            classes. Its outputs are scores before any softmax, one for each class.
+        args: The arguments of training, each of which is a parameter too: `args__learning_rate`.
+        module_kwargs: What else the module is made with, each a parameter too: `module_kwargs__hidden`.
+        loss_fn: The loss; by default cross-entropy.
+        optimizer: A function that makes an optimizer of parameters; by default the one that `args` names.
+        scheduler: A function that makes a schedule of an optimizer; by default the one that `args` names.
+        metrics: What is measured on `fit`'s `eval_set`.
+        callbacks: Callbacks; each fit has copies of them.
+        verbose: Whether to show the progress of training.
+
+    Attributes:
+        classes_: The labels, sorted.
+        n_features_in_: The number of features.
+        module_: What was trained.
+        result_: The `FitResult`.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.random.default_rng(0).normal(size=(64, 4))
+        >>> y = np.where(X.sum(axis=1) > 0, "above", "below")
+        >>> args = TrainingArguments(num_train_epochs=10, learning_rate=0.1, use_cpu=True)
+        >>> model = TrainerClassifier(torch.nn.Linear, args).fit(X, y)
+        >>> bool(model.score(X, y) > 0.9), list(model.classes_), model.predict_proba(X).shape
+        (True, ['above', 'below'], (64, 2))
+    """
+
+    _loss = staticmethod(functional.cross_entropy)
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, eval_set: tuple[Any, Any] | None = None) -> Self:
+        """Train a new module.
+
+        Args:
+            X: Inputs, a row a sample.
+            y: Labels.
+            sample_weight: How much each sample counts in the loss.
+            eval_set: Inputs and labels to evaluate on while training, for callbacks such as `EarlyStopping`.
+        """
+        inputs, labels = self._read(X, y)
+        check_classification_targets(labels)
+        self.classes_, targets = np.unique(labels, return_inverse=True)
+        data = (inputs, targets.astype(np.int64), *_weights(sample_weight, inputs))
+        self._train(data, len(self.classes_), None if eval_set is None else self._evaluated(*eval_set))
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """Return the label of each sample."""
+        scores = self._scores(X)
+        return self.classes_[scores.argmax(axis=1)]
+
+    def predict_proba(self, X: Any) -> Array:
+        """Return the probability of each class, in the order of `classes_`, for each sample."""
+        return torch.softmax(torch.from_numpy(self._scores(X)).double(), dim=1).numpy()
+
+    def _scores(self, X: Any) -> Array:
+        check_is_fitted(self)
+        return self._outputs(X, len(self.classes_))
+
+    def _evaluated(self, X: Any, y: Any) -> tuple[Array, Array]:
+        inputs, labels = self._read(X, y, reset=False)
+        if foreign := set(labels.tolist()) - set(self.classes_.tolist()):
+            raise ConfigurationError(f"eval_set has a class {foreign.pop()!r}, which is not in y.")
+        return inputs, np.asarray(np.searchsorted(self.classes_, labels))
+
+
+class TrainerRegressor(RegressorMixin, _Estimator):
+    """A regressor of scikit-learn's, whose module a `Trainer` trains.
+
+    `fit` does what `set_seed(seed)`, making the module, and a `Trainer` of inputs and targets in 32 bits do, to the
+    bit. Targets have the shape (samples, targets), also where there is one a sample.
+
+    Args:
+        module: A class of modules, or a function that makes one, called with the number of features and that of
+            targets; it has so many outputs.
+        args: See `TrainerClassifier`.
+        module_kwargs: See `TrainerClassifier`.
+        loss_fn: The loss; by default the mean of squares.
+        optimizer: See `TrainerClassifier`.
+        scheduler: See `TrainerClassifier`.
+        metrics: See `TrainerClassifier`.
+        callbacks: See `TrainerClassifier`.
+        verbose: See `TrainerClassifier`.
+
+    Attributes:
+        n_features_in_: The number of features.
+        module_: What was trained.
+        result_: The `FitResult`.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.random.default_rng(0).normal(size=(64, 4))
+        >>> args = TrainingArguments(num_train_epochs=30, learning_rate=0.1, use_cpu=True)
+        >>> bool(TrainerRegressor(torch.nn.Linear, args).fit(X, X.sum(axis=1)).score(X, X.sum(axis=1)) > 0.9)
+        True
+    """
+
+    _loss = staticmethod(functional.mse_loss)
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, eval_set: tuple[Any, Any] | None = None) -> Self:
+        """Train a new module.
+
+        Args:
+            X: Inputs, a row a sample.
+            y: Numbers, one or several a sample.
+            sample_weight: How much each sample counts in the loss.
+            eval_set: Inputs and numbers to evaluate on while training, for callbacks such as `EarlyStopping`.
+        """
+        inputs, numbers = self._checked(X, y)
+        targets = _in_columns(numbers)
+        evaluated = None
+        if eval_set is not None:
+            others, their_numbers = self._checked(*eval_set, reset=False)
+            evaluated = others, _in_columns(their_numbers)
+        self._train((inputs, targets, *_weights(sample_weight, inputs)), targets.shape[1], evaluated)
+        self._shape = numbers.shape[1:]
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """Return the number of each sample, or the numbers, as they were fitted."""
+        check_is_fitted(self)
+        outputs = self._outputs(X, self._shape[0] if self._shape else 1)
+        return outputs.astype(np.float64).reshape(-1, *self._shape)
+
+    def _checked(self, X: Any, y: Any, reset: bool = True) -> tuple[Array, Array]:
+        return self._read(X, y, reset=reset, y_numeric=True, multi_output=True)
+
+    def __sklearn_tags__(self) -> Any:
+        """Return what scikit-learn is to know of it."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+class _Weighted(Trainer):
+    """Trains on inputs, targets and weights: a batch's loss is the mean of those of its samples by these."""
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        """Return the loss of a batch; one of an evaluation has no weights."""
+        if len(batch) == 2:
+            return super().compute_loss(model, batch)
+        inputs, targets, weights = batch
+        outputs = model(inputs)
+        each = self._of_each(outputs, targets).flatten(1 if targets.ndim > 1 else 0)
+        each = each.mean(dim=1) if each.ndim > 1 else each
+        return LossResult((each * weights).sum(), weights.sum(), outputs)
+
+    @functools.cached_property
+    def _of_each(self) -> Callable[[Any, Any], torch.Tensor]:
+        loss_fn: Any = self.loss_fn
+        function, options = getattr(loss_fn, "func", loss_fn), getattr(loss_fn, "keywords", {})
+        if summed(loss_fn) is None or getattr(function, "weight", options.get("weight")) is not None:
+            raise ConfigurationError(
+                f"sample_weight: {getattr(function, '__name__', type(function).__name__)} returns a mean in which the "
+                "share of a sample is not known. Give a loss_fn of torch's without weights of classes, or none."
+            )
+        if not isinstance(loss_fn, nn.Module):
+            return functools.partial(loss_fn, reduction="none")
+        of_each: Any = copy.deepcopy(loss_fn).to(self.accelerator.device)
+        of_each.reduction = "none"
+        return of_each
+
+
+def _in_columns(numbers: Array) -> Array:
+    return numbers.astype(np.float32).reshape(len(numbers), -1)
+
+
+def _weights(sample_weight: Any, inputs: Array) -> tuple[Array, ...]:
+    if sample_weight is None:
+        return ()
+    return (_check_sample_weight(sample_weight, inputs, dtype=np.float32, ensure_non_negative=True),)
+
+
+@contextmanager
+def _seeded(args: TrainingArguments) -> Generator[None]:
+    """Seed the process's generators for as long, and give it back its own, which others draw from too."""
+    if args.seed is None:
+        yield
+        return
+    generators = Generators(PartialState(args.use_cpu).device)
+    drawn = generators.state_dict()
+    set_seed(args.seed)
+    try:
+        yield
+    finally:
+        generators.load_state_dict(drawn)
