@@ -1,5 +1,7 @@
 """A small task for tests beside Hugging Face's own Trainer: sequences, and a model of transformers that learns them."""
 
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+PAGE = Path(__file__).parents[2] / "docs" / "neighbours.md"
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -49,3 +52,10 @@ def their_arguments(folder: Path, **options: Any) -> transformers.TrainingArgume
         "use_cpu": True,
     }
     return transformers.TrainingArguments(str(folder), **{**quiet, **options})
+
+
+def run_snippet_of_page(number: int, folder: Path) -> dict[str, Any]:
+    """Run an example of the page as it stands there, in this process, and return its names."""
+    script = folder / "example.py"
+    script.write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number])
+    return runpy.run_path(str(script))

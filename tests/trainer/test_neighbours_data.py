@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.trainer.exact import assert_updates, updates_of
-from tests.trainer.hugging_face import model, rows
+from tests.trainer.hugging_face import model, rows, run_snippet_of_page
 from tests.trainer.tasks import arguments, network, points
 from trainer_lib import Trainer
 from trainer_lib.events import Callback, Run
@@ -262,3 +262,11 @@ def test_images_of_a_processor_are_learned_and_measured_by_other_libraries(
         logits = again(**read(list(pixels[:5]), return_tensors="pt")).logits
     torch.testing.assert_close(logits, predicted[:5], rtol=1e-5, atol=1e-6)
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+
+
+@pytest.mark.filterwarnings(OLD_NAME)
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_snippet_of_page(2, tmp_path)["result"].status == "finished"
+    assert sorted(path.name for path in (tmp_path / "adapter").glob("*.safetensors")) == ["adapter_model.safetensors"]
+    assert (tmp_path / "adapter" / "preprocessor_config.json").is_file()

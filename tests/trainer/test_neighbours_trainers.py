@@ -12,7 +12,7 @@ import transformers
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import EarlyStoppingCallback
 
-from tests.trainer.hugging_face import model, rows, their_arguments
+from tests.trainer.hugging_face import model, rows, run_snippet_of_page, their_arguments
 from tests.trainer.tasks import network, points
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.callbacks import Printer
@@ -82,9 +82,7 @@ def test_what_it_has_is_taken_over(tmp_path: Path) -> None:
     stopping = EarlyStoppingCallback()
     told = theirs(
         tmp_path,
-        args=their_arguments(
-            tmp_path, eval_strategy="epoch", report_to=["tensorboard", "mlflow"], enable_jit_checkpoint=True
-        ),
+        args=their_arguments(tmp_path, eval_strategy="epoch", report_to=["tensorboard"], enable_jit_checkpoint=True),
         optimizers=(optimizer, schedule),
         callbacks=[stopping],
         data_collator=collator,
@@ -96,7 +94,7 @@ def test_what_it_has_is_taken_over(tmp_path: Path) -> None:
     adapted = [one.callback for one in taken.events if isinstance(one, AdaptedCallback)]
     assert adapted == [stopping]  # trackers and bars are this library's own
     trackers = [one.tracker_name for one in taken.events if isinstance(one, TrackerCallback)]
-    assert trackers == ["tensorboard", "mlflow"]
+    assert trackers == ["tensorboard"]
     assert any(isinstance(one, Printer) for one in taken.events)
     assert (taken.model, taken.optimizer, taken.scheduler) == (told.model, optimizer, schedule)
     assert taken.train_dataset is told.train_dataset
@@ -181,3 +179,10 @@ def test_predictions_are_those_there(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.predictions, wanted.predictions, rtol=1e-6)
     np.testing.assert_array_equal(found.label_ids, wanted.label_ids)
     assert found.metrics["predict_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=1e-6)
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_snippet_of_page(0, tmp_path)["result"]
+    assert result.status == "stopped"
+    assert result.state.step < 100

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.errors import StateError, UnwritableError
+from trainer_lib.foundation.errors import StateError, UnsupportedError, UnwritableError
 from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.state import load_module_state, module_state
@@ -61,7 +61,13 @@ class Adapters:
 
     def put_back(self, models: list[nn.Module], folder: str) -> None:
         """Load the models that lack them in a checkpoint, with those that they were made with."""
-        for index, looks in _noted(Path(folder)).items():
+        noted = _noted(Path(folder))
+        if noted and self._accelerator.strategy.hands_out:
+            raise UnsupportedError(
+                f"{folder} has the adapters of a model alone, and here the model is sharded. Go on without shards, or "
+                "begin a new run."
+            )
+        for index, looks in noted.items():
             model = self._accelerator._models[index]
             _load(self._accelerator.strategy.bare(model), Path(folder), looks, index)
             models[:] = [one for one in models if one is not model]
