@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainer_lib.foundation.errors import CheckpointError as CheckpointError
     from trainer_lib.foundation.errors import ConfigurationError as ConfigurationError
     from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
+    from trainer_lib.foundation.errors import HubError as HubError
     from trainer_lib.foundation.errors import MissingPackageError as MissingPackageError
     from trainer_lib.foundation.errors import NonFiniteError as NonFiniteError
     from trainer_lib.foundation.errors import PreparationError as PreparationError
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
     from trainer_lib.options.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
     from trainer_lib.seeding import set_seed as set_seed
-    from trainer_lib.state import AcceleratorState as AcceleratorState
     from trainer_lib.sklearn import TrainerClassifier as TrainerClassifier
     from trainer_lib.sklearn import TrainerRegressor as TrainerRegressor
+    from trainer_lib.state import AcceleratorState as AcceleratorState
     from trainer_lib.state import GradientState as GradientState
     from trainer_lib.state import PartialState as PartialState
     from trainer_lib.tracking.base import GeneralTracker as GeneralTracker
@@ -78,6 +79,7 @@ _HOMES = {
     "GradScalerKwargs": "trainer_lib.options.precision",
     "GradientAccumulationPlugin": "trainer_lib.options.accumulation",
     "GradientState": "trainer_lib.state",
+    "HubError": "trainer_lib.foundation.errors",
     "InitProcessGroupKwargs": "trainer_lib.options.distributed",
     "Interrupted": "trainer_lib.foundation.interruption",
     "LocalSGD": "trainer_lib.local_sgd",
@@ -95,11 +97,11 @@ _HOMES = {
     "StateError": "trainer_lib.foundation.errors",
     "TorchDynamoPlugin": "trainer_lib.options.compilation",
     "Trainer": "trainer_lib.trainer.trainer",
-    "TrainerLibError": "trainer_lib.foundation.errors",
-    "TrainingArguments": "trainer_lib.trainer.arguments",
     "TrainerClassifier": "trainer_lib.sklearn",
-    "Transformer": "trainer_lib.events",
+    "TrainerLibError": "trainer_lib.foundation.errors",
     "TrainerRegressor": "trainer_lib.sklearn",
+    "TrainingArguments": "trainer_lib.trainer.arguments",
+    "Transformer": "trainer_lib.events",
     "UnsupportedError": "trainer_lib.foundation.errors",
     "WorldError": "trainer_lib.foundation.errors",
     "debug_launcher": "trainer_lib.launchers",
@@ -111,9 +113,9 @@ _HOMES = {
     "set_seed": "trainer_lib.seeding",
     "skip_first_batches": "trainer_lib.data_loader",
 }
+# All but the estimators of scikit-learn, so that `from trainer_lib import *` works without it.
 __all__ = [
     "Accelerator",
-# All but the estimators of scikit-learn, so that `from trainer_lib import *` works without it.
     "AcceleratorState",
     "AutocastKwargs",
     "Callback",
@@ -130,6 +132,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "GradientState",
+    "HubError",
     "InitProcessGroupKwargs",
     "Interrupted",
     "LocalSGD",

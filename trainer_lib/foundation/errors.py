@@ -51,6 +51,10 @@ class UnreachableError(CheckpointError):
     """A file on another machine that could not be read, listed or written, in several attempts."""
 
 
+class HubError(TrainerLibError, OSError):
+    """The Hugging Face Hub, which could not be reached, or refused what it was asked for."""
+
+
 class NonFiniteError(TrainerLibError, ArithmeticError):
     """A loss or gradients that are not finite, or a loss far beyond the usual, before they change a weight."""
 

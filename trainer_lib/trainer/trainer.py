@@ -340,6 +340,83 @@ class Trainer:
         with self.events.in_use(self.run):
             save_model(self, path_at(output_dir))
 
+    def model_card(
+        self,
+        *,
+        name: str | None = None,
+        license: str | None = None,
+        language: str | Sequence[str] | None = None,
+        base_model: str | None = None,
+        datasets: str | Sequence[str] | None = None,
+        task: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> str:
+        """Return the card of the model, a README for the Hub: what it is, its metrics, its arguments, the versions.
+
+        Args:
+            name: What the model is called.
+            license: The license it is given under, as the Hub calls it: "mit", "apache-2.0".
+            language: The language of its data, or several: "en".
+            base_model: The model on the Hub that it was made from; by default as the model knows.
+            datasets: The datasets on the Hub that it was trained on; by default as the data knows.
+            task: What it does, as the Hub calls it: "image-classification"; by default as a model of transformers says.
+            tags: More words that it is to be found by.
+
+        Example:
+            >>> args = TrainingArguments(max_steps=1, use_cpu=True)
+            >>> Trainer(nn.Linear(4, 2), args).model_card(license="mit").splitlines()[:3]
+            ['---', 'library_name: trainer_lib', 'license: mit']
+        """
+        from trainer_lib.trainer.card import model_card
+
+        return model_card(
+            self,
+            name=name,
+            license=license,
+            language=language,
+            base_model=base_model,
+            datasets=datasets,
+            task=task,
+            tags=tags,
+        )
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload model",
+        private: bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        exist_ok: bool = True,
+        token: str | None = None,
+        card: str | None = None,
+        **about: Any,
+    ) -> str:
+        """Save the model to the Hugging Face Hub, with its card, in one commit; all processes have to call it.
+
+        Args:
+            repo_id: The repository, "owner/name"; it is made if it is not there.
+            commit_message: What is said of the commit.
+            private: Whether a new repository can be seen by its owner only; by default as the owner has it.
+            revision: The branch; by default "main".
+            create_pr: Ask for the change to be taken, instead of making it.
+            exist_ok: Whether the repository may be there already.
+            token: What lets one write; by default that of `hf auth login`, or of HF_TOKEN.
+            card: The text of its README; by default that of `model_card`.
+            **about: What `model_card` takes: `license="mit"`.
+
+        Returns:
+            Where the commit, or the pull request, is to be seen.
+
+        Raises:
+            HubError: If the Hub cannot be reached, in several attempts, or refuses it; on all processes.
+        """
+        from trainer_lib.trainer.hub import Commit, push_to_hub
+
+        commit = Commit(commit_message, private, revision, create_pr, exist_ok)
+        return push_to_hub(self, repo_id, commit, token, card, about)
+
     def log(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
         """Log a value: until the next log it is averaged by weight, over batches, steps and processes.
 
