@@ -417,6 +417,34 @@ class Trainer:
         commit = Commit(commit_message, private, revision, create_pr, exist_ok)
         return push_to_hub(self, repo_id, commit, token, card, about)
 
+    def export(
+        self,
+        path: str | AnyPath,
+        format: str | None = None,
+        *,
+        example: Any = None,
+        dynamic: Sequence[int] = (0,),
+    ) -> None:
+        """Export the model as a program that runs without its code; all processes have to call it.
+
+        It evaluates in full precision, on the CPU, with averaged weights if there are any. The model stays as it is.
+
+        Args:
+            path: The file: `.pt2`, which `torch.export.load` reads, or `.onnx`.
+            format: "torch" or "onnx"; by default as the path ends.
+            example: What the model is called with: a tensor, a tuple, or a dict by names; by default the inputs of the
+                first samples of `eval_dataset`, else of `train_dataset`.
+            dynamic: The dimensions whose sizes may differ from the example's: (0,) is the batch, (0, 1) for texts the
+                length too.
+
+        Raises:
+            UnsupportedError: If no program can be made of the model.
+            PreparationError: If the model is sharded.
+        """
+        from trainer_lib.trainer.export import export
+
+        export(self, path_at(path), format, example, dynamic)
+
     def log(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
         """Log a value: until the next log it is averaged by weight, over batches, steps and processes.
 
