@@ -212,7 +212,7 @@ class TrainerClassifier(ClassifierMixin, _Estimator):
         >>> y = np.where(X.sum(axis=1) > 0, "above", "below")
         >>> args = TrainingArguments(num_train_epochs=10, learning_rate=0.1, use_cpu=True)
         >>> model = TrainerClassifier(torch.nn.Linear, args).fit(X, y)
-        >>> bool(model.score(X, y) > 0.9), list(model.classes_), model.predict_proba(X).shape
+        >>> bool(model.score(X, y) > 0.9), model.classes_.tolist(), model.predict_proba(X).shape
         (True, ['above', 'below'], (64, 2))
     """
 

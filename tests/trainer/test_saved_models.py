@@ -1,0 +1,127 @@
+"""This file is the tests of models that are saved by a trainer and read by those whose kind they are."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tests.trainer.tasks import arguments, points
+from trainer_lib import Trainer, load_checkpoint_in_model
+from trainer_lib.launchers import run_forked
+
+
+class Images(nn.Module):
+    """A network for images as those of timm are: plain, with a stem, a head, running statistics and a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pretrained_cfg = {"architecture": "tiny", "num_classes": 3}
+        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(4, 3)
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        return self.stem(images).mean(dim=(2, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.forward_features(images))
+
+
+class Hubbed(nn.Module, PyTorchModelHubMixin):
+    """A module that the Hub's mixin saves and reads, with what it was made with."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+
+class Sentences(nn.Sequential):
+    """Saves itself in a way of its own, part by part, as a SentenceTransformer does."""
+
+    def save_pretrained(self, path: str | Path) -> None:
+        for name, part in self.named_children():
+            (Path(path) / f"{name}_{type(part).__name__}").mkdir(parents=True)
+            torch.save(part.state_dict(), Path(path) / f"{name}_{type(part).__name__}" / "part.pt")
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config: Any = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
+    )
+    return BertForSequenceClassification(config)
+
+
+def texts() -> list[dict[str, Any]]:
+    return [{"input_ids": torch.arange(i % 3, i % 3 + 4), "labels": i % 2} for i in range(16)]
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(16, 1, 5, 5, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 3
+
+
+def read_images(folder: Path) -> nn.Module:
+    model = Images()
+    model.load_state_dict(load_file(folder / "model.safetensors"))  # as timm.create_model(checkpoint_path=…) does
+    other = Images()
+    load_checkpoint_in_model(other, folder, strict=True)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    return model
+
+
+def read_bert(folder: Path) -> nn.Module:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def read_sentences(folder: Path) -> nn.Module:
+    model = Sentences(nn.Linear(6, 4), nn.Linear(4, 2))
+    for name, part in model.named_children():
+        part.load_state_dict(torch.load(folder / f"{name}_Linear" / "part.pt"))
+    return model
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[Path], nn.Module], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "transformers": (bert, texts, read_bert, {}),
+    "like timm": (Images, images, read_images, {"loss_fn": cross_entropy}),
+    "the Hub's mixin": (lambda: Hubbed(hidden=5), points, Hubbed.from_pretrained, {"loss_fn": cross_entropy}),
+    "like sentence-transformers": (
+        lambda: Sentences(nn.Linear(6, 4), nn.Linear(4, 2)),
+        points,
+        read_sentences,
+        {"loss_fn": cross_entropy},
+    ),
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_is_saved_is_read_by_its_kind(processes: int, tmp_path: Path) -> None:
+    def body() -> None:
+        for name, (make, data, _, options) in CASES.items():
+            torch.manual_seed(0)
+            trainer = Trainer(make(), arguments(max_steps=2, mixed_precision="bf16"), train_dataset=data(), **options)
+            trainer.fit()
+            trainer.save_model(tmp_path / name)
+            if trainer.accelerator.is_main_process:
+                torch.save(trainer.unwrapped_model.state_dict(), tmp_path / f"{name}.pt")
+            trainer.accelerator.free_memory()
+
+    run_forked(body, num_processes=processes, timeout=100)
+    for name, (make, _, read, _) in CASES.items():
+        torch.manual_seed(0)
+        before, expected = make().state_dict(), torch.load(tmp_path / f"{name}.pt")
+        actual = read(tmp_path / name).state_dict()
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(value, expected[key]) for key, value in actual.items()), name
+        assert not all(torch.equal(value, before[key]) for key, value in actual.items()), name
