@@ -89,8 +89,9 @@ class Loop:
     def one_pass(self) -> None:
         """Go over the data once, from where it was left."""
         self.events.fire("on_epoch_begin", self.run)
+        batches = iter(self.loader)  # has the workers, and is held until they were asked whether they live
         try:
-            for batch in self.loader:
+            for batch in batches:
                 self.micro_batch(batch)
                 if self.gradients.sync_gradients:
                     self.finish_step()
@@ -99,6 +100,8 @@ class Loop:
         except RuntimeError as error:
             self.loader.name_dead_workers(error)  # whose death torch raises wherever training is just then
             raise
+        finally:
+            del batches
 
     def micro_batch(self, batch: Any) -> None:
         """Add the gradients of a batch to those of its window, and update with the last one."""
