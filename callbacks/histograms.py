@@ -30,7 +30,7 @@ class Histograms(Callback):
     activations what each layer without further ones below it gave when it was first called for the update, in its first
     batch. All is counted on the device, and read with the next log, as "histograms" in the history: of each the lowest
     and the highest number, mean, deviation, how many are not finite, and how many lie in each of as many equal parts
-    of that range. The main process does it; with shards it sees its own.
+    of that range. The main process does it; with shards it sees its own. Of a compiled model there are no activations.
 
     Args:
         every: How often, such as "500 steps".
@@ -92,7 +92,6 @@ class Histograms(Callback):
     def on_backward_end(self, run: Run) -> None:
         if not self._is_open:
             return
-        self._detach()  # of a process that had no batch of its own
         for name, parameter in run.parameters.items():
             if parameter.requires_grad and self._means(name):
                 for kind, values in (("weights", parameter), ("gradients", parameter.grad)):

@@ -173,6 +173,22 @@ def test_of_several_outputs_it_is_the_first(tmp_path: Path) -> None:
     assert "weights" not in line
 
 
+def test_of_a_layer_that_is_called_twice_it_is_the_first_call(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.inner(100 * self.inner(inputs))[:, :2]
+
+    history = tmp_path / "history.jsonl"
+    trainer(
+        arguments(max_steps=1), model=Twice(), callbacks=[JsonlLog(history), Histograms(1, of=["activations"])]
+    ).fit()
+    assert told(history)[0]["activations"]["inner"]["high"] < 10
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

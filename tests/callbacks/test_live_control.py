@@ -18,7 +18,7 @@ from tests.callbacks.loops import folder_of
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import Trainer
 from trainer_lib.callbacks import LiveControl, ask_run
-from trainer_lib.callbacks.live_control import _change_rate
+from trainer_lib.callbacks.live_control import _change_rate, _refusal
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers import run_forked
@@ -91,6 +91,11 @@ def test_what_cannot_be_done_is_refused_and_the_run_goes_on(tmp_path: Path, capl
     ):
         assert words in caplog.text
     assert (tmp_path / "ask.txt").exists()
+    assert _refusal(Run(), "learning_rate 1") == "there are 0 optimizers, and one rate"
+    still = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.0)
+    assert _refusal(Run(optimizers={"default": still}), "learning_rate 1") == (  # type: ignore[dict-item]
+        "the rate is 0, and so is what the schedule makes it from"
+    )
 
 
 def test_a_file_that_is_being_written_is_left_until_it_is_whole(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def cells(show: Predictions, tokenizer: Any = None, is_shifted: bool = False, **
     notes = Notes()
     run = Run(trainer=SimpleNamespace(events=notes, processing_class=tokenizer, is_shifted=is_shifted), **parts)
     show.on_evaluate_set_begin(run, "", 1)
+    show.on_evaluate_batch_end(run)  # of one that was left before its end
+    show.on_evaluate_set_begin(run, "", 1)
     show.on_evaluate_batch_end(run)
     show.on_evaluate_set_end(run, "", {})
     (facts,) = notes.facts

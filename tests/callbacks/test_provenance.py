@@ -1,5 +1,6 @@
 """This file is the tests of which samples an update was made from, and of having them again."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib import Accelerator, DataLoaderConfiguration
 from trainer_lib.callbacks import Provenance, replay_batch, samples_of_step
 from trainer_lib.callbacks.provenance import _long, _short
-from trainer_lib.events import Callback, Run
+from trainer_lib.events import Callback, Run, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers import run_forked
 
@@ -111,6 +112,32 @@ def test_each_sample_is_written_once_over_all_processes_and_restarts(tmp_path: P
     inputs, labels = replay_batch(folder_of(tmp_path), 5, points())
     assert torch.equal(inputs, points()[0][after[4][0][0]])
     assert len(labels) == 8
+
+
+def test_each_checkpoint_has_its_lines_and_a_run_that_goes_back_writes_them_anew(tmp_path: Path) -> None:
+    def written() -> list[int]:
+        (file,) = folder_of(tmp_path).glob("provenance/*")
+        return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+    class Looks(Transformer):
+        """Looks, at each save, for which updates there are lines."""
+
+        def __init__(self) -> None:
+            self.found: list[list[int]] = []
+
+        def on_save_end(self, run: Run, folder: Path) -> None:
+            self.found.append(written())
+
+    inputs, labels = points()
+    inputs[27] = float("nan")  # in step 4
+    looks = Looks()
+    saving: dict[str, Any] = {"output_dir": tmp_path, "save_every": 2, "save_in_background": False}
+    args = arguments(num_train_epochs=1, log_every=100, shuffle=False, on_nonfinite="rewind", **saving)
+    trainer(args, train_dataset=(inputs, labels), callbacks=[Provenance(), looks]).fit()
+    assert looks.found == [[1, 2], [1, 2, 3], [1, 2, 3, 5]]  # in step 4 there is nothing now
+    assert written() == [1, 2, 3, 5]
+    found = [samples_of_step(folder_of(tmp_path), step)[0][0] for step in (1, 2, 3, 5)]
+    assert found == [[*range(first, first + 8)] for first in (0, 8, 16, 32)]
 
 
 def test_without_a_folder_it_is_refused() -> None:
