@@ -6,6 +6,7 @@ last, evaluations and logs (each 50 steps) included.
 """
 
 import argparse
+import gc
 import os
 import tempfile
 import time
@@ -152,6 +153,7 @@ def main() -> None:
 
 def measured(case: Case, rounds: int, steps: int, folder: Path) -> list[tuple[Sample, Sample]]:
     """Return what runs took with a callback and without it; who comes first changes from round to round."""
+    gc.freeze()  # what is there already; collections need not go through it each time
     train(case, steps // 10 or 1, folder, has_it=True)  # warms up
     pairs: list[tuple[Sample, Sample]] = []
     for number in range(rounds):
@@ -159,6 +161,7 @@ def measured(case: Case, rounds: int, steps: int, folder: Path) -> list[tuple[Sa
             has_it: train(case, steps, folder, has_it) for has_it in ((True, False) if number % 2 else (False, True))
         }
         pairs.append((took[True], took[False]))
+    gc.unfreeze()
     return pairs
 
 
