@@ -17,8 +17,9 @@ from tests.trainer.hugging_face import model, rows, run_snippet_of_page
 from tests.trainer.tasks import arguments, network, points
 from trainer_lib import Trainer
 from trainer_lib.events import Callback, Run
-from trainer_lib.foundation.errors import StateError
+from trainer_lib.foundation.errors import StateError, UnsupportedError
 from trainer_lib.launchers import run_forked
+from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.adapters import LEFT_OUT_FILE
 
 # PEFT asks transformers for a name that is on its way out.
@@ -110,6 +111,25 @@ def test_adapters_of_a_checkpoint_are_taken_up_by_the_same_model_only(tmp_path: 
     ):
         with pytest.raises(StateError, match=r"the weights below them are others here: .*embed_tokens\.weight\. Make"):
             refused()
+
+
+@pytest.mark.filterwarnings(OLD_NAME)
+def test_sharded_ones_are_saved_as_a_whole_and_take_up_no_adapters_alone(tmp_path: Path) -> None:
+    def run(folder: str, **options: Any) -> str:
+        args = arguments(output_dir=str(tmp_path / folder), max_steps=1, per_device_train_batch_size=2, **options)
+        return str(Trainer(adapted(), args, train_dataset=rows()).fit().last_checkpoint)
+
+    def body() -> None:
+        plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
+        with pytest.raises(UnsupportedError, match="has the adapters of a model alone, and here the model is sharded"):
+            run("others", resume=alone, fsdp=plugin)
+        run("shards", fsdp=plugin)
+
+    alone = run("alone")
+    run_forked(body, timeout=90)
+    (checkpoint,) = (tmp_path / "shards").rglob("checkpoint-00000001")
+    saved = load_file(checkpoint / "model.safetensors")
+    assert saved.keys() == adapted().state_dict().keys()
 
 
 @pytest.mark.filterwarnings(OLD_NAME)
