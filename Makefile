@@ -22,7 +22,7 @@ test: .venv/with-test
 	$(BIN)/python -m pytest
 
 soak: .venv/with-test
-	$(BIN)/python -m pytest tests/faults --soak
+	$(BIN)/python -m pytest -m fault --soak
 	$(BIN)/python -m tests.faults.ledger
 
 lint: .venv/with-dev

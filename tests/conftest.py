@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.faults.ledger import Ledger
 from trainer_lib.launchers import run_forked
 from trainer_lib.state import AcceleratorState, GradientState, PartialState
 
@@ -65,6 +66,24 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
     yield
     forget()
+
+
+@pytest.fixture(scope="session")
+def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
+    """Return where outcomes are counted; those of a long run without a failure are written down."""
+    counted = Ledger()
+    yield counted
+    if request.config.getoption("--soak") and not request.session.testsfailed:
+        counted.write()
+
+
+@pytest.fixture(autouse=True)
+def counted(request: pytest.FixtureRequest, ledger: Ledger) -> Iterator[None]:
+    """Count tests of faults that say which they are: `@pytest.mark.fault("a loss that is no number")`."""
+    yield
+    marker = request.node.get_closest_marker("fault")
+    if marker is not None and marker.args:
+        ledger.note("guards", marker.args[0], injected=1, kept=1)
 
 
 Body = Callable[[int, int], Any]

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.ledger import Ledger
-
 for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
     import_module(module)  # here, so that not each forked process imports it
 
@@ -25,13 +23,12 @@ def trials(request: pytest.FixtureRequest) -> Trials:
     return lambda few, many: many if is_long else few
 
 
-@pytest.fixture(scope="session")
-def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
-    """Return where outcomes are counted; those of a long run without a failure are written down."""
-    counted = Ledger()
-    yield counted
-    if request.config.getoption("--soak") and not request.session.testsfailed:
-        counted.write()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let what is in this folder be chosen together with the tests of faults that are elsewhere."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker("fault")
 
 
 @pytest.fixture

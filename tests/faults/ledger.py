@@ -1,7 +1,7 @@
 """This file is what the suite has injected and what came out, counted; and docs/faults.md, which is made from that.
 
-python -m pytest tests/faults --soak    # counts, and writes outcomes.json if all went well
-python -m tests.faults.ledger           # writes the page
+python -m pytest -m fault --soak    # counts, and writes outcomes.json if all went well
+python -m tests.faults.ledger       # writes the page
 """
 
 import json
@@ -65,6 +65,10 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "agreed": "both ended after the same step, with its exit code",
         "equal": "gone on with, equal to the bit",
     },
+    "guards": {
+        "injected": "how often",
+        "kept": "came out as said",
+    },
     "runs": {
         "compared": "runs",
         "equal": "equal to the bit",
@@ -106,6 +110,13 @@ _TEXTS = {
         "Signals at a random moment to one of two processes, or to both; within five seconds both have saved and "
         "ended.",
     ),
+    "guards": (
+        "Gone wrong on the way",
+        "Losses and gradients that are no numbers, processes and workers that stop or die, samples that cannot be "
+        "read, memory that does not suffice. Weights and losses are compared with those of a run in which the same is "
+        "left out, or nothing is wrong; messages have to name process, step, sample and worker as far as there are "
+        "any.",
+    ),
     "runs": (
         "Interrupted, and gone on with",
         'A run of the Trainer that ends after some step, in a new process by `resume="auto"`: the history of losses, '
@@ -120,7 +131,7 @@ _TEXTS = {
 
 _HEAD = """# Faults
 
-What is done to saving and resuming in `tests/faults`, how often, and what came of it. A part of it runs with the
+What is done to training, saving and resuming in the tests, how often, and what came of it. A part of it runs with the
 tests of each version; the figures are those of the long run, `make soak`, which writes this page.
 """
 

@@ -88,6 +88,7 @@ def fitted(model: Hungry, dies_at: int | None = None, resume: str = "never", **o
     return counts, weights, one
 
 
+@pytest.mark.fault("out of memory at steps 1 and 7 on one of two processes")
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_process_that_runs_out_of_memory_makes_no_difference(accumulation: int) -> None:
     options: dict[str, Any] = {"max_steps": 8}
@@ -116,6 +117,7 @@ def test_a_process_that_runs_out_of_memory_makes_no_difference(accumulation: int
     assert other == [[4, 2] if accumulation == 1 else [32, 16]] * 2
 
 
+@pytest.mark.fault("out of memory on one process")
 def test_parts_make_the_update_of_the_whole_batch_and_it_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     expected, there, plain = fitted(Hungry(), per_device_train_batch_size=64)
     with caplog.at_level(logging.WARNING):

@@ -41,6 +41,7 @@ def _told(*runs: tuple[Callable[[int], Any], dict[str, Any]]) -> list[tuple[str,
     return list(zip(*run_forked(train, (), 2, timeout=60), strict=True))
 
 
+@pytest.mark.fault("data that end on one of two processes")
 def test_a_stream_that_ends_on_one_process_ends_all() -> None:
     options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 3}, {"num_workers": 1}]
     for ended, more in _told(*[(lambda rank: Apart(24 + 24 * rank), one) for one in options]):
@@ -64,6 +65,7 @@ def test_samplers_that_differ_are_told_before_the_first_step() -> None:
         assert "that a pass begins with: [0, 2, 4, 6] on process 0, [1, 3, 5, 7] on process 1" in text
 
 
+@pytest.mark.fault("batches without labels on one of two processes")
 def test_a_batch_without_labels_on_one_process_ends_all_and_is_told() -> None:
     def train() -> None:
         rank = PartialState(cpu=True).process_index

@@ -67,6 +67,7 @@ def launched(folder: Path, how: str, *options: str) -> tuple[subprocess.Complete
     return done, time.time() - float((folder / "hung").read_text())
 
 
+@pytest.mark.fault("`SIGSTOP` for one of two processes")
 def test_a_process_that_was_stopped_is_named(tmp_path: Path) -> None:
     done, seconds = launched(tmp_path, "stopped")
     assert done.returncode == EXIT_CODE
@@ -78,6 +79,7 @@ def test_a_process_that_was_stopped_is_named(tmp_path: Path) -> None:
     assert seconds < TIMEOUT + 15  # of which the launcher waits for a process that cannot answer; the machine is busy
 
 
+@pytest.mark.fault("a process that waits for ever; the launcher begins again")
 def test_a_job_that_hung_goes_on_where_it_was(tmp_path: Path) -> None:
     done, _ = launched(tmp_path, "waits", "--max_restarts", "1")
     assert done.returncode == 0, done.stderr
