@@ -42,7 +42,7 @@ class LiveControl(Transformer):
         seconds: How often to look for the file, at most.
         signal_name: The signal; `None`: none.
         on_signal: What it asks for: requests as in the file.
-        file: Where the file is; by default in the run's folder.
+        file: Where the file is; by default in the run's folder. Of a run behind a URL, where the main process finds it.
 
     Attributes:
         requests: What was asked for so far, each with the step.
@@ -147,7 +147,12 @@ class LiveControl(Transformer):
             raise ConfigurationError(
                 f"LiveControl(signal_name={self._signal_name!r}): stop_signals has it too. Take it out of one."
             )
-        self._before = signal.signal(getattr(signal, self._signal_name), self._note)
+        number = getattr(signal, self._signal_name)
+        if signal.getsignal(number) is None:  # whose handler could not be put back
+            raise ConfigurationError(
+                f"LiveControl(signal_name={self._signal_name!r}): a library catches it. Give another one, or None."
+            )
+        self._before = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -158,9 +163,10 @@ class LiveControl(Transformer):
         """Return the requests that there are, and take their files away."""
         found = list[str]()
         try:
-            for one in sorted(file.parent.iterdir()):
+            there = [file] if self._given is not None else sorted(file.parent.iterdir())
+            for one in there:
                 if one.name == file.name or one.name.startswith(file.name + _BY_CALL):
-                    with contextlib.suppress(FileNotFoundError):  # who asked thought better of it
+                    with contextlib.suppress(FileNotFoundError):  # nobody asks, or thought better of it
                         found += self._read(one)
         except OSError as error:
             # What cannot be taken away would be asked for again and again.
