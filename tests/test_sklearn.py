@@ -3,6 +3,7 @@
 import pickle
 import unittest
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 from torch import nn
 from torch.nn import functional
 
+from tests.pages import run_example
 from trainer_lib import ConfigurationError, Trainer, TrainerClassifier, TrainerRegressor, TrainingArguments, set_seed
 from trainer_lib.callbacks import EMA, EarlyStopping
 from trainer_lib.foundation.errors import SignatureError, UnsupportedError
@@ -158,6 +160,11 @@ def test_a_search_in_two_processes_finds_what_one_finds() -> None:
     np.testing.assert_array_equal(alone.cv_results_["mean_test_score"], both.cv_results_["mean_test_score"])
     assert both.best_params_ == alone.best_params_ == {"trainerclassifier__args__learning_rate": 0.05}
     np.testing.assert_array_equal(alone.predict(X), both.predict(X))
+
+
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    names = run_example("neighbours.md", "GridSearchCV(", tmp_path)
+    assert names["search"].best_params_["trainerclassifier__args__learning_rate"] == 0.02
 
 
 def test_it_is_pickled_and_is_silent(capfd: pytest.CaptureFixture[str]) -> None:

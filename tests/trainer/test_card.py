@@ -1,6 +1,7 @@
 """This file is the tests of the card of a model: what it says of a run, for people and for the Hub."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
+from tests.pages import run_example
 from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib import Trainer
 
@@ -125,3 +127,10 @@ def test_a_folder_of_this_machine_is_no_base_model(name: Any) -> None:
     card = Trainer(Model(2, 2), arguments()).model_card()
     assert "base_model" not in card
     assert parsed(card).data.to_dict() == {"library_name": "trainer_lib", "tags": ["trainer_lib"]}
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_example("neighbours.md", "trainer.model_card(", tmp_path)
+    assert [one.metric_type for one in parsed(names["card"]).data.eval_results] == ["accuracy"]
+    assert sorted(one.name for one in (tmp_path / "sides").iterdir()) == ["README.md", "model.pt2", "model.safetensors"]
