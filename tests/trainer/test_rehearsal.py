@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import ConfigurationError, Trainer, Transformer, set_seed
-from trainer_lib.callbacks import EMA, Mixup
+from trainer_lib.callbacks import EMA, LiveControl, Mixup
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import run_forked
 
@@ -146,7 +146,7 @@ def test_a_run_after_a_tool_is_the_run_without_it(tool: str, tmp_path: Path) -> 
     assert_same(outcome(one), expected)
 
 
-@pytest.mark.parametrize("tool", ["find_learning_rate", "find_batch_size", "preview"])
+@pytest.mark.parametrize("tool", ["find_learning_rate", "preview"])
 def test_objects_that_were_given_are_as_they_were(tool: str) -> None:
     """With an optimizer that has a state, its schedule, and no seed, after an evaluation and between two runs."""
 
@@ -246,6 +246,10 @@ def test_what_cannot_be_rehearsed_is_refused(tool: str) -> None:
         getattr(trainer(train_dataset=None), tool)(*options)
     with pytest.raises(ConfigurationError, match=told + r".*\(Once\), which can be read once only"):
         getattr(trainer(train_dataset=Once()), tool)(*options)
+
+
+def test_whom_somebody_outside_asks_takes_no_part() -> None:
+    trainer(callbacks=[LiveControl(signal_name=None)]).preview()  # which has no file to look for
 
 
 def test_a_callback_that_cannot_be_copied_is_named() -> None:

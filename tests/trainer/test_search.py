@@ -1,6 +1,7 @@
 """The search for arguments: trials that are runs of their own, on one process and on two."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.trainer.tasks import arguments, network, points, trainer
-from trainer_lib import ConfigurationError, MissingPackageError, Trainer
+from trainer_lib import ConfigurationError, Interrupted, MissingPackageError, Trainer
 from trainer_lib.callbacks import EarlyStopping
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.interruption import by_signal
 from trainer_lib.launchers import run_forked
+from trainer_lib.trainer import trainer as trainer_module
 
 optuna: Any = pytest.importorskip("optuna")
 
@@ -26,7 +29,7 @@ def quiet() -> None:
 
 
 def made(output_dir: Path | None = None, **options: Any) -> Trainer:
-    args = {"num_train_epochs": 2, "output_dir": output_dir, **options.pop("args", {})}
+    args = {"num_train_epochs": 1, "output_dir": output_dir, **options.pop("args", {})}
     given: dict[str, Any] = {"eval_dataset": points(24), "metrics": ["accuracy"], "model": network(0.2), **options}
     return trainer(arguments(**args), **given)
 
@@ -56,14 +59,14 @@ def test_a_trial_is_the_run_with_those_arguments(tmp_path: Path, capsys: pytest.
         facts = json.loads((folder / "run.json").read_text())
         assert facts["metrics"]["eval_loss"] == trial["value"]
         assert (folder / "history.jsonl").stat().st_size
-    assert made(tmp_path / "runs").fit(resume="auto").state.step == 10  # which finds no run to go on with
+    assert made(tmp_path / "runs").fit(resume="auto").state.step == 5  # which finds no run to go on with
 
 
 def test_the_same_seed_tries_the_same() -> None:
     def params(**args: Any) -> Any:
         one = made(args={"num_train_epochs": 0.2, **args})
         found = one.search(
-            lambda trial: {"learning_rate": trial.suggest_float("rate", 0.1, 0.5)}, n=3, metric="accuracy"
+            lambda trial: {"learning_rate": trial.suggest_float("rate", 0.1, 0.5)}, n=2, metric="accuracy"
         )
         one.accelerator.free_memory()
         assert (found.metric, found.study.direction.name) == ("eval_accuracy", "MAXIMIZE")
@@ -124,6 +127,31 @@ def test_a_trial_that_fails_is_told_and_the_search_goes_on() -> None:
         ConfigurationError, match=r"None of the 1 trials .* failed: NonFiniteError: In step 1 the loss is"
     ):
         fragile().search(**grid(6), n=1)
+
+
+class Interrupts(Callback):
+    """Asks the second trial to end, as a signal does."""
+
+    def on_step_end(self, run: Run) -> None:
+        if run.args.run_name == "trial-1" and run.state.step == 2:
+            run.control.interruption = by_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("is_notebook", [True, False])
+def test_who_interrupts_a_trial_ends_the_search(monkeypatch: pytest.MonkeyPatch, is_notebook: bool) -> None:
+    monkeypatch.setattr(trainer_module, "is_interactive", lambda: is_notebook)
+    one = made(callbacks=[Interrupts()])
+    before = [weight.clone() for weight in one.model.parameters()]  # type: ignore[union-attr]
+    study = optuna.create_study()
+    if is_notebook:
+        found = one.search(SPACE, n=5, study=study)
+        assert [trial["state"] for trial in found.trials] == ["complete", "failed"]
+    else:
+        with pytest.raises(Interrupted):
+            one.search(SPACE, n=5, study=study)
+    assert len(study.trials) == 2
+    assert all(map(torch.equal, one.model.parameters(), before))  # type: ignore[union-attr]
+    assert one.state.status == "new"
 
 
 def test_processes_train_the_same_trials() -> None:

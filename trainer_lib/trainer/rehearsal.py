@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
+from trainer_lib.callbacks.live_control import LiveControl
 from trainer_lib.checkpointing.generators import Generators
 from trainer_lib.events import Callback, Dispatcher, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
@@ -21,6 +22,7 @@ from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.averages import Averages
 from trainer_lib.trainer.evaluation import Evaluator
 from trainer_lib.trainer.fillers import Buffers
+from trainer_lib.trainer.foreign_callbacks import AdaptedCallback
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -47,6 +49,8 @@ _SHORT: Mapping[str, Any] = {
     "dry_run": False,
     "report_to": (),
 }
+# What these do is not known, and most look on; or it is somebody outside who asks them.
+_NO_PART = (AdaptedCallback, LiveControl)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -122,7 +126,8 @@ def short_rehearsal(
     """
     check_may_rehearse(trainer, tool)
     args = dataclasses.replace(trainer.args, **{**_SHORT, **changes})
-    taking_part = (one for one in trainer.events if isinstance(one, Transformer) and not isinstance(one, without))
+    left_out = (*_NO_PART, *without)
+    taking_part = (one for one in trainer.events if isinstance(one, Transformer) and not isinstance(one, left_out))
     with rehearsal(trainer, tool, args, [*copies(trainer, tool, taking_part), *listening]):
         trainer.eval_dataset = None
         vars(trainer)["configure_scheduler"] = _no_schedule
