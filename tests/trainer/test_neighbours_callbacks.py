@@ -19,8 +19,10 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers import run_forked
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-SEEN = ("global_step", "epoch", "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
-PLACE = ("is_world_process_zero", "is_local_process_zero")
+SEEN = (
+    *("global_step", "epoch", "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps"),
+    *("train_batch_size", "best_global_step", "is_world_process_zero", "is_local_process_zero"),
+)
 ARGUMENTS = (
     *("learning_rate", "weight_decay", "max_grad_norm", "max_steps", "num_train_epochs", "seed"),
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
@@ -40,7 +42,7 @@ class Hearing(TrainerCallback):
         self.histories: list[list[Any]] = []
 
     def hear(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.told.append((event, {name: getattr(state, name) for name in (*SEEN, *PLACE)}))
+        self.told.append((event, {name: getattr(state, name) for name in SEEN}))
         assert {"model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader"} <= more.keys()
         assert isinstance(more["model"], transformers.PreTrainedModel)
         if event == "on_train_begin":
@@ -66,6 +68,7 @@ for _name in EVENTS:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_they_hear_what_they_hear_there(tmp_path: Path) -> None:
     options: dict[str, Any] = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    options |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
     args = their_arguments(tmp_path / "theirs", **options, save_strategy="steps", save_steps=3)
     there, here = Hearing(), Hearing()
     data = {"train_dataset": rows(24), "eval_dataset": rows(6)}
@@ -85,7 +88,7 @@ def test_they_hear_what_they_hear_there(tmp_path: Path) -> None:
     assert here.steps("on_substep_end") == [0, 1, 2, 3, 4, 5]
     assert here.steps("on_save") == [3, 6]
     assert here.steps("on_prediction_step") == [3, 3, 6, 6]
-    assert here.arguments == {**there.arguments, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    assert here.arguments == there.arguments
     assert [one for one in here.histories[1:] if one[0] != "on_epoch_end"] == [
         one for one in there.histories[1:] if one[0] != "on_epoch_end"
     ]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
-from trainer_lib.trainer.foreign_views import arguments_seen, update_state
+from trainer_lib.trainer.foreign_views import arguments_seen, new_state, update_state
 
 _logger = get_logger(__name__)
 
@@ -48,11 +48,11 @@ class AdaptedCallback(Transformer):
     """
 
     def __init__(self, callback: Any) -> None:
-        from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
+        from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl
 
         self.callback, self.key = callback, type(callback).__name__
         self._has_state = isinstance(callback, ExportableState)
-        self._control, self._state, self._args = TrainerControl(), TrainerState(), None
+        self._control, self._state, self._args = TrainerControl(), None, None
         events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
         self._told = {name for name in events if getattr(type(callback), name) is not getattr(TrainerCallback, name)}
         if "on_push_begin" in self._told:
@@ -64,7 +64,8 @@ class AdaptedCallback(Transformer):
     # -- a run, as they see it -----------------------------------------------------------------------------------
 
     def _on_fit_begin(self, run: Run) -> None:
-        is_first, self._args = self._args is None, arguments_seen(run)
+        is_first = self._args is None
+        self._look_at(run)
         if is_first:
             self._tell("on_init_end", run)
         self._tell("on_train_begin", run)
@@ -133,6 +134,9 @@ class AdaptedCallback(Transformer):
 
     # -- private -------------------------------------------------------------------------------------------------
 
+    def _look_at(self, run: Run) -> None:
+        self._args, self._state = arguments_seen(run), new_state(run)
+
     def _tell(
         self,
         event: str,
@@ -144,7 +148,7 @@ class AdaptedCallback(Transformer):
         if event not in self._told:
             return
         if self._args is None:  # an evaluation before any training
-            self._args = arguments_seen(run)
+            self._look_at(run)
         update_state(self._state, run, logged, saved)
         asked = {ours: getattr(run.control, ours) for ours in _FLAGS.values()}
         for theirs, ours in _FLAGS.items():

@@ -35,6 +35,23 @@ _OTHERWISE = {
 _OF_PROCESS = ("device", "n_gpu", "world_size", "process_index", "local_process_index", "parallel_mode")
 
 
+def new_state(run: Run) -> Any:
+    """Return a `TrainerState` that knows what does not change in a run; `update_state` does the rest."""
+    from transformers.trainer_callback import TrainerState
+
+    here, args = run.state, run.args
+    return TrainerState(
+        max_steps=here.max_steps or 0,
+        num_train_epochs=_passes(here.max_epochs, here.max_steps, here.steps_per_epoch),
+        logging_steps=_steps(args.log_interval),
+        eval_steps=_steps(args.eval_interval),
+        save_steps=_steps(args.save_interval),
+        train_batch_size=args.train_batch_size_for(run.accelerator.num_processes),
+        is_world_process_zero=run.is_main_process,
+        is_local_process_zero=run.accelerator.is_local_main_process,
+    )
+
+
 def update_state(
     state: Any, run: Run, logged: Mapping[str, Any] | None = None, saved: Mapping[str, Any] | None = None
 ) -> None:
@@ -48,14 +65,7 @@ def update_state(
     """
     here = run.state
     state.global_step, state.epoch = (here.step, here.epochs) if saved is None else (saved["step"], saved["epoch"])
-    state.max_steps = here.max_steps or 0
-    state.num_train_epochs = _passes(here.max_epochs, here.max_steps, here.steps_per_epoch)
     state.log_history = here.history if logged is None else [*here.history, {**logged, "step": here.step}]
-    state.is_world_process_zero = run.is_main_process
-    state.is_local_process_zero = run.accelerator.is_local_main_process
-    state.logging_steps = _steps(run.args.log_interval)
-    state.eval_steps = _steps(run.args.eval_interval)
-    state.save_steps = _steps(run.args.save_interval)
     if here.best is not None:
         state.best_metric, state.best_global_step = here.best.value, here.best.step
         state.best_model_checkpoint = next(
