@@ -35,7 +35,8 @@ class Histograms(Callback):
     Args:
         every: How often, such as "500 steps".
         of: What to look at: some of "gradients", "weights" and "activations".
-        only: Patterns of names of weights and layers (`fnmatch`), such as "encoder.*"; by default all.
+        only: Patterns of names of weights and layers (`fnmatch`), such as "encoder.*"; by default all. Each takes some
+            300 letters of the history, so that of a large model one takes some.
         bins: The parts of a range.
 
     Example:

@@ -108,13 +108,14 @@ def test_the_main_process_tells_what_it_has(tmp_path: Path, strategy: str) -> No
 
         args = arguments(max_steps=1, per_device_train_batch_size=4, **options)
         history = JsonlLog(tmp_path / "history.jsonl")
-        callbacks = [First(), history, Histograms("1 step", of=["weights", "gradients"], only=["0.*"])]
+        callbacks = [First(), history, Histograms("1 step", only=["0", "0.*"])]
         trainer(args, callbacks=callbacks).fit()
         return weight[0]
 
     weights = run_forked(body, timeout=60)
     (line,) = told(tmp_path / "history.jsonl")
     assert set(line["weights"]) == set(line["gradients"]) == {"0.weight", "0.bias"}
+    assert sum(line["activations"]["0"]["counts"]) == 4 * 8
     assert_counted(line["weights"]["0.weight"], weights[0])
     assert weights[0].numel() == (24 if strategy == "shards" else 48)
 
