@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.callbacks.loops import folder_of
 from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib import Accelerator, DataLoaderConfiguration
-from trainer_lib.callbacks import Provenance, replay_batch, samples_of_step
+from trainer_lib.callbacks import Provenance, SampleLosses, replay_batch, samples_of_step
 from trainer_lib.callbacks.provenance import _long, _short
 from trainer_lib.events import Callback, Run, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
@@ -138,6 +138,18 @@ def test_each_checkpoint_has_its_lines_and_a_run_that_goes_back_writes_them_anew
     assert written() == [1, 2, 3, 5]
     found = [samples_of_step(folder_of(tmp_path), step)[0][0] for step in (1, 2, 3, 5)]
     assert found == [[*range(first, first + 8)] for first in (0, 8, 16, 32)]
+
+
+def test_an_order_that_cannot_be_known_switches_it_off_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    once: Any = iter(range(40))
+    loader = DataLoader(TensorDataset(*points()), batch_size=8, sampler=once)
+    args = arguments(num_train_epochs=1, lr_scheduler="constant")
+    result = trainer(args, train_dataset=loader, callbacks=[Provenance(tmp_path), SampleLosses()]).fit()
+    assert (result.status, result.state.step) == ("finished", 5)
+    assert "Provenance raised in on_micro_batch_begin at step 0 and is switched off" in caplog.text
+    assert "SampleLosses raised in on_micro_batch_end at step 0 and is switched off" in caplog.text
 
 
 def test_without_a_folder_it_is_refused() -> None:
