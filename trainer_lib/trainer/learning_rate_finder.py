@@ -37,7 +37,7 @@ class LearningRateSweep:
         >>> rates = [10.0**power for power in range(-5, 5)]
         >>> losses = [2.0, 2.0, 2.0, 2.0, 1.6, 1.0, 0.8, 0.9, 2.0, 9.0]
         >>> LearningRateSweep(rates=rates, losses=losses).suggestion
-        0.1
+        0.01
     """
 
     rates: list[float]
