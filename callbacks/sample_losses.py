@@ -55,7 +55,7 @@ class SampleLosses(Callback):
         self._compare: Callable[[Tensor, Tensor], Tensor] = by_kind
         self._seen: dict[Any, float] = {}
         self._waiting: list[tuple[list[Any], Tensor]] = []  # what is not read from the device yet
-        self._has_outputs = False
+        self._has_outputs = self._is_shifted = False
 
     def top(self, count: int) -> list[tuple[Any, float]]:
         """Return the samples of the largest losses on this process, the largest first, each with its loss."""
@@ -64,6 +64,7 @@ class SampleLosses(Callback):
 
     def on_fit_begin(self, run: Run) -> None:
         self._seen, self._waiting, self._has_outputs = {}, [], False
+        self._is_shifted = bool(getattr(run.trainer, "is_shifted", False))
         loss_fn = getattr(run.trainer, "loss_fn", None)
         if self._losses is None and loss_fn is not None:
             self._compare = unreduced(loss_fn)
@@ -103,7 +104,7 @@ class SampleLosses(Callback):
         outputs = run.outputs if named is None else named.get("logits")
         if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor):
             raise ConfigurationError(f"SampleLosses: outputs and targets are not one tensor each, so that {_YOURS}")
-        if getattr(run.trainer, "is_shifted", False):  # the model compares each token with the next
+        if self._is_shifted:  # the model compares each token with the next
             outputs, targets = outputs[:, :-1], targets[:, 1:]
         return mean_of_each(self._compare(outputs, targets), targets)
 
@@ -175,6 +176,8 @@ def by_kind(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def mean_of_each(losses: Tensor, targets: Tensor) -> Tensor:
     """Return the mean of each row of losses, over the targets that count."""
+    if losses.ndim == 1:
+        return losses
     rows = losses.reshape(len(losses), -1)
     if targets.is_floating_point() or losses.shape != targets.shape:
         return rows.mean(dim=1)
