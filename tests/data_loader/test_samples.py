@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 from tests.data_loader.reference import Numbers, SizedStream, Stream, worlds
 from tests.data_loader.test_tails import Backwards
 from trainer_lib import Accelerator, DataLoaderConfiguration
-from trainer_lib.data_loader import skip_first_batches
+from trainer_lib.data_loader import samples, skip_first_batches
 from trainer_lib.launchers import run_forked
 
 
@@ -64,6 +64,15 @@ def test_the_batch_in_hand_is_told(kind: str, even: bool) -> None:
             break
         _check(loader)
         _check(skip_first_batches(loader, 1))
+
+
+@pytest.mark.parametrize("block", [2, 4, 6])
+def test_batches_are_told_across_what_is_looked_up_at_once(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "_BLOCK", block)
+    for loader in worlds(_loaders()["shuffled"], 2):
+        _check(loader, passes=2)
+        loader.set_epoch(0)
+        _check(loader)
 
 
 def test_slices_of_ready_batches_are_told() -> None:

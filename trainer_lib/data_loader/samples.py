@@ -2,11 +2,17 @@
 
 import copy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from trainer_lib.data_loader.batches import BatchSamplerShard
 from trainer_lib.data_loader.order import ComputedOrder, ReplayedOrder
+from trainer_lib.data_loader.shuffle import Places
+
+# To look up thousands of places takes hardly longer than a few, and who asks once asks again for the next batch.
+_BLOCK = 4096
+_blocks: WeakKeyDictionary[ComputedOrder, tuple[tuple[int, ...], Places]] = WeakKeyDictionary()
 
 
 def samples_of_batch(shard: BatchSamplerShard, seed: int, epoch: int, start: int, rank: int) -> list[Any] | None:
@@ -27,8 +33,7 @@ def samples_of_batch(shard: BatchSamplerShard, seed: int, epoch: int, start: int
     order, share = shard.order, shard.sharing.share
     first, last = start + rank * share, start + (rank + 1) * share
     if isinstance(order, ComputedOrder):
-        places = np.arange(first, min(last, order.length()))
-        return order.lookup(seed, epoch)(places).tolist()
+        return _looked_up(order, seed, epoch, first, min(last, order.length()))
     if hasattr(order.source, "__next__"):  # an iterator, which is read once
         return None
     if shard.cuts_batches:
@@ -39,6 +44,19 @@ def samples_of_batch(shard: BatchSamplerShard, seed: int, epoch: int, start: int
     if shard.shares_samples:
         return units
     return [sample for unit in units for sample in (unit if isinstance(unit, (list, tuple)) else [unit])]
+
+
+def _looked_up(order: ComputedOrder, seed: int, epoch: int, first: int, last: int) -> list[Any]:
+    """Return the samples at some places of a computed order."""
+    begin = first - first % _BLOCK
+    if last - begin > _BLOCK:
+        return order.lookup(seed, epoch)(np.arange(first, last)).tolist()
+    key = (seed, epoch, begin, order.length())
+    known, samples = _blocks.get(order, (None, None))
+    if samples is None or known != key:
+        samples = order.lookup(seed, epoch)(np.arange(begin, min(begin + _BLOCK, order.length())))
+        _blocks[order] = key, samples
+    return samples[first - begin : max(last - begin, 0)].tolist()
 
 
 def _units(shard: BatchSamplerShard, order: ReplayedOrder, seed: int, epoch: int, first: int, last: int) -> list[Any]:
