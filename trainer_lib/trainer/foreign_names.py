@@ -8,7 +8,7 @@ from typing import Any
 _TRACKING = (
     "it is for the callback of a tracker: Trainer(…, callbacks=[TrackioCallback(…)]) and others take their options"
 )
-_HUB = "nothing is sent to the Hub; save_model writes a folder that can be uploaded"
+_HUB = "call push_to_hub(repo_id) when the model is trained; nothing is sent before"
 _OF_SCRIPTS = "it is for scripts and the Trainer there does not read it either; call fit, evaluate or predict"
 _LOADER = "give a DataLoader made with it"
 _LAUNCHER = (
