@@ -18,6 +18,7 @@ def test_nothing_recorded_was_lost_unnoticed_or_run() -> None:
         assert counts["refused"] + counts["harmless"] == counts["injected"]
     assert all(counts["equal"] == counts["compared"] for counts in tables["runs"].values())
     assert all(counts["kept"] == counts["injected"] for counts in tables["guards"].values())
+    assert all(counts["asked"] == counts["agreed"] == counts["equal"] for counts in tables["stops"].values())
 
 
 def test_counts_of_a_row_add_up() -> None:

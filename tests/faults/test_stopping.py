@@ -55,6 +55,7 @@ class Asks(Callback):
     def __init__(self, at: int, signals: Sequence[tuple[int, float]], event: str = "on_step_end") -> None:
         self.at, self.signals = at, signals
         self.asked_at: float | None = None
+        self._to_come: list[threading.Timer] = []
         setattr(self, event, self._ask)
 
     def _ask(self, run: Run, *details: Any) -> None:
@@ -63,9 +64,14 @@ class Asks(Callback):
         self.asked_at = time.monotonic()
         for number, seconds in self.signals:
             if seconds:
-                threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+                self._to_come.append(threading.Timer(seconds, os.kill, (os.getpid(), number)))
+                self._to_come[-1].start()
             else:
                 os.kill(os.getpid(), number)
+
+    def on_fit_end(self, run: Run) -> None:
+        for timer in self._to_come:  # the run has ended by the signal to the other process, and leaves them to others
+            timer.cancel()
 
 
 class Slow(Callback):
