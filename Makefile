@@ -19,7 +19,7 @@ demo: .venv/with-test
 	$(BIN)/python examples/digits.py
 
 test: .venv/with-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 soak: .venv/with-test
 	$(BIN)/python -m pytest -m fault --soak
