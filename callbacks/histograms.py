@@ -161,22 +161,27 @@ def counted(values: Tensor, bins: int) -> Tensor:
     """
     device, wide = values.device, torch.float32 if values.device.type == "mps" else torch.float64
     parts = values.detach().reshape(-1).split(_AT_ONCE)
-    low = torch.stack([part.where(part.isfinite(), torch.inf).min() for part in parts]).min().float()
-    high = torch.stack([part.where(part.isfinite(), -torch.inf).max() for part in parts]).max().float()
+    low = torch.stack([part.where(_is_finite(part), torch.inf).min() for part in parts]).min().float()
+    high = torch.stack([part.where(_is_finite(part), -torch.inf).max() for part in parts]).max().float()
     # Halves, whose difference is finite whatever they are.
     width = high / 2 - low / 2
     width = width.where(width > 0, 1.0)
     counts = torch.zeros(bins + 1, dtype=torch.int64, device=device)  # the last is of what is not finite
+    one = torch.ones(1, dtype=torch.int64, device=device)
     sums = torch.zeros(2, dtype=wide, device=device)
     for part in parts:
-        is_finite, part = part.isfinite(), part.float()
-        place = ((part / 2 - low / 2) / width * bins).clamp(0, bins - 1).where(is_finite, float(bins)).long()
-        counts.scatter_add_(0, place, torch.ones_like(place))
-        finite = part.where(is_finite, 0.0).to(wide)
-        sums += torch.stack([finite.sum(), finite.square().sum()])
+        is_finite = _is_finite(part)
+        finite = part.where(is_finite, 0.0).float()
+        place = (finite / 2).sub_(low / 2).div_(width).mul_(bins).clamp_(0, bins - 1).where(is_finite, bins).long()
+        counts.scatter_add_(0, place, one.expand_as(place))
+        sums += torch.stack([finite.sum(dtype=wide), torch.linalg.vector_norm(finite, dtype=wide).square()])
     inside, outside = counts[:-1].to(wide), counts[-1:].to(wide)
     ends = torch.stack([low, high]).to(wide)
     return torch.cat([ends, sums, inside.sum().reshape(1), outside, inside])
+
+
+def _is_finite(values: Tensor) -> Tensor:
+    return values.abs() < torch.inf  # several times as fast as isfinite()
 
 
 def _read(found: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
