@@ -194,6 +194,22 @@ def test_processes_leave_all_as_it_was(tmp_path: Path) -> None:
     assert len(first) > 8
 
 
+def test_sharded_models_keep_their_shards() -> None:
+    def train() -> list[Any]:
+        outcomes: list[Any] = []
+        for tool in (repr, tools()["find_learning_rate"]):
+            one = made(args={"fsdp": True, "max_steps": 3, "eval_every": "never"}, callbacks=[EMA(0.9)])
+            tool(one)
+            history = outcome(one)["history"]
+            weights = one.accelerator.get_state_dict(one.prepared)
+            outcomes.append([history, {name: weight.clone() for name, weight in weights.items()}])
+            one.accelerator.free_memory()
+        return outcomes
+
+    for plain, after in run_forked(train, (), 2, timeout=90):
+        assert same(after, plain)
+
+
 class Fails(Own):
     def forward(self, x: Tensor) -> Tensor:
         if self.calls == 5:

@@ -16,10 +16,8 @@ from trainer_lib.callbacks.live_control import LiveControl
 from trainer_lib.checkpointing.generators import Generators
 from trainer_lib.events import Callback, Dispatcher, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import preflight
 from trainer_lib.trainer.arguments import TrainingArguments
-from trainer_lib.trainer.averages import Averages
 from trainer_lib.trainer.evaluation import Evaluator
 from trainer_lib.trainer.fillers import Buffers
 from trainer_lib.trainer.foreign_callbacks import AdaptedCallback
@@ -92,15 +90,12 @@ def rehearsal(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks:
     accelerator = trainer.accelerator
     with ExitStack() as stack:
         stack.enter_context(_generators_kept(accelerator.device))
-        if args.seed is not None:
-            set_seed(args.seed)  # as fit does before it prepares models, which may get their first values there
         trainer.prepare_models()
         stack.enter_context(_engine_kept(accelerator))
         stack.enter_context(_models_kept(trainer))
         stack.enter_context(_optimizers_kept(trainer))
         trainer.is_rehearsing, trainer._has_fitted = True, False  # so that fit takes the models as they are prepared
         trainer.args, trainer.events = args, Dispatcher(callbacks)
-        trainer.averages = Averages(accelerator.group, accelerator.device)
         trainer._evaluator = Evaluator(accelerator, trainer.events, trainer.evaluation_step)
         yield
 
