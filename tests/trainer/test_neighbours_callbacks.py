@@ -65,42 +65,66 @@ for _name in EVENTS:
     setattr(Hearing, _name, lambda self, *given, _name=_name, **more: self.hear(_name, *given, **more))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_they_hear_what_they_hear_there(tmp_path: Path) -> None:
+OF_THE_PROCESS = (
+    *("process_index", "local_process_index", "world_size", "parallel_mode", "should_save"),
+    *("is_world_process_zero", "is_local_process_zero", "train_batch_size"),
+)
+THEIR_SPEED = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "total_flos"}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_they_hear_what_they_hear_there(tmp_path: Path, processes: int) -> None:
     options: dict[str, Any] = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     options |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
     args = their_arguments(tmp_path / "theirs", **options, save_strategy="steps", save_steps=3)
-    there, here = Hearing(), Hearing()
-    data = {"train_dataset": rows(24), "eval_dataset": rows(6)}
+    data = {"train_dataset": rows(24), "eval_dataset": rows(8)}
+
+    def body() -> Hearing:
+        here = Hearing()
+        ours = dataclasses.replace(TrainingArguments.from_transformers(args), save_in_background=False)
+        if processes > 1:
+            ours = dataclasses.replace(ours, per_device_train_batch_size=2, per_device_eval_batch_size=2)
+        Trainer(model(), ours, callbacks=[here], **data).fit()
+        return here
+
+    there = Hearing()
     transformers.Trainer(model(), args, callbacks=[there], **data).train()
-    ours = TrainingArguments.from_transformers(args)
-    Trainer(model(), dataclasses.replace(ours, save_in_background=False), callbacks=[here], **data).fit()
+    if processes == 1:
+        compare(body(), there)
+    for rank, here in enumerate(run_forked(body, timeout=60) if processes > 1 else []):
+        assert {seen["is_world_process_zero"] for _, seen in here.told} == {rank == 0}
+        assert [here.arguments[name] for name in ("process_index", "world_size", "should_save")] == [rank, 2, rank == 0]
+        own = {name for name in there.arguments if name in OF_THE_PROCESS or name.endswith("batch_size")}
+        here.arguments |= {name: there.arguments[name] for name in own}
+        for _, seen in (*here.told, *there.told):
+            for name in OF_THE_PROCESS:
+                seen.pop(name, None)
+        compare(here, there)
 
-    def but_passes(heard: Hearing) -> list[Any]:
+
+def compare(here: Hearing, there: Hearing) -> None:
+    """Compare what was heard in a run of this library with what was heard in one of Hugging Face's."""
+
+    def but_passes(told: list[Any]) -> list[Any]:
         # Here a pass ends before its last update is logged, evaluated and saved.
-        return [one for one in heard.told if one[0] != "on_epoch_end"]
+        return [one for one in told if one[0] != "on_epoch_end"]
 
-    first, *rest = but_passes(here)
-    told = but_passes(there)
-    assert (first[0], told[0][0]) == ("on_init_end", "on_init_end")  # where there is no plan of the run yet
-    assert rest == told[1:]
+    first, *rest = but_passes(here.told)
+    first_there, *rest_there = but_passes(there.told)
+    assert (first[0], first_there[0]) == ("on_init_end", "on_init_end")  # where there is no plan of the run yet
+    assert rest == rest_there
     assert here.steps("on_epoch_end") == there.steps("on_epoch_end") == [3, 6]
     assert here.steps("on_substep_end") == [0, 1, 2, 3, 4, 5]
     assert here.steps("on_save") == [3, 6]
     assert here.steps("on_prediction_step") == [3, 3, 6, 6]
     assert here.arguments == there.arguments
-    assert [one for one in here.histories[1:] if one[0] != "on_epoch_end"] == [
-        one for one in there.histories[1:] if one[0] != "on_epoch_end"
-    ]
-
+    assert but_passes(here.histories)[1:] == but_passes(there.histories)[1:]
     assert len(here.logs) == len(there.logs) == 6  # 3 of training, 2 of evaluations, the totals
-    for ours_, theirs in zip(here.logs, there.logs, strict=True):
-        assert ours_.keys() >= theirs.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"} - {
-            "total_flos"
-        }
-        assert ours_["epoch"] == theirs["epoch"]
+    for ours, theirs in zip(here.logs, there.logs, strict=True):
+        assert ours.keys() >= theirs.keys() - THEIR_SPEED
+        assert ours["epoch"] == theirs["epoch"]
         for name in {"loss", "grad_norm", "eval_loss", "train_loss"} & theirs.keys():
-            assert ours_[name] == pytest.approx(theirs[name], rel=2e-5), name
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-5), name
 
 
 @pytest.mark.parametrize("processes", [1, 2])
