@@ -60,6 +60,20 @@ def assert_equal(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None
         np.testing.assert_array_equal(value, expected[name])
 
 
+def test_a_regressor_is_a_trainer_to_the_bit() -> None:
+    X, _ = task()
+    one, two = X.sum(axis=1), np.stack([X.sum(axis=1), X[:, 0]], axis=1)
+    inputs = X.astype(np.float32)
+    for targets in (one, two):
+        model = TrainerRegressor(layers, arguments()).fit(X, targets)
+        columns = targets.reshape(len(X), -1).astype(np.float32)
+        trainer = by_hand((inputs, columns), columns.shape[1], functional.mse_loss, arguments())
+        assert_equal(state(model.module_), state(trainer.unwrapped_model))
+        expected = trainer.predict(inputs).predictions.reshape(targets.shape)
+        np.testing.assert_array_equal(model.predict(X), expected)
+        trainer.accelerator.free_memory()
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_classifier_is_a_trainer_to_the_bit(processes: int) -> None:
     X, y = task()
@@ -81,20 +95,6 @@ def test_a_classifier_is_a_trainer_to_the_bit(processes: int) -> None:
         assert not np.array_equal(state(model.module_)["0.weight"], state(plain.module_)["0.weight"])
 
     run_forked(body, num_processes=processes, timeout=60)
-
-
-def test_a_regressor_is_a_trainer_to_the_bit() -> None:
-    X, _ = task()
-    one, two = X.sum(axis=1), np.stack([X.sum(axis=1), X[:, 0]], axis=1)
-    inputs = X.astype(np.float32)
-    for targets in (one, two):
-        model = TrainerRegressor(layers, arguments()).fit(X, targets)
-        columns = targets.reshape(len(X), -1).astype(np.float32)
-        trainer = by_hand((inputs, columns), columns.shape[1], functional.mse_loss, arguments())
-        assert_equal(state(model.module_), state(trainer.unwrapped_model))
-        expected = trainer.predict(inputs).predictions.reshape(targets.shape)
-        np.testing.assert_array_equal(model.predict(X), expected)
-        trainer.accelerator.free_memory()
 
 
 def test_weights_of_samples_are_those_of_the_mean_by_hand() -> None:
@@ -230,20 +230,22 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("kind", [TrainerClassifier, TrainerRegressor])
-def test_the_checks_of_scikit_learn(kind: Any) -> None:
-    args = arguments(num_train_epochs=20, per_device_train_batch_size=500, learning_rate=0.2)
-    passed: set[str] = set()
+def test_the_checks_of_scikit_learn() -> None:
+    args = arguments(num_train_epochs=10, per_device_train_batch_size=500, learning_rate=0.3)
+    seen: set[str] = set()
     failed: dict[str, str] = {}
-    checks: Any = estimator_checks_generator(kind(plain_layers, args))
-    for estimator, check in checks:
-        name: str = check.func.__name__
-        try:
-            check(estimator)
-            passed.add(name)
-        except unittest.SkipTest:
-            assert name == "check_array_api_input"  # of scikit-learn's experiments
-        except Exception as error:  # noqa: BLE001 - all of them are told at once
-            failed[name] = f"{type(error).__name__}: {error}"
+    for kind, count in ((TrainerClassifier, 50), (TrainerRegressor, 7)):
+        checks: Any = estimator_checks_generator(kind(plain_layers, args))
+        # Those that both have go by what both have.
+        ours = [(estimator, check) for estimator, check in checks if check.func.__name__ not in seen]
+        assert len(ours) >= count
+        for estimator, check in ours:
+            name: str = check.func.__name__
+            seen.add(name)
+            try:
+                check(estimator)
+            except unittest.SkipTest:
+                assert name == "check_array_api_input"  # of scikit-learn's experiments
+            except Exception as error:  # noqa: BLE001 - all of them are told at once
+                failed[name] = f"{type(error).__name__}: {error}"
     assert failed.keys() == EXPECTED.keys(), failed
-    assert len(passed) > 40

@@ -167,7 +167,9 @@ class _Estimator(BaseEstimator):
         """Return what the module makes of inputs, a row each."""
         check_is_fitted(self)
         inputs: Array = self._read(X, reset=False)
-        trainer = self._trainer(Trainer, self.module_, checked_arguments(self.args))
+        # Not compiled, which would be done anew for each call.
+        args = dataclasses.replace(checked_arguments(self.args), compile=False)
+        trainer = self._trainer(Trainer, self.module_, args)
         try:
             outputs = trainer.predict(inputs).predictions
         finally:
