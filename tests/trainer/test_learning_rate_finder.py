@@ -69,6 +69,8 @@ def test_two_processes_see_the_losses_of_one() -> None:
     assert has_diverged
     assert 10 < len(rates) < 40
     assert losses == pytest.approx(by_hand(rates, 8), rel=1e-5)
+    lost = [sum(losses[end - 3 : end]) > 4 * sum(losses[:3]) for end in range(4, len(losses) + 1)]
+    assert lost.index(True) == len(lost) - 1  # at the update that shows it, not one later
 
 
 class Steep(Trainer):
