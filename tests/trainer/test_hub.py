@@ -14,7 +14,7 @@ from tests.trainer.hub import READER, TOKEN, Hub, served
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import ConfigurationError, Trainer, WorldError, load_checkpoint_in_model
 from trainer_lib.callbacks import EMA
-from trainer_lib.foundation.errors import HubError
+from trainer_lib.foundation.errors import HubError, MissingPackageError
 from trainer_lib.launchers import run_forked
 from trainer_lib.trainer import hub as pushing
 
@@ -168,6 +168,13 @@ def test_what_cannot_be_meant(hub: Hub) -> None:
     with pytest.raises(ConfigurationError, match="card=… is the text as a whole, and license would go"):
         trainer().push_to_hub("points", card="# Points", license="mit")
     assert hub.asked == []
+
+
+def test_without_its_client_it_is_told_what_to_install(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingPackageError, match=r"huggingface_hub is not installed.*trainer-lib\[hub\]"):
+        trainer().push_to_hub("me/points")
+    assert trainer().model_card(license="mit").startswith("---\nlibrary_name: trainer_lib\nlicense: mit\n")
 
 
 def test_all_processes_hear_of_it(hub: Hub) -> None:

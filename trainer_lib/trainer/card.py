@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "safetensors")
 # What says more about the machine than about the model.
-_OF_THE_MACHINE = frozenset({"output_dir", "run_name", "resume", "report_to", "progress_bar", "deadline"})
+_OF_THE_MACHINE = frozenset(
+    {
+        *("output_dir", "run_name", "resume", "report_to", "progress_bar", "deadline", "stop_signals", "hang_timeout"),
+        *("use_cpu", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers"),
+    }
+)
 _EVALUATIONS = 20  # of more, these are spread over the run
 # By the ends of the names that transformers gives its models.
 _TASKS = {
@@ -195,8 +200,14 @@ def _summary(
     end = "" if state.reason is None else f" It ended early: {state.reason}."
     return (
         f"A {kinds}{base}, trained{data} with trainer_lib: {state.step:,} updates of {state.samples:,} samples in "
-        f"{state.epochs:.4g} epochs, {state.seconds:,.0f} s on {_devices(trainer)}.{end}\n"
+        f"{state.epochs:.4g} epochs, {_duration(state.seconds)} on {_devices(trainer)}.{end}\n"
     )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 def _devices(trainer: "Trainer") -> str:
