@@ -15,7 +15,7 @@ from transformers.trainer_callback import EarlyStoppingCallback
 from tests.trainer.hugging_face import model, rows, run_snippet_of_page, their_arguments
 from tests.trainer.tasks import network, points
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.callbacks import Printer
+from trainer_lib.callbacks import NEFTune, Printer
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers import run_forked
@@ -73,6 +73,23 @@ def test_it_trains_and_evaluates_as_there(tmp_path: Path, processes: int, wanted
             assert steps(history, name) == [(step, pytest.approx(value, rel=2e-5)) for step, value in told], name
         for name, value in trained.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_a_callback_here_is_made_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def smoothed() -> Any:
+        return theirs(tmp_path, args=their_arguments(tmp_path, label_smoothing_factor=0.2, max_steps=3))
+
+    wanted = smoothed()
+    wanted.train()
+    with caplog.at_level(logging.WARNING, NOTES):
+        history = Trainer.from_transformers(smoothed()).fit().history
+    there = steps(wanted.state.log_history, "loss")
+    assert len(there) == 3
+    assert steps(history, "loss") == [(step, pytest.approx(value, rel=2e-5)) for step, value in there]
+    told = theirs(tmp_path, args=their_arguments(tmp_path, neftune_noise_alpha=3.0))
+    (noise,) = [one for one in Trainer.from_transformers(told).events if isinstance(one, NEFTune)]
+    assert noise.alpha == 3.0
+    assert caplog.text == ""
 
 
 def test_what_it_has_is_taken_over(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """This file is a Trainer of Hugging Face as what makes one of ours: its model, arguments, data and callbacks."""
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_lib.callbacks.label_smoothing import LabelSmoothing
+from trainer_lib.callbacks.neftune import NEFTune
+from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.arguments import TrainingArguments
@@ -57,7 +61,8 @@ def options_of(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[str, 
         ConfigurationError: If it is none, or does something in a way of its own that has no counterpart in `ours`.
     """
     _check(foreign, ours, given)
-    args = given["args"] if "args" in given else TrainingArguments.from_transformers(foreign.args)
+    theirs, changing = (foreign.args, []) if "callbacks" in given else _parted(foreign.args)
+    args = given["args"] if "args" in given else TrainingArguments.from_transformers(theirs)
     options: dict[str, Any] = {
         "model": _model(foreign),
         "args": args,
@@ -66,7 +71,7 @@ def options_of(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[str, 
         "collate_fn": _collator(foreign),
         "processing_class": foreign.processing_class,
         "compute_metrics": foreign.compute_metrics,
-        "callbacks": _callbacks(foreign, args),
+        "callbacks": [*_callbacks(foreign, args), *changing],
         **_optimizers(foreign, given),
     }
     return {name: value for name, value in options.items() if value is not None} | dict(given)
@@ -118,6 +123,17 @@ def _model(foreign: Any) -> Any:
     model = foreign.accelerator.unwrap_model(foreign.model, keep_fp32_wrapper=False)
     model.__dict__.pop("_is_accelerate_prepared", None)
     return model
+
+
+def _parted(theirs: Any) -> tuple[Any, list[Callback]]:
+    """Return arguments without those that are callbacks here, and these callbacks."""
+    rest, changing = copy.copy(theirs), list[Callback]()
+    if theirs.label_smoothing_factor:
+        changing.append(LabelSmoothing(theirs.label_smoothing_factor))
+    if theirs.neftune_noise_alpha:
+        changing.append(NEFTune(theirs.neftune_noise_alpha))
+    rest.label_smoothing_factor, rest.neftune_noise_alpha = 0.0, None
+    return rest, changing
 
 
 def _callbacks(foreign: Any, args: TrainingArguments) -> list[Any]:
