@@ -73,11 +73,14 @@ def test_processes_agree_on_what_fits_all() -> None:
         size = grown.find_batch_size()
         grown.accelerator.free_memory()
         shrunk, _ = limited(1000 if rank else 3, per_device_train_batch_size=16)
-        return size, shrunk.find_batch_size(), model.given[:6]
+        halved = shrunk.find_batch_size()
+        shrunk.accelerator.free_memory()
+        scarce, _ = limited(1000, samples=70)  # 35 for each
+        return size, halved, scarce.find_batch_size(), model.given[:6]
 
     first, second = run_forked(find, (), 2, timeout=60)
-    assert first[:2] == second[:2] == (16, 2)
-    assert first[2] == [4, 4, 8, 8, 16, 16]
+    assert first[:3] == second[:3] == (16, 2, 32)
+    assert first[3] == [4, 4, 8, 8, 16, 16]
 
 
 def test_what_spares_memory_for_a_while_takes_no_part() -> None:

@@ -103,7 +103,7 @@ def state(one: Trainer) -> dict[str, Any]:
         "modes": [module.training for module in model.modules()],
         "calls": getattr(model, "calls", 0),
         "optimizer": None if given is None else repr(given.state_dict()),
-        "rate": None if given is None else given.param_groups[0]["lr"],
+        "rate": None if given is None else float(given.param_groups[0]["lr"]),
         "generators": (torch.get_rng_state(), random.getstate(), repr(np.random.get_state())),
         "attributes": {n: v for n, v in vars(one).items() if n not in ("prepared", "_evaluator", "run")},
         "callbacks": [(callback, dict(vars(callback))) for callback in one.events],
@@ -153,7 +153,8 @@ def test_objects_that_were_given_are_as_they_were(tool: str) -> None:
     def run(use: Use) -> list[Any]:
         set_seed(5)
         model = Own()
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=(rate := torch.tensor(0.05)), momentum=0.9)
         model(points()[0]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -161,10 +162,11 @@ def test_objects_that_were_given_are_as_they_were(tool: str) -> None:
         args = {"seed": None, "max_steps": 3}
         one = made(args=args, model=model, optimizer=optimizer, scheduler=schedule, callbacks=[])
         metrics: dict[str, Any] = one.evaluate()
-        for _ in range(2):
+        for number in range(2):
             before = state(one)
             use(one)
             assert_same(state(one), before)
+            assert number or optimizer.param_groups[0]["lr"] is rate  # a run takes a copy
             metrics[f"{len(metrics)}"] = outcome(one)
         one.accelerator.free_memory()
         return [metrics, one.evaluate(), schedule.last_epoch, schedule.get_last_lr()]

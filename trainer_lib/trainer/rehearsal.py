@@ -290,9 +290,10 @@ class _Optimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._attributes = optimizer, dict(vars(optimizer))
-        self._options = [_copied(group, but="params") for group in optimizer.param_groups]
+        self._options = [{n: (v, copy.deepcopy(v)) for n, v in _options(one)} for one in optimizer.param_groups]
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
 
+    @torch.no_grad()
     def put_back(self) -> None:
         optimizer = self._optimizer
         vars(optimizer).clear()
@@ -300,10 +301,12 @@ class _Optimizer:
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             parameters = group["params"]
             group.clear()
-            group.update(params=parameters, **options)
+            # A rate in a tensor is one that others may hold too.
+            kept = {n: now.copy_(was) if isinstance(now, Tensor) else was for n, (now, was) in options.items()}
+            group.update(params=parameters, **kept)
         optimizer.state.clear()
         optimizer.state.update(self._state)
 
 
-def _copied(values: Mapping[str, Any], but: str) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in values.items() if name != but}
+def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in group.items() if name != "params"]
