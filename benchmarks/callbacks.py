@@ -2,14 +2,13 @@
 
 The same training with one callback and without it, in turns; both have the callbacks that are there by default, but for
 those that are measured themselves. EMA stands beside torch's `AveragedModel`. The clock runs from the first step to the
-last, evaluations and logs (each 50 steps) included.
+last, evaluations and logs (each 50 steps) included. The model is small, so that the callbacks show.
 """
 
 import argparse
 import gc
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from benchmarks import machine
 from benchmarks.isolation import isolated
+from benchmarks.meters import CallCounter, Meter, Stopwatch
 from benchmarks.task import BATCH_SIZE, CLASSES, FEATURES, Task
 from trainer_lib import Trainer, TrainingArguments, callbacks
 from trainer_lib.events import Callback, Run
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Seconds a step: of the training's thread, and by the clock."""
+    """Seconds a step: of the processor, and by the clock."""
 
     cpu: float
     wall: float
@@ -144,45 +144,59 @@ def main() -> None:
     if not chosen:
         parser.error(f"--only: no case begins so. There are: {', '.join(case.name for case in known)}.")
     print(f"{machine.describe()}; load {os.getloadavg()[0]:.1f}; {arguments.rounds} rounds of {arguments.steps} steps")
+    gc.freeze()  # what is there already; collections need not go through it each time
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
-            print(told(case.name, measured(case, arguments.rounds, arguments.steps, Path(folder))), flush=True)
+            pairs = measured(case, arguments.rounds, arguments.steps, Path(folder))
+            print(told(case.name, pairs, more_calls(case, Path(folder))), flush=True)
     for reason, names in LEFT_OUT.items():
         print(f"not here: {', '.join(names.split())} ({reason})")
 
 
 def measured(case: Case, rounds: int, steps: int, folder: Path) -> list[tuple[Sample, Sample]]:
     """Return what runs took with a callback and without it; who comes first changes from round to round."""
-    gc.freeze()  # what is there already; collections need not go through it each time
-    train(case, steps // 10 or 1, folder, has_it=True)  # warms up
     pairs: list[tuple[Sample, Sample]] = []
+    train(case, steps // 10 or 1, folder, has_it=True, meter=Meter())  # warms up
     for number in range(rounds):
-        took = {
-            has_it: train(case, steps, folder, has_it) for has_it in ((True, False) if number % 2 else (False, True))
-        }
+        took: dict[bool, Sample] = {}
+        for has_it in (True, False) if number % 2 else (False, True):
+            watch = Stopwatch()
+            train(case, steps, folder, has_it, watch)
+            took[has_it] = Sample(watch.cpu / steps, watch.wall / steps)
         pairs.append((took[True], took[False]))
-    gc.unfreeze()
     return pairs
 
 
-def told(name: str, pairs: Sequence[tuple[Sample, Sample]]) -> str:
+def more_calls(case: Case, folder: Path, short: int = 50, long: int = 150) -> float:
+    """Return how many calls of Python functions a callback adds to a step, which a busy machine does not change."""
+
+    def calls(has_it: bool) -> float:
+        # The difference of two lengths: what a loop costs once, at its start and end, drops out.
+        counters = {steps: CallCounter() for steps in (short, long)}
+        for steps, counter in counters.items():
+            train(case, steps, folder, has_it, counter)
+        return (counters[long].calls - counters[short].calls) / (long - short)
+
+    return calls(has_it=True) - calls(has_it=False)
+
+
+def told(name: str, pairs: Sequence[tuple[Sample, Sample]], calls: float) -> str:
     """Return a line of figures: ratios of pairs, and what a step takes longer."""
-    words = [f"{name:28}"]
+    words = [f"{name:28} {calls:+6.1f} calls"]
     for place, what in enumerate(Sample._fields):
         ratios = sorted(having[place] / none[place] for having, none in pairs)
+        calm = min(having[place] for having, _ in pairs) / min(none[place] for _, none in pairs)
         more = median(having[place] - none[place] for having, none in pairs)
-        words.append(f"{what} {median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), {more * 1e6:+.1f} µs a step")
+        spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}, of the fastest {calm:.3f}"
+        words.append(f"{what} {median(ratios):.3f} ({spread}), {more * 1e6:+.1f} µs a step")
     return "; ".join(words)
 
 
-def train(case: Case, steps: int, folder: Path, has_it: bool) -> Sample:
-    """Train, and return what a step took."""
-    times: dict[str, Sample] = {}
-
-    def note(name: str) -> Callable[[Run], None]:
-        return lambda run: times.__setitem__(name, Sample(time.thread_time(), time.perf_counter()))
-
-    clock = callbacks.LambdaCallback(on_epoch_begin=note("begin"), on_epoch_end=note("end"))
+def train(case: Case, steps: int, folder: Path, has_it: bool, meter: Meter) -> None:
+    """Train, and measure the loop."""
+    around = callbacks.LambdaCallback(
+        on_epoch_begin=lambda run: meter.start(), on_epoch_end=lambda run: meter.stop(), order=1000
+    )
     with isolated():
         model, data = _tokens(steps) if case.on_tokens else _pictures(steps)
         options: dict[str, Any] = {"eval_every": "never", **case.arguments}
@@ -194,20 +208,18 @@ def train(case: Case, steps: int, folder: Path, has_it: bool) -> Sample:
             use_cpu=True,
             **options,
         )
-        made = case.make(folder) if has_it else []
         trainer = Trainer(
             model,
             arguments,
             train_dataset=data,
             eval_dataset=tuple(column[: 4 * BATCH_SIZE] for column in data),
             loss_fn=_each_token if case.on_tokens else cross_entropy,
-            callbacks=[clock, *made],
+            callbacks=[around, *(case.make(folder) if has_it else [])],
         )
         if case.by_default and not has_it:
             trainer.events.remove(getattr(callbacks, case.name))
         trainer.fit()
         trainer.accelerator.free_memory()
-    return Sample(*((end - begin) / steps for begin, end in zip(times["begin"], times["end"], strict=True)))
 
 
 def _one(kind: Callable[..., Callback], *values: Any, **options: Any) -> Callable[[Path], Sequence[Callback]]:

@@ -1,7 +1,9 @@
 """The benchmarks compare like with like, and tell what they saw. No test looks at a time."""
 
+import gc
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -131,15 +133,29 @@ def test_each_callback_is_measured_or_it_is_told_why_not() -> None:
     assert not measured & left_out
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """Keep collections of garbage, of which there is one before each run, from going through all that is there."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("name", ["EMA as torch's AveragedModel", "NEFTune", "Throughput"])
 def test_callbacks_are_measured_beside_the_run_without_them(name: str, tmp_path: Path) -> None:
     (case,) = (case for case in callbacks.cases() if case.name == name)
     pairs = callbacks.measured(case, rounds=1, steps=4, folder=tmp_path)
     assert all(time > 0 for having, none in pairs for time in (*having, *none))
-    assert callbacks.told(name, pairs).startswith(name)
+
+
+@pytest.mark.usefixtures("frozen")
+def test_what_callbacks_add_to_a_step_is_counted(tmp_path: Path) -> None:
+    (case,) = (case for case in callbacks.cases() if case.name == "LambdaCallback")
+    assert callbacks.more_calls(case, tmp_path, short=8, long=24) >= 1  # the function
 
 
 def test_figures_of_callbacks_are_those_of_pairs() -> None:
     having, none = callbacks.Sample(cpu=3e-4, wall=4e-4), callbacks.Sample(cpu=2e-4, wall=4e-4)
-    told = callbacks.told("one", [(having, none), (having, having), (having, none)])
-    assert "cpu 1.500 (1.000 to 1.500), +100.0 µs a step; wall 1.000 (1.000 to 1.000), +0.0 µs" in told
+    told = callbacks.told("one", [(having, none), (having, having), (having, none)], 2.0)
+    assert "+2.0 calls; cpu 1.500 (1.000 to 1.500, of the fastest 1.500), +100.0 µs a step; wall 1.000 (1.0" in told
