@@ -1,5 +1,6 @@
 """This file is the tests of scikit-learn's estimators: to the bit what a `Trainer` does, and at home over there."""
 
+import dataclasses
 import pickle
 import unittest
 from collections.abc import Mapping
@@ -114,16 +115,23 @@ def test_weights_of_samples_are_those_of_the_mean_by_hand() -> None:
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
     np.testing.assert_allclose(state(model.module_)["weight"], state(net)["weight"], rtol=1e-6, atol=1e-7)
+
+    def body() -> Any:  # the weights of the halves of an update differ
+        halves = dataclasses.replace(args, per_device_train_batch_size=15)
+        return state(TrainerClassifier(linear, halves).fit(X, y, sample_weight=share).module_)["weight"]
+
+    for weight in run_forked(body, timeout=60):
+        np.testing.assert_allclose(weight, state(net)["weight"], rtol=1e-6, atol=1e-7)
     # A sample of twice the weight is one that is there twice.
     doubled = np.where(np.arange(30) < 10, 2.0, 1.0)
     twice = np.concatenate([np.arange(30), np.arange(10)])
-    args = arguments(per_device_train_batch_size=40, lr_scheduler="constant")
+    whole = arguments(per_device_train_batch_size=40, lr_scheduler="constant")
     for kind, values, loss_fn in (
         (TrainerClassifier, y, nn.CrossEntropyLoss(label_smoothing=0.1)),
         (TrainerRegressor, X[:, :2], None),
     ):
-        weighted = kind(linear, args, loss_fn=loss_fn).fit(X, values, sample_weight=doubled)
-        repeated = kind(linear, args, loss_fn=loss_fn).fit(X[twice], values[twice])
+        weighted = kind(linear, whole, loss_fn=loss_fn).fit(X, values, sample_weight=doubled)
+        repeated = kind(linear, whole, loss_fn=loss_fn).fit(X[twice], values[twice])
         np.testing.assert_allclose(
             state(weighted.module_)["weight"], state(repeated.module_)["weight"], rtol=1e-4, atol=1e-6
         )
