@@ -35,7 +35,7 @@ def made(output_dir: Path | None = None, **options: Any) -> Trainer:
 
 
 def test_a_trial_is_the_run_with_those_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = made(tmp_path / "runs", callbacks=[EarlyStopping("eval_loss")])
+    one = made(tmp_path / "runs", args={"resume": "auto"}, callbacks=[EarlyStopping("eval_loss")])
     found = one.search(SPACE, n=3)
     one.accelerator.free_memory()
     assert "epoch" not in capsys.readouterr().out  # lines of a run
