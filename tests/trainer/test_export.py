@@ -40,7 +40,9 @@ def outputs(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def assert_same_program(path: Path, model: nn.Module, *, to: float = 1e-6) -> None:
-    program = torch.export.load(path).module()
+    exported = torch.export.load(path)
+    assert exported.example_inputs is None  # which would be samples of the data
+    program = exported.module()
     for rows in (1, 5, 33):  # of any number of samples
         inputs = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
         torch.testing.assert_close(program(inputs), outputs(model, inputs), rtol=to, atol=to)

@@ -139,12 +139,16 @@ def _program(model: nn.Module, call: _Call, dynamic: Sequence[int]) -> "Exported
     except Exception as error:
         raise UnsupportedError(
             f"torch.export cannot make a program of this {type(model).__name__}, for inputs whose sizes differ in "
-            f"dimensions {list(dynamic)}: {str(error).strip().splitlines()[0]} Where these sizes are fixed, say so by "
-            "dynamic=()."
+            f"dimensions {list(dynamic)}: {_first_line(error)} Where these sizes are fixed, say so by dynamic=()."
         ) from error
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _write_torch(program: "ExportedProgram", file: Path) -> None:
+    program.example_inputs = None  # samples of the data, which are nobody else's
     torch.export.save(program, file)
 
 
@@ -155,9 +159,7 @@ def _write_onnx(program: "ExportedProgram", file: Path) -> None:
     try:
         torch.onnx.export(program, f=str(file), verbose=False, external_data=size > _LARGEST_FILE)
     except Exception as error:
-        raise UnsupportedError(
-            f"torch.onnx cannot make a program of this model: {str(error).strip().splitlines()[0]}"
-        ) from error
+        raise UnsupportedError(f"torch.onnx cannot make a program of this model: {_first_line(error)}") from error
 
 
 _WRITERS: dict[str, Callable[["ExportedProgram", Path], None]] = {"torch": _write_torch, "onnx": _write_onnx}
