@@ -222,7 +222,7 @@ def _keep(file: Path, step: int) -> None:
 
 def _short(samples: Sequence[Any]) -> Any:
     """Return samples as they are written: numbers as text with ranges, such as "3-5,9"."""
-    if not all(type(one) is int and one >= 0 for one in samples):
+    if samples and (set(map(type, samples)) != {int} or min(samples) < 0):
         return [one if isinstance(one, (int, str)) else str(one) for one in samples]
     parts = list[list[int]]()
     for one in samples:
