@@ -156,8 +156,8 @@ def counted(values: Tensor, bins: int) -> Tensor:
     """Return how numbers are spread, on their device: low, high, sum, sum of squares, finite ones, others, counts.
 
     Example:
-        >>> counted(torch.tensor([0.0, 1.0, 1.0, 4.0]), 2).tolist()
-        [0.0, 4.0, 6.0, 18.0, 4.0, 0.0, 3.0, 1.0]
+        >>> counted(torch.tensor([-1.0, -1.0, 1.0, 1.0]), 2).tolist()
+        [-1.0, 1.0, 0.0, 4.0, 4.0, 0.0, 2.0, 2.0]
     """
     device, wide = values.device, torch.float32 if values.device.type == "mps" else torch.float64
     parts = values.detach().reshape(-1).split(_AT_ONCE)

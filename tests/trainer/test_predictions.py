@@ -193,9 +193,9 @@ class TestMemory:
         waiting: list[int] = []
         hand_round = relay.Relay._hand_round
 
-        def counted(self: Any, is_through: bool) -> bool:
+        def counted(self: Any, is_through: bool, **more: Any) -> bool:
             waiting.append(len(self._waiting))
-            return hand_round(self, is_through)
+            return hand_round(self, is_through, **more)
 
         monkeypatch.setattr(relay.Relay, "_hand_round", counted)
         monkeypatch.setattr(relay, "_BYTES", 400)
