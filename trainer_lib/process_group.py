@@ -196,6 +196,7 @@ class TorchProcesses:
 
     def destroy(self) -> None:
         """Leave the group."""
+        _let_threads_go()
         dist.destroy_process_group(self._group)
 
 
@@ -207,7 +208,7 @@ def form(world: World, device: torch.device, options: InitProcessGroupKwargs) ->
     """
     if not dist.is_initialized():
         _bring_together(world, options, _backend(device, options.backend))
-        atexit.register(_leave_at_exit)
+        atexit.register(leave_at_exit)
     group = TorchProcesses(options.timeout)
     expected = environment.expected_world_size()
     if group.size != world.size or expected not in (None, group.size):
@@ -224,7 +225,7 @@ def form_alone(device: torch.device, options: InitProcessGroupKwargs) -> Process
     """Return a real group of this process alone, for what works on real groups only."""
     if not dist.is_initialized():
         dist.init_process_group(_backend(device, options.backend), store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(_leave_at_exit)
+        atexit.register(leave_at_exit)
     return TorchProcesses(options.timeout)
 
 
@@ -257,13 +258,18 @@ def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str)
         ) from error
 
 
-def _leave_at_exit() -> None:
-    # Not after an error: then the others may never answer.
+def leave_at_exit() -> None:
+    """Leave the world in good order at the end of a program; not after an error: the others may never answer."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
+        _let_threads_go()
         dist.destroy_process_group()
-    # While there is still a Python: gloo's threads may be giving back the tensors of the last collective, which aborts
-    # the process once the interpreter is gone. They outlive their group where a model still refers to it, nobody can
-    # wait for them, and all they need is that this thread lets them.
+    _let_threads_go()  # they outlive their group where a model still refers to it
+
+
+def _let_threads_go() -> None:
+    # Gloo's threads give back the tensors of the last collective, for which they need the interpreter. Whoever lets go
+    # of the group joins them while it holds the interpreter: both would wait for ever. Once the interpreter is gone
+    # they abort the process. Nobody can wait for them, and all they need is that this thread lets them.
     time.sleep(_TIME_FOR_THREADS)
 
 

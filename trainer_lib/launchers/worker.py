@@ -66,11 +66,11 @@ def _run(target: str, as_module: bool) -> None:
 
 
 def _leave_the_world() -> None:
-    # While there is still a Python: gloo's threads may be giving back the tensors of the last collective, which aborts
-    # the process once the interpreter is gone. Not after an error: then the others may never answer.
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized() and not hasattr(sys, "last_value"):
-        distributed.destroy_process_group()
+    if distributed is not None and distributed.is_initialized():  # by a script that formed its world itself, maybe
+        from trainer_lib.process_group import leave_at_exit
+
+        leave_at_exit()
 
 
 def _leave(code: int) -> NoReturn:
