@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from trainer_lib.foundation.remote import AnyPath
 
 _BLOCK = 1 << 20  # small enough to be in the cache when it is hashed
 _MOST_AT_ONCE = 8
+_LARGE = 1 << 20  # bytes that are worth another thread
 
 _One = TypeVar("_One")
 _Result = TypeVar("_Result")
@@ -28,6 +29,7 @@ class ChecksummedFile:
     def __init__(self, path: AnyPath) -> None:
         self._file: Any = path.open("wb")
         self._hash = xxh3_128()
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="checksum")
 
     @property
     def checksum(self) -> str:
@@ -35,9 +37,13 @@ class ChecksummedFile:
         return self._hash.hexdigest()
 
     def write(self, data: Any) -> int:
-        """Write bytes."""
-        self._hash.update(data)
-        return self._file.write(data)
+        """Write bytes, and hash them meanwhile."""
+        hashing = self._hashing(data)
+        try:
+            return self._file.write(data)
+        finally:
+            if hashing is not None:
+                hashing.result()
 
     def flush(self) -> None:
         """Hand what was written to the system."""
@@ -49,7 +55,17 @@ class ChecksummedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._beside.shutdown()
         self._file.__exit__(kind, error, trace)
+
+    def _hashing(self, data: Any) -> "Future[None] | None":
+        if len(data) >= _LARGE:
+            try:
+                return self._beside.submit(self._hash.update, data)
+            except RuntimeError:  # the interpreter ends, and a save in the background has still to be written
+                pass
+        self._hash.update(data)
+        return None
 
 
 def checksum_of_bytes(data: bytes) -> str:
