@@ -65,17 +65,19 @@ def test_samplers_that_differ_are_told_before_the_first_step() -> None:
         assert "that a pass begins with: [0, 2, 4, 6] on process 0, [1, 3, 5, 7] on process 1" in text
 
 
+def labelled() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(*points(), strict=True))
+
+
+def without_labels_on_one(samples: list[Any]) -> dict[str, torch.Tensor]:
+    inputs, labels = (torch.stack(one) for one in zip(*samples, strict=True))
+    return {"input": inputs} if PartialState(cpu=True).process_index else {"input": inputs, "labels": labels}
+
+
 @pytest.mark.fault("batches without labels on one of two processes")
 def test_a_batch_without_labels_on_one_process_ends_all_and_is_told() -> None:
     def train() -> None:
-        rank = PartialState(cpu=True).process_index
-        x, y = points()
-
-        def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
-            inputs, labels = (torch.stack(one) for one in zip(*samples, strict=True))
-            return {"input": inputs} if rank else {"input": inputs, "labels": labels}
-
-        trainer(model=network(), train_dataset=list(zip(x, y, strict=True)), collate_fn=collate).fit()
+        trainer(model=network(), train_dataset=labelled(), collate_fn=without_labels_on_one).fit()
 
     began = time.monotonic()
     with pytest.raises(ProcessFailedError) as raised:
@@ -87,15 +89,8 @@ def test_a_batch_without_labels_on_one_process_ends_all_and_is_told() -> None:
 
 def test_an_evaluation_of_batches_that_lack_labels_on_one_process_is_told_on_all() -> None:
     def evaluate() -> str:
-        rank = PartialState(cpu=True).process_index
-        x, y = points()
-
-        def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
-            inputs, labels = (torch.stack(one) for one in zip(*samples, strict=True))
-            return {"input": inputs} if rank else {"input": inputs, "labels": labels}
-
         with pytest.raises(DistributedOperationException) as raised:
-            trainer(collate_fn=collate).evaluate(list(zip(x, y, strict=True)))
+            trainer(collate_fn=without_labels_on_one).evaluate(labelled())
         return str(raised.value)
 
     for text in run_forked(evaluate, (), 2, timeout=60):

@@ -49,11 +49,11 @@ class MeanMetric(Metric):
         else:
             self._sum.add(*measured)
 
-    def state(self) -> "MeanState":
+    def state(self) -> MeanState:
         """Return the sum, the weight, whether anything was added, and which batches had nothing."""
         return *self._sum.read(), self._without, PartialState().process_index
 
-    def result(self, states: Sequence["MeanState"]) -> Any:
+    def result(self, states: Sequence[MeanState]) -> Any:
         """Return the mean over all processes; by no name if nobody has anything.
 
         Raises:
