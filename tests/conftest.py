@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.faults.ledger import Ledger
-from trainer_lib.launchers import run_forked
-from trainer_lib.state import AcceleratorState, GradientState, PartialState
+from tests.worlds import forget_world, run_world, watch_patches
+from trainer_lib.state import PartialState
 
 LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "TORCHELASTIC_", "TRAINER_LIB_")
 LAUNCHER_VARIABLES = {
@@ -48,24 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))  # the name is pytest's
 
 
-def forget() -> None:
-    """Forget the world and all settings."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
-    GradientState._reset_state()
-
-
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Begin and end each test as a process that was just started by hand."""
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):
             monkeypatch.delenv(name)
-    forget()
+    watch_patches(monkeypatch)
+    forget_world()
     yield
-    forget()
+    forget_world()
 
 
 @pytest.fixture(scope="session")
@@ -103,6 +94,6 @@ def everywhere(request: pytest.FixtureRequest) -> Callable[[Body], list[Any]]:
             assert state.num_processes == max(size, 1)
             return body(state.process_index, state.num_processes)
 
-        return run_forked(with_place, num_processes=size, timeout=60) if size else [with_place()]
+        return run_world(with_place, num_processes=size, timeout=60) if size else [with_place()]
 
     return run

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from trainer_lib.launchers import run_forked
+from tests.worlds import run_world
 
 import_module("sklearn.datasets")  # here, so that not each forked process imports it
 
@@ -60,7 +60,7 @@ def forked(processes: int, folder: Path, *command: str) -> str:
         runpy.run_path(command[0], run_name="__main__")
         sys.stdout.flush()
 
-    run_forked(script, (), processes, timeout=100)
+    run_world(script, (), processes, timeout=100)
     return told.read_text()
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
     ConfigurationError,
@@ -18,7 +19,6 @@ from trainer_lib import (
     UnsupportedError,
     local_sgd,
 )
-from trainer_lib.launchers import run_forked
 
 UPDATES = 7
 
@@ -100,7 +100,7 @@ def _train(
 )
 def test_training_equals_that_of_several_models_by_hand(processes: int, every: int, steps: int, weighted: bool) -> None:
     expected = _by_hand(processes, every, steps, weighted)
-    results = run_forked(_train, (every, steps, weighted), processes, timeout=60)
+    results = run_world(_train, (every, steps, weighted), processes, timeout=60)
     for ours in results:
         toy.assert_same(ours, expected, rtol=1e-5)
         toy.assert_same(ours, results[0], rtol=0)
@@ -109,7 +109,7 @@ def test_training_equals_that_of_several_models_by_hand(processes: int, every: i
 @pytest.mark.parametrize("world", ["bare", "of one"])
 def test_one_process_trains_as_ever(world: str) -> None:
     expected = _by_hand(1, 1, 2, weighted=False)
-    ours = _train(3, 2, False) if world == "bare" else run_forked(_train, (3, 2, False), 1, timeout=60)[0]
+    ours = _train(3, 2, False) if world == "bare" else run_world(_train, (3, 2, False), 1, timeout=60)[0]
     toy.assert_same(ours, expected)
 
 
@@ -129,9 +129,9 @@ def _plain_sgd(local: bool) -> list[Tensor]:
 
 def test_sgd_averaged_each_update_is_ddp() -> None:
     """Also: what is not enabled trains with DDP."""
-    expected = run_forked(_plain_sgd, (False,), 2, timeout=60)
+    expected = run_world(_plain_sgd, (False,), 2, timeout=60)
     toy.assert_same(expected[0], expected[1], rtol=0)
-    for ours in run_forked(_plain_sgd, (True,), 2, timeout=60):
+    for ours in run_world(_plain_sgd, (True,), 2, timeout=60):
         toy.assert_same(ours, expected[0], rtol=2e-6)
 
 
@@ -166,7 +166,7 @@ def _messages() -> list[int]:
 
 def test_nothing_is_sent_between_averages() -> None:
     """Not even what losses weigh; one message averages all of a small model, and gradients are shared again after."""
-    assert run_forked(_messages, (), 2, timeout=60) == [[0, 1, 1]] * 2
+    assert run_world(_messages, (), 2, timeout=60) == [[0, 1, 1]] * 2
 
 
 def _averaged(options: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -183,7 +183,7 @@ def _averaged(options: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor]
 
 @pytest.mark.parametrize("broadcasts", [True, False])
 def test_what_is_trained_is_averaged_and_statistics_as_ddp_is_told(broadcasts: bool) -> None:
-    results = run_forked(_averaged, ({"broadcast_buffers": broadcasts}, torch.float32), 2, timeout=60)
+    results = run_world(_averaged, ({"broadcast_buffers": broadcasts}, torch.float32), 2, timeout=60)
     for process, (before, after) in enumerate(results):
         for name, one, other in zip(_floats(), before, after, strict=True):
             stays = name == "frozen" or ("running" in name and not broadcasts)
@@ -191,7 +191,7 @@ def test_what_is_trained_is_averaged_and_statistics_as_ddp_is_told(broadcasts: b
 
 
 def test_16_bit_weights_are_rounded_once() -> None:
-    before, after = run_forked(_averaged, ({}, torch.bfloat16), 3, timeout=60)[0]
+    before, after = run_world(_averaged, ({}, torch.bfloat16), 3, timeout=60)[0]
     trained = [index for index, name in enumerate(_floats()) if name != "frozen"]
     for index in trained:
         own = [(before[index] + process).float() for process in range(3)]
@@ -214,7 +214,7 @@ def _after_an_error() -> tuple[bool, bool]:
 
 
 def test_an_error_does_not_wait_for_others() -> None:
-    assert run_forked(_after_an_error, (), 2, timeout=60) == [(True, False)] * 2
+    assert run_world(_after_an_error, (), 2, timeout=60) == [(True, False)] * 2
 
 
 def _static_graph() -> str:
@@ -227,7 +227,7 @@ def _static_graph() -> str:
 
 
 def test_a_static_graph_has_to_be_learnt_together() -> None:
-    assert run_forked(_static_graph, (), 2, timeout=60)[0].startswith("static_graph=True: DDP learns the graph")
+    assert run_world(_static_graph, (), 2, timeout=60)[0].startswith("static_graph=True: DDP learns the graph")
 
 
 @pytest.mark.parametrize(

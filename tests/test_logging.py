@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, get_logger
 from trainer_lib import logging as our_logging
 from trainer_lib.foundation.environment import patch_environment
-from trainer_lib.launchers import run_forked
 from trainer_lib.logging import MultiProcessAdapter
 from trainer_lib.state import PartialState, is_initialized
 
@@ -40,7 +40,7 @@ def said_by_each(body: Callable[[MultiProcessAdapter], None], size: int = 2) -> 
         body(get_logger("ours", log_level="INFO"))
         return said
 
-    return run_forked(run, num_processes=size, timeout=60)
+    return run_world(run, num_processes=size, timeout=60)
 
 
 def test_the_main_process_logs_unless_all_are_asked_to() -> None:

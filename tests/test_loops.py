@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.worlds import run_world
 from trainer_lib.commands.main import main
-from trainer_lib.launchers import run_forked
 
 ROOT = Path(__file__).parent.parent
 Loop = Callable[..., dict[str, Any]]
@@ -35,7 +35,7 @@ def loop(tmp_path: Path) -> Loop:
         figures = tmp_path / "figures.json"
         figures.unlink(missing_ok=True)
         script = [str(one) for one in (ROOT / "tests" / "loops" / f"{name}.py", "--figures", figures, *arguments)]
-        run_forked(_script, (script,), processes, timeout=100)
+        run_world(_script, (script,), processes, timeout=100)
         return json.loads(figures.read_text())
 
     return run

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError
 from trainer_lib.foundation.errors import NoExecutableBatchSizeError, SignatureError
-from trainer_lib.launchers import run_forked
 from trainer_lib.memory import MemoryUse, PeakMemory, find_executable_batch_size, release_memory
 from trainer_lib.memory.batch_size import is_out_of_memory
 from trainer_lib.state import PartialState
@@ -85,7 +85,7 @@ def test_the_largest_peak_of_all_processes() -> None:
             filled(16 + 48 * rank)
         return peak.over_processes()
 
-    one, other = run_forked(body, timeout=60)
+    one, other = run_world(body, timeout=60)
     assert one == other
     assert 60 * MEGABYTE < one.host_growth < 100 * MEGABYTE
     assert one.device == 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
     ConfigurationError,
@@ -18,7 +19,6 @@ from trainer_lib import (
 )
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import parse_flag_from_env, patch_environment
-from trainer_lib.launchers import run_forked
 from trainer_lib.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
 
@@ -131,7 +131,7 @@ def _kinds() -> list[Any]:
 
 
 def test_sizes_choose_the_strategy() -> None:
-    for rank, told in enumerate(run_forked(_kinds, (), 2, timeout=60)):
+    for rank, told in enumerate(run_world(_kinds, (), 2, timeout=60)):
         sharded = ("FSDP", ["dp_shard"], ("dp_shard",), (0, rank), "FSDPLinear")
         assert told[:4] == [
             ("MULTI_CPU", ["dp_replicate"], ("dp_replicate",), (rank, 0), "DistributedDataParallel"),
@@ -157,10 +157,10 @@ def _launched() -> Any:
 def test_what_the_launcher_says_is_done() -> None:
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
-    assert run_forked(_launched, (), 2, timeout=60, **fsdp) == [("FSDP", 2, [1, 2])] * 2
-    assert run_forked(_launched, (), 2, timeout=60, **sizes) == [("FSDP", 2, [1, 2])] * 2
+    assert run_world(_launched, (), 2, timeout=60, **fsdp) == [("FSDP", 2, [1, 2])] * 2
+    assert run_world(_launched, (), 2, timeout=60, **sizes) == [("FSDP", 2, [1, 2])] * 2
     hybrid = {**fsdp, "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "LOCAL_WORLD_SIZE": "1"}
-    assert run_forked(_launched, (), 2, timeout=60, **hybrid) == [("FSDP", 1, [2, 2])] * 2
+    assert run_world(_launched, (), 2, timeout=60, **hybrid) == [("FSDP", 1, [2, 2])] * 2
 
 
 def test_a_script_alone_shards_in_a_group_of_one() -> None:

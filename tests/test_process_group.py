@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, WorldError
 from trainer_lib.foundation.environment import patch_environment
 from trainer_lib.foundation.ports import free_port
@@ -51,7 +52,7 @@ def test_processes_of_a_launcher_form_a_real_world(size: int) -> None:
         return said, isinstance(PartialState().group, TorchProcesses) and dist.is_initialized(), dist.get_backend()
 
     ranks = range(size)
-    for rank, (said, is_real, backend) in enumerate(run_forked(body, num_processes=size, timeout=60)):
+    for rank, (said, is_real, backend) in enumerate(run_world(body, num_processes=size, timeout=60)):
         assert (is_real, backend) == (True, "gloo")
         assert said == [
             sum(ranks) + size,
@@ -89,7 +90,7 @@ def test_a_world_can_form_again() -> None:
             PartialState._reset_state()
         return sums
 
-    assert run_forked(body, timeout=60) == [[2.0, 2.0]] * 2
+    assert run_world(body, timeout=60) == [[2.0, 2.0]] * 2
 
 
 def test_another_world_than_asked_for_is_an_error() -> None:
@@ -99,7 +100,7 @@ def test_another_world_than_asked_for_is_an_error() -> None:
         assert not dist.is_initialized()
         return str(caught.value)
 
-    for message in run_forked(body, timeout=60, TRAINER_LIB_WORLD_SIZE="4"):
+    for message in run_world(body, timeout=60, TRAINER_LIB_WORLD_SIZE="4"):
         assert message.startswith("4 processes were asked for and a world of 2 formed.")
 
 

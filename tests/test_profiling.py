@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError
-from trainer_lib.launchers import run_forked
 from trainer_lib.options.profiling import ProfileKwargs
 
 
@@ -49,7 +49,7 @@ def test_each_process_leaves_a_trace_of_its_steps(tmp_path: Path) -> None:
         # Those of all processes are there when any goes on.
         return sorted(path.name for path in (tmp_path / "new" / "traces").iterdir())
 
-    assert run_forked(body, timeout=60) == [["profile_0.json", "profile_1.json"]] * 2
+    assert run_world(body, timeout=60) == [["profile_0.json", "profile_1.json"]] * 2
     for rank in (0, 1):
         names = names_in(tmp_path / "new" / "traces" / f"profile_{rank}.json")
         assert {"aten::addmm", "aten::mm", "Optimizer.step#SGD.step"} <= names

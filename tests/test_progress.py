@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError
-from trainer_lib.launchers import run_forked
 from trainer_lib.progress import tqdm
 from trainer_lib.state import PartialState
 
@@ -16,7 +16,7 @@ def test_one_bar_a_machine() -> None:
         assert list(bars[0]) == [1, 2]
         return hidden
 
-    assert run_forked(body, timeout=60) == [[False, False, True], [True, False, True]]
+    assert run_world(body, timeout=60) == [[False, False, True], [True, False, True]]
 
 
 def test_the_old_first_argument_is_refused() -> None:

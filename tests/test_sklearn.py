@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn import functional
 
 from tests.pages import run_example
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer, TrainerClassifier, TrainerRegressor, TrainingArguments, set_seed
 from trainer_lib.callbacks import EMA, EarlyStopping
 from trainer_lib.foundation.errors import SignatureError, UnsupportedError
-from trainer_lib.launchers import run_forked
 
 NAMES = np.array(["left", "middle", "right"])
 
@@ -95,7 +95,7 @@ def test_a_classifier_is_a_trainer_to_the_bit(processes: int) -> None:
         assert plain.result_.state.step == trainer.state.step
         assert not np.array_equal(state(model.module_)["0.weight"], state(plain.module_)["0.weight"])
 
-    run_forked(body, num_processes=processes, timeout=60)
+    run_world(body, num_processes=processes, timeout=60)
 
 
 def test_weights_of_samples_are_those_of_the_mean_by_hand() -> None:
@@ -120,7 +120,7 @@ def test_weights_of_samples_are_those_of_the_mean_by_hand() -> None:
         halves = dataclasses.replace(args, per_device_train_batch_size=15)
         return state(TrainerClassifier(linear, halves).fit(X, y, sample_weight=share).module_)["weight"]
 
-    for weight in run_forked(body, timeout=60):
+    for weight in run_world(body, timeout=60):
         np.testing.assert_allclose(weight, state(net)["weight"], rtol=1e-6, atol=1e-7)
     # A sample of twice the weight is one that is there twice.
     doubled = np.where(np.arange(30) < 10, 2.0, 1.0)

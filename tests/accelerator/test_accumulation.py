@@ -5,8 +5,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, GradientAccumulationPlugin
-from trainer_lib.launchers import run_forked
 
 
 def _loader(samples: int, batch_size: int) -> DataLoader[tuple[torch.Tensor, ...]]:
@@ -72,7 +72,7 @@ def test_without_accumulate_each_loss_counts_as_a_part_of_the_update() -> None:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_windows_on_several_processes_equal_one_big_batch(processes: int, steps: int) -> None:
     batch_size = 8 // processes
-    results = run_forked(_windows, (40, batch_size, steps), processes, timeout=60)
+    results = run_world(_windows, (40, batch_size, steps), processes, timeout=60)
     size = 8 * steps
     expected = [toy.mean_gradients(list(range(start, min(start + size, 40)))) for start in range(0, 40, size)]
     for updates in results:
@@ -127,7 +127,7 @@ def _no_sync_traffic(sync_each_batch: bool) -> list[bool]:
 
 @pytest.mark.parametrize(("sync_each_batch", "expected"), [(False, [False, True]), (True, [True, True])])
 def test_gradients_travel_once_a_window_unless_asked(sync_each_batch: bool, expected: list[bool]) -> None:
-    assert run_forked(_no_sync_traffic, (sync_each_batch,), 2, timeout=60) == [expected, expected]
+    assert run_world(_no_sync_traffic, (sync_each_batch,), 2, timeout=60) == [expected, expected]
 
 
 def test_two_models_that_take_turns_each_keep_their_window() -> None:
@@ -173,7 +173,7 @@ def _sync_forced() -> tuple[bool, bool]:
 
 
 def test_a_reduction_can_be_forced_after_a_forward_in_no_sync() -> None:
-    assert run_forked(_sync_forced, (), 2, timeout=60) == [(False, True)] * 2
+    assert run_world(_sync_forced, (), 2, timeout=60) == [(False, True)] * 2
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "2", True])

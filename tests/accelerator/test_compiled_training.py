@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.modules.test_compilation import Block, Graphs, Stack
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, DistributedDataParallelKwargs
-from trainer_lib.launchers import run_forked
 from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.state import AcceleratorState
 from trainer_lib.testing import reset_states
@@ -96,7 +96,7 @@ def compare_all_cases() -> list[tuple[int, int]]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_compiled_training_equals_eager_training_and_is_traced_once(processes: int) -> None:
     """Micro-batches that stay here and ones that are reduced run one graph: nothing is traced again in between."""
-    for seen in run_forked(compare_all_cases, num_processes=processes, timeout=60):
+    for seen in run_world(compare_all_cases, num_processes=processes, timeout=60):
         assert seen == [(1, 8), (1, 24)] * len(CASES)
 
 
@@ -119,7 +119,7 @@ def test_the_graph_is_cut_by_the_buckets_of_ddp() -> None:
             accelerator.backward(model(torch.ones(1, 400)).sum())
         return [graphs.made, graphs.run]
 
-    for made, run in run_forked(body, timeout=60):
+    for made, run in run_world(body, timeout=60):
         assert made > 1
         assert run == 2 * made
 
@@ -151,7 +151,7 @@ def test_sharded_models_are_compiled_between_the_gathering_of_weights() -> None:
                 seen.append([graphs.made, graphs.run])
         return seen
 
-    for seen in run_forked(body, timeout=60):
+    for seen in run_world(body, timeout=60):
         # Whole under bf16: what comes before and after the blocks is traced too.
         assert seen == [[1, 24], [1, 24], [3, 40], [1, 24]]
 
@@ -166,7 +166,7 @@ def test_one_graph_of_a_whole_sharded_model_is_refused() -> None:
             )
         return str(error.value)
 
-    assert all("use_regional_compilation=True" in said for said in run_forked(body, timeout=60))
+    assert all("use_regional_compilation=True" in said for said in run_world(body, timeout=60))
 
 
 class Dropping(torch.nn.Module):
@@ -236,7 +236,7 @@ def test_an_unwrapped_model_is_compiled_or_eager_as_asked() -> None:
         torch.testing.assert_close(prepared(inputs), outputs, rtol=0, atol=0)
         return [*runs, is_compiled_module(prepared)]
 
-    assert run_forked(body, timeout=60) == [[0, 1, True]] * 2
+    assert run_world(body, timeout=60) == [[0, 1, True]] * 2
 
 
 def test_the_launcher_may_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, DistributedDataParallelKwargs
-from trainer_lib.launchers import run_forked
 
 
 def _train(global_batch: int, steps: int, precision: str, shuffle: bool, epochs: int = 3) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def _train(global_batch: int, steps: int, precision: str, shuffle: bool, epochs:
 @pytest.mark.parametrize("steps", [1, 4])  # 4 does not divide the 6 batches of a pass: the last window is short
 @pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes_train_as_one_does(processes: int, steps: int, shuffle: bool) -> None:
-    (alone,) = run_forked(_train, (8, steps, "no", shuffle), 1, timeout=60)
-    together = run_forked(_train, (8, steps, "no", shuffle), processes, timeout=60)
+    (alone,) = run_world(_train, (8, steps, "no", shuffle), 1, timeout=60)
+    together = run_world(_train, (8, steps, "no", shuffle), processes, timeout=60)
     for told in together:
         assert told["losses"] == pytest.approx(alone["losses"], rel=2e-6)
         assert told["norms"] == pytest.approx(alone["norms"], rel=2e-6)
@@ -63,7 +63,7 @@ def test_several_processes_train_as_one_does(processes: int, steps: int, shuffle
 
 def test_a_bare_process_and_a_world_of_one_train_alike() -> None:
     bare = _train(8, 4, "no", True)
-    (world_of_one,) = run_forked(_train, (8, 4, "no", True), 1, timeout=60)
+    (world_of_one,) = run_world(_train, (8, 4, "no", True), 1, timeout=60)
     assert bare["losses"] == world_of_one["losses"]
     toy.assert_same(bare["weights"], world_of_one["weights"], rtol=0)
 
@@ -89,8 +89,8 @@ def test_the_engine_trains_as_the_same_loop_by_hand() -> None:
 
 
 def test_bf16_on_two_processes_stays_near_one() -> None:
-    (alone,) = run_forked(_train, (8, 1, "bf16", False), 1, timeout=60)
-    for told in run_forked(_train, (8, 1, "bf16", False), 2, timeout=60):
+    (alone,) = run_world(_train, (8, 1, "bf16", False), 1, timeout=60)
+    for told in run_world(_train, (8, 1, "bf16", False), 2, timeout=60):
         assert told["losses"] == pytest.approx(alone["losses"], rel=2e-2)
 
 
@@ -102,7 +102,7 @@ def _weights_at_start() -> list[torch.Tensor]:
 
 
 def test_all_processes_start_from_the_first_ones_weights() -> None:
-    first, second = run_forked(_weights_at_start, (), 2, timeout=60)
+    first, second = run_world(_weights_at_start, (), 2, timeout=60)
     toy.assert_same(first, second, rtol=0)
 
 
@@ -127,8 +127,8 @@ def _unused(find: bool) -> str:
 
 
 def test_the_options_of_ddp_arrive() -> None:
-    assert run_forked(_unused, (True,), 2, timeout=60) == ["trained", "trained"]
-    assert "find_unused_parameters" in run_forked(_unused, (False,), 2, timeout=60)[0]
+    assert run_world(_unused, (True,), 2, timeout=60) == ["trained", "trained"]
+    assert "find_unused_parameters" in run_world(_unused, (False,), 2, timeout=60)[0]
 
 
 def _frozen() -> bool:
@@ -143,7 +143,7 @@ def _frozen() -> bool:
 
 
 def test_only_what_is_trained_is_wrapped() -> None:
-    assert run_forked(_frozen, (), 2, timeout=60) == [True, True]
+    assert run_world(_frozen, (), 2, timeout=60) == [True, True]
 
 
 def _trigger() -> list[bool]:
@@ -155,4 +155,4 @@ def _trigger() -> list[bool]:
 
 
 def test_one_process_triggers_all() -> None:
-    assert run_forked(_trigger, (), 2, timeout=60) == [[False, True, False]] * 2
+    assert run_world(_trigger, (), 2, timeout=60) == [[False, True, False]] * 2

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError
-from trainer_lib.launchers import run_forked
 
 
 class Numbers(Dataset[Any]):
@@ -52,7 +52,7 @@ def _gathered(size: int, kind: str, options: dict[str, Any]) -> tuple[list[int],
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("size", [1, 3, 8, 9, 16, 17, 31])
 def test_each_sample_comes_once_and_in_order(size: int, processes: int, kind: str) -> None:
-    for numbers, names, even, nested in run_forked(_gathered, (size, kind, {}), processes, timeout=60):
+    for numbers, names, even, nested in run_world(_gathered, (size, kind, {}), processes, timeout=60):
         assert numbers == list(range(size))
         assert names == [f"#{index}" for index in range(size)]
         assert even == [index % 2 == 0 for index in range(size)]
@@ -63,7 +63,7 @@ def test_each_sample_comes_once_and_in_order(size: int, processes: int, kind: st
 @pytest.mark.parametrize("options", [{"split_batches": True}, {"dispatch_batches": True}])
 @pytest.mark.parametrize("size", [1, 9, 17])
 def test_so_it_does_in_other_ways_to_share_out(size: int, options: dict[str, Any], kind: str) -> None:
-    for numbers, names, _, _ in run_forked(_gathered, (size, kind, options), 2, timeout=60):
+    for numbers, names, _, _ in run_world(_gathered, (size, kind, options), 2, timeout=60):
         assert sorted(numbers) == list(range(size))
         assert names == [f"#{number}" for number in numbers]
 
@@ -78,11 +78,11 @@ def test_the_order_of_a_shuffled_loader_is_that_of_one_process() -> None:
             seen += accelerator.gather_for_metrics(batch["number"]).tolist()
         return seen
 
-    (alone,) = run_forked(order, (8,), 1, timeout=60)
+    (alone,) = run_world(order, (8,), 1, timeout=60)
     assert sorted(alone) == list(range(32))
     assert alone != list(range(32))
-    assert run_forked(order, (4,), 2, timeout=60) == [alone] * 2
-    assert run_forked(order, (2,), 4, timeout=60) == [alone] * 4
+    assert run_world(order, (4,), 2, timeout=60) == [alone] * 2
+    assert run_world(order, (2,), 4, timeout=60) == [alone] * 4
 
 
 def _filtered() -> list[int]:
@@ -96,7 +96,7 @@ def _filtered() -> list[int]:
 
 
 def test_processes_may_keep_different_numbers_of_rows_even_none() -> None:
-    assert run_forked(_filtered, (), 2, timeout=60) == [[0, 1, 2]] * 2
+    assert run_world(_filtered, (), 2, timeout=60) == [[0, 1, 2]] * 2
 
 
 def _tokens() -> list[int]:
@@ -109,7 +109,7 @@ def _tokens() -> list[int]:
 
 
 def test_several_rows_a_sample_are_cut_with_their_sample() -> None:
-    assert run_forked(_tokens, (), 2, timeout=60) == [[i for i in range(9) for _ in range(3)]] * 2
+    assert run_world(_tokens, (), 2, timeout=60) == [[i for i in range(9) for _ in range(3)]] * 2
 
 
 def _filtered_in_the_tail() -> str:
@@ -124,7 +124,7 @@ def _filtered_in_the_tail() -> str:
 
 
 def test_rows_that_cannot_be_told_apart_from_repeats_are_an_error() -> None:
-    told = run_forked(_filtered_in_the_tail, (), 2, timeout=60)
+    told = run_world(_filtered_in_the_tail, (), 2, timeout=60)
     assert all("even_batches=False" in one for one in told), told
 
 
@@ -141,4 +141,4 @@ def _outside_a_loop() -> list[int]:
 
 
 def test_after_the_loop_everything_is_gathered() -> None:
-    assert [len(seen) for seen in run_forked(_outside_a_loop, (), 2, timeout=60)] == [8, 8]
+    assert [len(seen) for seen in run_world(_outside_a_loop, (), 2, timeout=60)] == [8, 8]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, MissingPackageError, UnsupportedError
-from trainer_lib.launchers import run_forked
 
 HAS_LOMO = importlib.util.find_spec("lomo_optim") is not None
 needs_lomo = pytest.mark.skipif(not HAS_LOMO, reason="lomo-optim is not installed")
@@ -60,7 +60,7 @@ def test_several_processes_are_refused() -> None:
             accelerator.lomo_backward(loss, 0.1)
         return str(error.value)
 
-    assert all("several processes" in said for said in run_forked(body, timeout=60))
+    assert all("several processes" in said for said in run_world(body, timeout=60))
 
 
 @needs_lomo

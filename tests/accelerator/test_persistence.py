@@ -16,6 +16,7 @@ from xxhash import xxh3_128_hexdigest
 
 from tests.accelerator import toy
 from tests.accelerator.training import Counting
+from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
     CheckpointError,
@@ -735,7 +736,7 @@ def test_every_process_has_generators_and_a_place_of_its_own(tmp_path: Path) -> 
         again = torch.rand(1).item()
         return folder, drawn == again, drawn, list(accelerator.get_state_dict(model))
 
-    first, second = run_forked(body, timeout=60)
+    first, second = run_world(body, timeout=60)
     assert first[0] == second[0] == str(tmp_path / "state_0")
     assert first[1]
     assert second[1]
@@ -758,7 +759,7 @@ def test_each_machine_can_have_a_state_of_its_own(tmp_path: Path) -> None:
         accelerator.load_state(folder)
         return names_in(folder), names_in(tmp_path / str(rank) / "model")
 
-    for rank, (names, weights) in enumerate(run_forked(body, timeout=60)):
+    for rank, (names, weights) in enumerate(run_world(body, timeout=60)):
         assert weights == {"model.safetensors"}
         assert {"model.safetensors", f"random_states_{rank}.json"} <= names
         assert f"random_states_{1 - rank}.json" not in names
@@ -779,7 +780,7 @@ def test_an_error_of_one_process_is_one_on_all_and_nothing_is_lost(tmp_path: Pat
         accelerator.load_state(folder)
         return f"{told.type.__name__}: {told.value}"
 
-    first, second = run_forked(body, timeout=60)
+    first, second = run_world(body, timeout=60)
     assert first == "CheckpointError: save_state failed on process 1. ZeroDivisionError: division by zero"
     assert second == "ZeroDivisionError: division by zero"
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
@@ -815,6 +816,6 @@ def test_processes_that_do_different_things_are_told(tmp_path: Path) -> None:
             verb(tmp_path / "state")
         return str(told.value)
 
-    first, second = run_forked(body, timeout=60)
+    first, second = run_world(body, timeout=60)
     assert first == "Process 0 is in save_state and process 1 in load_state."
     assert "process 0 in save_state" in second or "There is no state" in second

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.accelerator.training import Training, assert_bitwise
-from trainer_lib.launchers import run_forked
+from tests.worlds import run_world
 
 STEPS = 12  # a pass has 7 batches on one process and 4 on two
 
@@ -43,9 +43,9 @@ def test_two_processes(name: str, tmp_path: Path) -> None:
     def all_runs() -> list[Any]:
         return [training.run(STEPS), training.run(STEPS, save=stops)]
 
-    runs = run_forked(all_runs, timeout=60)
+    runs = run_world(all_runs, timeout=60)
     for at, folder in stops.items():
-        resumed = run_forked(training.run, (STEPS, None, folder), timeout=60)
+        resumed = run_world(training.run, (STEPS, None, folder), timeout=60)
         for (whole, saving), again in zip(runs, resumed, strict=True):
             assert_bitwise(saving, whole)
             assert len(again["losses"]) == STEPS - at

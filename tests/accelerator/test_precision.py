@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
     AutocastKwargs,
@@ -12,7 +13,6 @@ from trainer_lib import (
     GradScalerKwargs,
     UnsupportedError,
 )
-from trainer_lib.launchers import run_forked
 
 
 class Spy(nn.Module):
@@ -108,7 +108,7 @@ def _fp16_run(overflow_at: int, fused: bool, clip: bool) -> list[tuple[bool, flo
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_update_that_overflows_is_skipped_everywhere(processes: int, fused: bool, clip: bool) -> None:
-    results = run_forked(_fp16_run, (1, fused, clip), processes, timeout=60)
+    results = run_world(_fp16_run, (1, fused, clip), processes, timeout=60)
     assert all(told == results[0] for told in results)
     skipped, scales, weights, rates = zip(*results[0], strict=True)
     assert skipped == (False, True, False, False)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, PreparationError
-from trainer_lib.launchers import run_forked
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.scheduler import AcceleratedScheduler
 
@@ -85,7 +85,7 @@ def _prepare_the_inside_again() -> str:
 
 
 def test_the_model_inside_ddp_counts_as_prepared() -> None:
-    assert all("prepared already" in told for told in run_forked(_prepare_the_inside_again, (), 2, timeout=60))
+    assert all("prepared already" in told for told in run_world(_prepare_the_inside_again, (), 2, timeout=60))
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -128,7 +128,7 @@ def _spread() -> str:
 
 def test_a_model_spread_over_devices_is_for_one_process() -> None:
     assert _spread() == "prepared"
-    assert all("device_map" in told for told in run_forked(_spread, (), 2, timeout=60))
+    assert all("device_map" in told for told in run_world(_spread, (), 2, timeout=60))
 
 
 def test_state_of_an_optimizer_survives_preparing() -> None:

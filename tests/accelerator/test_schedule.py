@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.worlds import run_world
 from trainer_lib import Accelerator, GradientAccumulationPlugin
-from trainer_lib.launchers import run_forked
 
 
 def _rates(steps: int = 1, batches: int = 6, **options: Any) -> list[float]:
@@ -40,15 +40,15 @@ def _rates_of_all(options: dict[str, Any]) -> list[float]:
 
 
 def test_it_does_not_depend_on_the_number_of_processes() -> None:
-    assert run_forked(_rates_of_all, ({},), 2, timeout=60) == [[1, 2, 3, 4, 5, 6]] * 2
+    assert run_world(_rates_of_all, ({},), 2, timeout=60) == [[1, 2, 3, 4, 5, 6]] * 2
 
 
 def test_accelerates_habit_has_a_switch() -> None:
     assert (
-        run_forked(_rates_of_all, ({"scheduler_steps_per_process": True},), 2, timeout=60) == [[2, 4, 6, 8, 10, 12]] * 2
+        run_world(_rates_of_all, ({"scheduler_steps_per_process": True},), 2, timeout=60) == [[2, 4, 6, 8, 10, 12]] * 2
     )
     split = {"scheduler_steps_per_process": True, "split_batches": True}
-    assert run_forked(_rates_of_all, (split,), 2, timeout=60) == [[1, 2, 3, 4, 5, 6]] * 2
+    assert run_world(_rates_of_all, (split,), 2, timeout=60) == [[1, 2, 3, 4, 5, 6]] * 2
 
 
 def _past_its_end() -> int:
@@ -65,7 +65,7 @@ def _past_its_end() -> int:
 
 
 def test_a_schedule_of_fixed_length_stops_at_its_end() -> None:
-    assert run_forked(_past_its_end, (), 2, timeout=60) == [3, 3]
+    assert run_world(_past_its_end, (), 2, timeout=60) == [3, 3]
 
 
 def test_it_can_be_moved_independently_of_the_optimizer() -> None:
@@ -130,7 +130,7 @@ def _warned(options: dict[str, Any]) -> int:
 
 
 def test_several_processes_are_told_what_a_step_of_the_schedule_is() -> None:
-    assert run_forked(_warned, ({},), 2, timeout=60) == [1, 0]
-    assert run_forked(_warned, ({"scheduler_steps_per_process": True},), 2, timeout=60) == [0, 0]
-    assert run_forked(_warned, ({"split_batches": True},), 2, timeout=60) == [0, 0]
+    assert run_world(_warned, ({},), 2, timeout=60) == [1, 0]
+    assert run_world(_warned, ({"scheduler_steps_per_process": True},), 2, timeout=60) == [0, 0]
+    assert run_world(_warned, ({"split_batches": True},), 2, timeout=60) == [0, 0]
     assert _warned({}) == 0

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, GradScalerKwargs
-from trainer_lib.launchers import run_forked
 from trainer_lib.optimizer import AcceleratedOptimizer
 
 
@@ -168,7 +168,7 @@ def _nothing_in_the_last_micro_batch() -> str | float:
 
 def test_a_last_micro_batch_without_a_loss_is_no_update_by_zero() -> None:
     assert _nothing_in_the_last_micro_batch() == 1.0
-    for told in run_forked(_nothing_in_the_last_micro_batch, (), 2, timeout=60):
+    for told in run_world(_nothing_in_the_last_micro_batch, (), 2, timeout=60):
         assert "weight=0" in str(told)
 
 
@@ -193,7 +193,7 @@ def test_a_backward_that_failed_weighs_nothing(processes: int) -> None:
         optimizer.step()
         return _grad(network if processes == 1 and not hasattr(network, "module") else network.module)
 
-    assert run_forked(run, (), processes, timeout=60) == [1.0] * processes
+    assert run_world(run, (), processes, timeout=60) == [1.0] * processes
 
 
 def test_a_weighted_closure_makes_the_update_of_the_mean() -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, GradScalerKwargs
-from trainer_lib.launchers import run_forked
 
 
 def _update(
@@ -49,7 +49,7 @@ def test_one_process_equals_one_big_batch(splits: tuple[int, ...], tensor_weight
 def test_several_processes_equal_one_big_batch(processes: int, splits: tuple[int, ...]) -> None:
     """In the last shape all processes but the first have nothing in the micro-batch that updates."""
     expected = toy.mean_gradients(list(range(24)), toy.data()[2])
-    for ours, _ in run_forked(_update, (splits,), processes, timeout=60):
+    for ours, _ in run_world(_update, (splits,), processes, timeout=60):
         toy.assert_same(ours, expected)
 
 
@@ -57,14 +57,14 @@ def test_clipping_sees_the_gradients_of_the_big_batch() -> None:
     expected = toy.mean_gradients(list(range(24)), toy.data()[2])
     norm = float(torch.stack([g.norm() for g in expected]).norm())
     clipped = [g * 0.05 / norm for g in expected]
-    for ours, our_norm in run_forked(_update, ((5, 9, 10), True, True), 2, timeout=60):
+    for ours, our_norm in run_world(_update, ((5, 9, 10), True, True), 2, timeout=60):
         assert our_norm == pytest.approx(norm, rel=1e-6)
         toy.assert_same(ours, clipped, rtol=1e-5)  # torch's clipping adds 1e-6 to the norm
 
 
 def test_weights_and_fp16_scaling_combine() -> None:
     expected = toy.mean_gradients(list(range(24)), toy.data()[2])
-    for ours, _ in run_forked(_update, ((5, 9, 10), True, False, "fp16"), 2, timeout=60):
+    for ours, _ in run_world(_update, ((5, 9, 10), True, False, "fp16"), 2, timeout=60):
         toy.assert_same(ours, expected, rtol=5e-3)
 
 
@@ -86,7 +86,7 @@ def _two_updates() -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_weights_are_forgotten_after_the_update(processes: int) -> None:
-    for updates in run_forked(_two_updates, (), processes, timeout=60):
+    for updates in run_world(_two_updates, (), processes, timeout=60):
         for ours, first in zip(updates, (0, 12), strict=True):
             toy.assert_same(ours, toy.mean_gradients(list(range(first, first + 12)), toy.data()[2]))
 
@@ -103,7 +103,7 @@ def _all_weigh_nothing() -> list[Tensor]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_update_that_weighs_nothing_changes_nothing(processes: int) -> None:
-    for ours in run_forked(_all_weigh_nothing, (), processes, timeout=60):
+    for ours in run_world(_all_weigh_nothing, (), processes, timeout=60):
         toy.assert_same(ours, toy.parameters(toy.model()), rtol=0)
 
 
@@ -143,7 +143,7 @@ def _gan() -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_two_optimizers_weigh_their_own_losses(processes: int) -> None:
-    for one, other in run_forked(_gan, (), processes, timeout=60):
+    for one, other in run_world(_gan, (), processes, timeout=60):
         toy.assert_same(one, toy.mean_gradients(list(range(24))))
         toy.assert_same(other, toy.mean_gradients(list(range(24)), toy.data()[2]))
 
@@ -237,5 +237,5 @@ def _shared_by_two_optimizers() -> list[Tensor]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_two_optimizers_may_share_a_loss(processes: int) -> None:
-    for ours in run_forked(_shared_by_two_optimizers, (), processes, timeout=60):
+    for ours in run_world(_shared_by_two_optimizers, (), processes, timeout=60):
         toy.assert_same(ours, toy.mean_gradients(list(range(48))))

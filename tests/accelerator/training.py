@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.conftest import forget
+from tests.worlds import forget_world
 from trainer_lib import Accelerator, set_seed
 
 SAMPLES = 26
@@ -60,7 +60,7 @@ class Training:
 
     def run(self, steps: int, save: dict[int, Path] | None = None, load: Path | None = None) -> dict[str, Any]:
         """Train up to micro-batch `steps`, saving after some, and return the losses and what became of the weights."""
-        forget()
+        forget_world()
         # A fresh process stands somewhere else, whatever it was seeded with.
         set_seed(self.seed if load is None else 12345)
         accelerator = Accelerator(

@@ -12,10 +12,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, loop, trained, weights
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
 from trainer_lib.callbacks import EMA, SWA
 from trainer_lib.events import Run, Transformer
-from trainer_lib.launchers import run_forked
 
 
 def averaged_by_hand(decay: float = 0.8, *, warmup: bool = True) -> tuple[nn.Module, list[Named], list[Named]]:
@@ -124,7 +124,7 @@ def test_two_processes_average_what_they_hold_and_resume_to_the_bit(kind: str, t
         return final, looks.losses, resumed(lambda: EMA(0.8), tmp_path, **options)
 
     evaluated = network()
-    for final, losses, (whole, parts) in run_forked(two, (), 2, timeout=60):
+    for final, losses, (whole, parts) in run_world(two, (), 2, timeout=60):
         assert_close(final, averages[-1])
         assert_equal(parts, whole)
         evaluated.load_state_dict(averages[5])
@@ -202,7 +202,7 @@ def test_running_statistics_are_made_anew_at_the_end() -> None:
     def two() -> Named:
         return trained(SWA(0.5, every=1), model=with_statistics(), per_device_train_batch_size=4)
 
-    one, other = run_forked(two, (), 2, timeout=60)
+    one, other = run_world(two, (), 2, timeout=60)
     assert_equal(one, other)
     assert one["1.num_batches_tracked"] == 5
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.callbacks.loops import go_through, running
+from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import Checkpoint
 from trainer_lib.checkpointing.manifest import Manifest, sealed
 from trainer_lib.events import Best, Callback, Dispatcher, Run
 from trainer_lib.events.control import Control
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 
 @dataclass
@@ -110,7 +110,7 @@ def test_what_all_count_alike_all_know_and_of_clocks_that_of_the_first_counts() 
     asked = Control()
     asked.save = True
     nothing, save = Control().send(), asked.send()
-    assert run_forked(body, timeout=60) == [(True, nothing, True, save), (True, nothing, False, nothing)]
+    assert run_world(body, timeout=60) == [(True, nothing, True, save), (True, nothing, False, nothing)]
 
 
 def test_a_new_best_is_saved_at_once() -> None:
@@ -305,7 +305,7 @@ def test_one_process_deletes_and_all_keep_the_same_list(tmp_path: Path) -> None:
             folder.save(step)
         return folder.entered(), folder.there() == [2]
 
-    assert run_forked(body, timeout=60) == [([2], True), ([2], False)]
+    assert run_world(body, timeout=60) == [([2], True), ([2], False)]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from tests.callbacks.loops import go_through, running
+from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import EarlyStopping
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 
 def stops_after(stopping: EarlyStopping, *values: float) -> tuple[int | None, str | None]:
@@ -124,4 +124,4 @@ def test_all_processes_decide_alike() -> None:
         Accelerator(cpu=True)
         return stops_after(EarlyStopping(patience=2), 1.0, 0.5, 0.7, 0.6)
 
-    assert run_forked(body, timeout=60) == [(4, "eval_loss was not better than 0.5 in 2 evaluations")] * 2
+    assert run_world(body, timeout=60) == [(4, "eval_loss was not better than 0.5 in 2 evaluations")] * 2

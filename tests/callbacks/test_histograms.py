@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from tests.callbacks.by_hand import assert_equal, trained
 from tests.trainer.tasks import arguments, network, trainer
+from tests.worlds import run_world
 from trainer_lib import FullyShardedDataParallelPlugin
 from trainer_lib.callbacks import Histograms, JsonlLog, TensorBoardCallback
 from trainer_lib.callbacks import histograms as module
 from trainer_lib.callbacks.histograms import counted
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 
 class Seen(Callback):
@@ -112,7 +112,7 @@ def test_the_main_process_tells_what_it_has(tmp_path: Path, strategy: str) -> No
         trainer(args, callbacks=callbacks).fit()
         return weight[0]
 
-    weights = run_forked(body, timeout=60)
+    weights = run_world(body, timeout=60)
     (line,) = told(tmp_path / "history.jsonl")
     assert set(line["weights"]) == set(line["gradients"]) == {"0.weight", "0.bias"}
     assert sum(line["activations"]["0"]["counts"]) == 4 * 8

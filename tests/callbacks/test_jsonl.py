@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.callbacks.loops import go_through, running
+from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import JsonlLog
 from trainer_lib.events import Dispatcher
-from trainer_lib.launchers import run_forked
 
 
 def strict(text: str) -> Any:
@@ -229,7 +229,7 @@ def test_the_main_process_alone_writes(tmp_path: Path) -> None:
         own = path if run.is_main_process else path.with_name("other") / "log"
         go_through([JsonlLog(own)], 3, run, log_every=1, evaluations={3: {"eval_loss": 0.5}})
 
-    run_forked(body, timeout=60)
+    run_world(body, timeout=60)
     assert len(lines(path)) == 4
     assert entries(path)[0]["processes"] == 2
     assert list(path.parent.iterdir()) == [path]

@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import OneCycleLR, SequentialLR, StepLR
 from tests.callbacks.by_hand import OPTIONS, RATE, assert_equal, loop, resumed, weights
 from tests.callbacks.loops import folder_of
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import Trainer
 from trainer_lib.callbacks import LiveControl, ask_run
 from trainer_lib.callbacks.live_control import _change_rate, _refusal
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 
 class Asks(Transformer):
@@ -176,7 +176,7 @@ def test_a_signal_to_one_of_two_processes_is_heard_by_both_at_the_same_step(tmp_
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
         return control.requests, rates.rates, weights(model)["0.weight"]
 
-    (requests, rates, weight), other = run_forked(body, timeout=60)
+    (requests, rates, weight), other = run_world(body, timeout=60)
     # Heard at the end of step 3, told with the gradients of step 4; asked in step 6, told in step 7.
     assert requests == other[0] == [[4, "learning_rate 0.01"], [4, "save"], [7, "stop"]]
     assert rates == other[1] == pytest.approx([0.05] * 4 + [0.01] * 3)

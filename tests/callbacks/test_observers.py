@@ -16,6 +16,7 @@ from tests.callbacks.by_hand import Named, assert_equal, trained, weights
 from tests.callbacks.loops import go_through, running
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import FullyShardedDataParallelPlugin
 from trainer_lib.callbacks import (
     CsvLog,
@@ -38,7 +39,6 @@ from trainer_lib.callbacks.tables import show_table
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.events import Callback, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 from trainer_lib.tracking.base import GeneralTracker
 
 
@@ -105,7 +105,7 @@ def test_they_leave_training_on_two_processes_as_it_is(tmp_path: Path) -> None:
         plain.fit()
         return weights(run.unwrapped_model), weights(plain.unwrapped_model)
 
-    for with_them, without in run_forked(body, timeout=60):
+    for with_them, without in run_world(body, timeout=60):
         assert_equal(with_them, without)
     assert [row["step"] for row in rows_of(tmp_path / "history.csv")] == ["5", "5", "10", "10"]  # with evaluations
     assert [len(batch) for (batch,) in samples_of_step(tmp_path, 1)] == [4, 4]
@@ -168,7 +168,7 @@ def test_norms_are_the_same_on_two_processes_and_with_shards() -> None:
     alone = norms(per_device_train_batch_size=8)
     options: dict[str, Any]
     for options in ({}, {"fsdp": FullyShardedDataParallelPlugin()}):
-        for found in run_forked(lambda options=options: norms(per_device_train_batch_size=4, **options), timeout=60):
+        for found in run_world(lambda options=options: norms(per_device_train_batch_size=4, **options), timeout=60):
             assert found == pytest.approx(alone, rel=1e-5)
 
 

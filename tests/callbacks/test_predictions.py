@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from tests.callbacks.loops import folder_of
 from tests.callbacks.test_observers import Tables
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib.callbacks import JsonlLog, Predictions
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.events import Run
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 
 def shown(history: Path) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def test_samples_have_their_numbers_on_two_processes(tmp_path: Path) -> None:
         history = JsonlLog(tmp_path / "history.jsonl")
         trainer(args, eval_dataset=points(), callbacks=[Predictions(4), history]).fit()
 
-    run_forked(body, timeout=60)
+    run_world(body, timeout=60)
     (line,) = shown(tmp_path / "history.jsonl")
     assert [row[0] for row in line["rows"]] == [0, 1, 4, 5]  # those between are the other process's
 

@@ -5,10 +5,10 @@ import io
 import pytest
 
 from tests.callbacks.loops import evaluate, go_through, running
+from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import Printer
 from trainer_lib.events import Dispatcher, Run
-from trainer_lib.launchers import run_forked
 
 
 def test_a_run_is_lines_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +64,6 @@ def test_the_main_process_alone_prints() -> None:
         go_through([Printer(file)], 2, run, log_every=1, evaluations={2: {"eval_loss": 0.5}})
         return file.getvalue()
 
-    first, second = run_forked(body, timeout=60)
+    first, second = run_world(body, timeout=60)
     assert len(first.splitlines()) == 5
     assert second == ""

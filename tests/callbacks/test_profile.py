@@ -8,11 +8,11 @@ import pytest
 
 from tests.callbacks.loops import folder_of
 from tests.trainer.tasks import arguments, trainer
+from tests.worlds import run_world
 from trainer_lib import ProfileKwargs
 from trainer_lib.callbacks import JsonlLog, Profile
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 
 def names_in(trace: Path) -> list[str]:
@@ -42,7 +42,7 @@ def test_each_process_writes_its_own_and_a_run_that_ends_before_writes_what_ther
         args = arguments(max_steps=4, per_device_train_batch_size=4)
         trainer(args, callbacks=[Profile(after=3, steps=50, folder=tmp_path)]).fit()
 
-    run_forked(body, timeout=60)
+    run_world(body, timeout=60)
     assert sorted(one.name for one in tmp_path.iterdir()) == [f"process-{rank}-steps-4-4.json" for rank in (0, 1)]
 
 

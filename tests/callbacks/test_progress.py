@@ -19,10 +19,10 @@ from typing import Any, TextIO
 import pytest
 
 from tests.callbacks.loops import evaluate, go_through, running
+from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import ProgressBar
 from trainer_lib.events import Dispatcher, Run
-from trainer_lib.launchers import run_forked
 
 
 @dataclass
@@ -326,7 +326,7 @@ def test_the_main_process_alone_shows_it(tmp_path: Path) -> None:
             bar = ProgressBar(file=file)
             go_through([bar], 3, run, evaluations={2: {"eval_loss": 1.0}}, at_step=at_once(bar))
 
-    run_forked(body, timeout=60)
+    run_world(body, timeout=60)
     assert (tmp_path / "0").read_text().count("train: ") == 4
     assert (tmp_path / "1").read_text() == ""
 

@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.callbacks.loops import folder_of
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib import Accelerator, DataLoaderConfiguration
 from trainer_lib.callbacks import Provenance, SampleLosses, replay_batch, samples_of_step
 from trainer_lib.callbacks.provenance import _long, _short
 from trainer_lib.events import Callback, Run, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 
 class Noisy(Dataset[Any]):
@@ -100,7 +100,7 @@ def test_each_sample_is_written_once_over_all_processes_and_restarts(tmp_path: P
         with pytest.raises(RuntimeError, match="killed"):
             fit(save_every="2 steps", per_device_train_batch_size=4)
 
-    run_forked(fails, timeout=60)
+    run_world(fails, timeout=60)
     before = [samples_of_step(folder_of(tmp_path), step) for step in (1, 2)]
     assert [len(one) for one in before] == [2, 2]
     assert samples_of_step(folder_of(tmp_path), 3)

@@ -12,11 +12,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from tests.callbacks.loops import folder_of
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import Trainer
 from trainer_lib.callbacks import SampleLosses, top_losses
 from trainer_lib.events import Run
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 
 def test_the_largest_losses_are_those_of_the_model(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_losses_of_one_s_own_and_of_all_processes(tmp_path: Path) -> None:
         args = arguments(output_dir=tmp_path, num_train_epochs=1, per_device_train_batch_size=4)
         trainer(args, callbacks=[SampleLosses(top=40, losses=own)]).fit()
 
-    run_forked(body, timeout=60)
+    run_world(body, timeout=60)
     first = points()[0][:, 0]
     assert [sample for sample, _ in top_losses(folder_of(tmp_path), 40)] == first.argsort(descending=True).tolist()
 

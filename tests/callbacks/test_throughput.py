@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.callbacks.loops import running
+from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import Throughput
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.events.callback import EVENTS
-from trainer_lib.launchers import run_forked
 
 
 class Clock:
@@ -181,7 +181,7 @@ def test_speeds_are_those_of_all_processes_and_per_device_on_request() -> None:
         run.state.step, run.state.samples = 1, 12  # of both
         return log(events, run)
 
-    for values in run_forked(body, timeout=60):
+    for values in run_world(body, timeout=60):
         assert values["samples_per_second"] == pytest.approx(12 * values["steps_per_second"])
         assert values["tokens_per_second"] == pytest.approx(6 * values["steps_per_second"])
         assert values["samples_per_second_per_device"] == pytest.approx(6 * values["steps_per_second"])

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss, one_hot
 
 from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, loop, resumed, trained, weights
 from tests.trainer.tasks import network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from trainer_lib.callbacks import (
     SAM,
@@ -32,7 +33,6 @@ from trainer_lib.callbacks import (
 )
 from trainer_lib.callbacks.draws import generator_of_batch
 from trainer_lib.events import Callback, Run, RunState, Transformer
-from trainer_lib.launchers import run_forked
 
 UNUSED = DistributedDataParallelKwargs(find_unused_parameters=True)
 
@@ -132,7 +132,7 @@ def test_on_two_processes(kind: str, options: dict[str, Any]) -> None:
     def two() -> list[Named]:
         return [trained(make(), **options) for make, _ in CHANGES.values()]
 
-    for everything in run_forked(two, (), 2, timeout=120):
+    for everything in run_world(two, (), 2, timeout=120):
         for name, actual in zip(CHANGES, everything, strict=True):
             assert_close(actual, expected(name))
 
@@ -160,7 +160,7 @@ def test_processes_without_data_of_their_own_climb_along() -> None:
     def two() -> Named:
         return trained(SAM(0.5), train_dataset=data, per_device_train_batch_size=4)
 
-    for actual in run_forked(two, (), 2, timeout=60):
+    for actual in run_world(two, (), 2, timeout=60):
         assert_close(actual, weights(by_hand))
 
 
@@ -218,7 +218,7 @@ def test_each_process_mixes_its_own() -> None:
         options: dict[str, Any] = {"train_dataset": images(), "seed": 42, "per_device_train_batch_size": 4}
         return [trained(make(), model=classifier(), **options) for make in MIXING.values()]
 
-    told = run_forked(two, (), 2, timeout=60)
+    told = run_world(two, (), 2, timeout=60)
     for place, kind in enumerate(MIXING):
         seen: list[tuple[Tensor, Tensor]] = []
         for step, (inputs, targets) in enumerate(batches(images()), start=1):
@@ -365,7 +365,7 @@ def test_updates_of_more_batches_in_later_passes() -> None:
     def two() -> Named:
         return trained(AccumulationSchedule(schedule), per_device_train_batch_size=2, **options)
 
-    for actual in run_forked(two, (), 2, timeout=60):
+    for actual in run_world(two, (), 2, timeout=60):
         assert_close(actual, by_hand)
 
 
@@ -382,7 +382,7 @@ def test_resumed_to_the_bit_on_two_processes(tmp_path: Path) -> None:
         chosen = {name: RESUMED[name] for name in ("unfreeze", "sam", "either", "noise")}
         return [resumed(make, tmp_path / name, **options, **more) for name, (make, more) in chosen.items()]
 
-    for everything in run_forked(two, (), 2, timeout=120):
+    for everything in run_world(two, (), 2, timeout=120):
         for whole, parts in everything:
             assert_equal(parts, whole)
 
@@ -451,4 +451,4 @@ def test_replicas_that_wait_for_all_gradients_freeze_nothing() -> None:
             trained(Freeze("0.*", until=3), per_device_train_batch_size=4)
         return str(caught.value)
 
-    assert all("several processes wait" in told for told in run_forked(two, (), 2, timeout=60))
+    assert all("several processes wait" in told for told in run_world(two, (), 2, timeout=60))

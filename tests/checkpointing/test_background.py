@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.trainings import sharded, train, trained
+from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError
 from trainer_lib.checkpointing.reader import open_state
 from trainer_lib.checkpointing.retention import automatic_states
@@ -213,7 +214,7 @@ def told_later(project: Path, spoil_disk: Any, rank: int, then: str) -> tuple[st
 
 @pytest.mark.parametrize("then", ["wait_for_save", "save_state", "load_state", "end_training"])
 def test_an_error_of_the_thread_is_told_by_what_comes_next(then: str, tmp_path: Path) -> None:
-    ((said, is_as_before),) = run_forked(told_later, (tmp_path, full_disk, 0, then), 1, timeout=60)
+    ((said, is_as_before),) = run_world(told_later, (tmp_path, full_disk, 0, then), 1, timeout=60)
     assert said.startswith(f"The state {tmp_path / 'state'} could not be saved in the background. ")
     assert re.search(r"could not be written: File too large", said)
     assert is_as_before
@@ -223,7 +224,7 @@ def test_an_error_of_the_thread_is_told_by_what_comes_next(then: str, tmp_path: 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("then", ["wait_for_save", "save_state"])
 def test_an_error_on_one_process_is_told_on_all(rank: int, then: str, tmp_path: Path) -> None:
-    runs = run_forked(told_later, (tmp_path, failing_disk, rank, then), timeout=60)
+    runs = run_world(told_later, (tmp_path, failing_disk, rank, then), timeout=60)
     for process, (said, is_as_before) in enumerate(runs):
         assert f"The state {tmp_path / 'state'} could not be saved in the background" in said
         assert "Input/output error" in said
@@ -247,7 +248,7 @@ def test_processes_agree_while_they_train(tmp_path: Path) -> None:
         accelerator.end_training()
         return all(is_same)
 
-    assert run_forked(body, timeout=60) == [True, True]
+    assert run_world(body, timeout=60) == [True, True]
 
 
 def test_saves_of_two_kinds_at_once_are_named(tmp_path: Path) -> None:
@@ -257,7 +258,7 @@ def test_saves_of_two_kinds_at_once_are_named(tmp_path: Path) -> None:
             accelerator.save_state(tmp_path / "state", background=accelerator.is_main_process)
         return str(told.value)
 
-    assert "save_state(background=True)" in run_forked(body, timeout=60)[0]
+    assert "save_state(background=True)" in run_world(body, timeout=60)[0]
 
 
 def test_shards_are_of_the_moment_of_the_call(tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_shards_are_of_the_moment_of_the_call(tmp_path: Path) -> None:
         train(accelerator, model, optimizer)
         return contents(folder) == contents(expected)
 
-    assert run_forked(body, timeout=60) == [True, True]
+    assert run_world(body, timeout=60) == [True, True]
 
 
 # -- the end of the process ------------------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer.tasks import network, trainer
+from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError, ConfigurationError, StateError, Trainer, TrainingArguments
 from trainer_lib.checkpointing.conversion import convert
 from trainer_lib.checkpointing.manifest import read_manifest
 from trainer_lib.checkpointing.reader import verify_state
 from trainer_lib.commands.main import main
 from trainer_lib.foundation.errors import UnsupportedError
-from trainer_lib.launchers import run_forked
 
 FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
 OF_TRAINER, OF_ACCELERATE = FOREIGN / "transformers", FOREIGN / "accelerate"
@@ -108,8 +108,8 @@ def test_two_processes_go_on_from_it(tmp_path: Path, fsdp: bool) -> None:
                 module.p = 0.0
         return losses_after(one.fit(resume=str(tmp_path / "converted")), 7)
 
-    (alone,) = run_forked(body, (1,), 1, timeout=60)
-    assert run_forked(body, (2,), 2, timeout=60) == [pytest.approx(alone, rel=1e-5)] * 2
+    (alone,) = run_world(body, (1,), 1, timeout=60)
+    assert run_world(body, (2,), 2, timeout=60) == [pytest.approx(alone, rel=1e-5)] * 2
 
 
 def test_weights_in_several_files_are_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.accelerator import toy
 from tests.faults.injuries import killed_after
 from tests.strategies.sharded import Stack, Tied, stack
+from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
     FullyShardedDataParallelPlugin,
@@ -99,7 +100,7 @@ def test_a_sharded_training_resumes_bit_by_bit(kind: str, model: Callable[[], nn
     def resumed() -> Any:
         return run(engine(kind), 5, load=tmp_path / "state", model=model)
 
-    runs, again = run_forked(whole, timeout=60), run_forked(resumed, timeout=60)
+    runs, again = run_world(whole, timeout=60), run_world(resumed, timeout=60)
     for one, other in zip(again, runs, strict=True):
         assert len(one["losses"]) == 3
         assert_same(one, other)
@@ -135,7 +136,7 @@ def test_a_state_fits_another_mesh_and_strategy(saving: Any, loading: Any, tmp_p
         accelerator.free_memory()
         return saved, run(engine(*loading), 2, load=tmp_path / "state", model=Tied)
 
-    saved, loaded = run_forked(body, num_processes=4, timeout=60)[0]
+    saved, loaded = run_world(body, num_processes=4, timeout=60)[0]
     assert_same(loaded, saved)
 
 
@@ -165,7 +166,7 @@ def test_states_of_other_shapes_than_their_parameters_are_kept(tmp_path: Path) -
         accelerator.free_memory()
         return whole, run(engine(SHARDED), 4, load=tmp_path / "state", optimizer=Rows)
 
-    whole, resumed = run_forked(body, timeout=60)[0]
+    whole, resumed = run_world(body, timeout=60)[0]
     assert_same(resumed, whole)
 
 
@@ -177,7 +178,7 @@ def test_weights_are_read_from_shards_and_saved_whole(tmp_path: Path) -> None:
         accelerator.wait_for_everyone()
         return found["state"]
 
-    state, nothing = run_forked(body, timeout=60)
+    state, nothing = run_world(body, timeout=60)
     assert nothing == {}
     for folder in ("state", "model"):
         model = Tied()
@@ -208,7 +209,7 @@ def test_another_model_is_told_on_all_processes(tmp_path: Path) -> None:
             said.append(str(told.value))
         return said
 
-    for said in run_forked(body, timeout=60):
+    for said in run_world(body, timeout=60):
         assert all("than this Wider: missing: more; not in this model: last.bias" in one for one in said)
 
 
@@ -221,7 +222,7 @@ def test_a_kill_inside_a_sharded_save_leaves_the_older_state(tmp_path: Path) -> 
         accelerator.save_state(tmp_path / "state")
 
     with pytest.raises(ProcessFailedError):
-        run_forked(body, timeout=60)
+        run_world(body, timeout=60)
     assert open_state(tmp_path / "state").step == 1
     load_checkpoint_in_model(Stack(), tmp_path / "state", strict=True)
 
@@ -245,7 +246,7 @@ def test_each_machine_has_whole_weights_only_where_the_main_process_is(tmp_path:
             accelerator.save_state(tmp_path / rank / "other")
         return whole, resumed
 
-    for whole, resumed in run_forked(body, timeout=60):
+    for whole, resumed in run_world(body, timeout=60):
         assert_same(resumed, whole)
     names = [{path.name for path in (tmp_path / str(rank)).rglob("*.safetensors")} for rank in (0, 1)]
     assert names[0] == {"model.safetensors", "optimizer.safetensors", "random_states_0.safetensors"}

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError, ConfigurationError, StateError, UnsupportedError
 from trainer_lib.checkpointing.weights import load_checkpoint_in_model
-from trainer_lib.launchers import run_forked
 from trainer_lib.utils import load, save
 
 
@@ -194,7 +194,7 @@ def test_names_are_the_authors_whatever_wraps_the_model(tmp_path: Path) -> None:
         accelerator.wait_for_everyone()
         return names
 
-    for canonical, wrapped in run_forked(body, timeout=60):
+    for canonical, wrapped in run_world(body, timeout=60):
         assert canonical == list(toy.model().state_dict())
         assert wrapped == [f"module.{name}" for name in canonical]
     loaded = toy.model()

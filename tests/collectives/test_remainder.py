@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError
 from trainer_lib.collectives import gather_real_objects, gather_real_rows
-from trainer_lib.launchers import run_forked
 from trainer_lib.state import PartialState
 from trainer_lib.state.gradients import Rows
 
@@ -92,7 +92,7 @@ def test_rows_that_fit_no_sample_are_refused_on_all_processes() -> None:
             told.append(str(caught.value))
         return told
 
-    for messages in run_forked(body, timeout=60):
+    for messages in run_world(body, timeout=60):
         for message in messages:
             assert message.startswith(
                 "On process 1: gather_for_metrics got 4 rows for a batch of 3 samples, 2 of which"

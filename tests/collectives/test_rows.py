@@ -9,10 +9,10 @@ import torch
 from transformers import BatchEncoding
 
 from tests.collectives.trees import Batch, Point, nested
+from tests.worlds import run_world
 from trainer_lib import DistributedOperationException
 from trainer_lib.collectives import gather_rows
 from trainer_lib.foundation.trees import tensors
-from trainer_lib.launchers import run_forked
 from trainer_lib.state import PartialState
 
 Everywhere = Callable[[Callable[[int, int], Any]], list[Any]]
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_told_on_all_processes_in_debug_mode_or_not(first: 
         PartialState().wait_for_everyone()
         return str(caught.value)
 
-    for message in run_forked(body, timeout=60):
+    for message in run_world(body, timeout=60):
         assert told in message
         assert message.startswith("gather_for_metrics needs the same")
         assert message.endswith("Pad the others first: pad_across_processes(…, dim=1).")

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import BatchEncoding
 
 from tests.collectives.trees import Batch, Output, Point, nested
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, DistributedOperationException
 from trainer_lib.collectives import (
     CannotPadNestedTensorWarning,
@@ -21,7 +22,6 @@ from trainer_lib.collectives import (
     reduce,
 )
 from trainer_lib.foundation.trees import tensors
-from trainer_lib.launchers import run_forked
 from trainer_lib.state import PartialState
 
 Everywhere = Callable[[Callable[[int, int], Any]], list[Any]]
@@ -289,7 +289,7 @@ def test_pad_keeps_the_graph() -> None:
         assert given.grad is not None
         assert given.grad.tolist() == [1.0] * len(given)
 
-    run_forked(body, num_processes=2)
+    run_world(body, num_processes=2)
 
 
 def test_pad_tells_of_different_dimensions_on_all_processes() -> None:
@@ -298,7 +298,7 @@ def test_pad_tells_of_different_dimensions_on_all_processes() -> None:
             pad_across_processes(torch.ones([2] * (1 + PartialState().process_index)))
         return str(caught.value)
 
-    first, second = run_forked(body, num_processes=2)
+    first, second = run_world(body, num_processes=2)
     assert first == second
     assert "process 0: it: float32 [2]\n  process 1: it: float32 [2, 2]\n" in first
 

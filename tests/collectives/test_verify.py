@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.worlds import run_world
 from trainer_lib import DistributedOperationException
 from trainer_lib.collectives import broadcast, gather, pad_across_processes, reduce
 from trainer_lib.collectives.verify import check_same, layout
-from trainer_lib.launchers import run_forked
 from trainer_lib.state import PartialState
 
 OPERATIONS: list[Callable[[Any], Any]] = [gather, reduce, broadcast, pad_across_processes]
@@ -31,7 +31,7 @@ def _told(inputs: list[Any], operations: list[Callable[[Any], Any]], **variables
             state.wait_for_everyone()
         return told
 
-    return run_forked(body, num_processes=len(inputs), timeout=60, **variables)
+    return run_world(body, num_processes=len(inputs), timeout=60, **variables)
 
 
 def test_different_shapes() -> None:
@@ -71,8 +71,8 @@ def test_what_agrees_passes_and_is_looked_at_only_in_debug_mode(monkeypatch: pyt
             operation({"a": torch.ones(2), "b": [torch.tensor(1)]})
         return len(asked)
 
-    assert run_forked(body, timeout=60, ACCELERATE_DEBUG_MODE="1") == [3, 3]
-    assert run_forked(body, timeout=60) == [0, 0]
+    assert run_world(body, timeout=60, ACCELERATE_DEBUG_MODE="1") == [3, 3]
+    assert run_world(body, timeout=60) == [0, 0]
 
 
 def test_processes_of_one_mind_are_told_together_and_long_lists_are_cut() -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tests.checkpointing.test_sharded import SHARDED, engine, run
 from tests.faults.injuries import spoil
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib.commands.main import main
-from trainer_lib.launchers import run_forked
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_prune_keeps_the_newest_the_best_and_the_last_that_is_whole(
 
 
 def test_consolidate_puts_shards_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = run_forked(lambda: run(engine(SHARDED), 1, save={1: tmp_path / "state"})["state"], (), 2, timeout=60)[0]
+    whole = run_world(lambda: run(engine(SHARDED), 1, save={1: tmp_path / "state"})["state"], (), 2, timeout=60)[0]
     assert told(capsys, "consolidate", tmp_path / "state", tmp_path / "whole")[0] == 0
     found = load_file(tmp_path / "whole" / "model.safetensors")
     assert found.keys() == whole.keys()

@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.data_loader.reference import Handed, Numbers, Stream, by_hand, handed, read
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState
 from trainer_lib.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import WorldError
-from trainer_lib.launchers import run_forked
 
 
 def _everywhere(function: Callable[[], Any], processes: int = 2) -> list[Any]:
-    return run_forked(function, (), processes, timeout=60)
+    return run_world(function, (), processes, timeout=60)
 
 
 def _read(loader: DataLoader[Any], **options: Any) -> tuple[list[Handed], int | None]:

@@ -8,9 +8,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.data_loader.reference import flat, worlds
+from tests.worlds import run_world
 from trainer_lib import PartialState
 from trainer_lib.data_loader import prepare_data_loader
-from trainer_lib.launchers import run_forked
 
 datasets = pytest.importorskip("datasets")
 
@@ -133,7 +133,7 @@ def _split(num_shards: int) -> list[tuple[list[int], Any]]:
 
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_a_dataset_split_by_node_is_not_shared_out_again(num_shards: int) -> None:
-    told = run_forked(_split, (num_shards,), 2, timeout=60)
+    told = run_world(_split, (num_shards,), 2, timeout=60)
     assert len(told[0]) == len(told[1])
     real = [[sample for ids, rows in one for sample in ids[: 4 if rows is None else rows.real]] for one in told]
     assert sorted(flat(real)) == list(range(22))

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.data_loader.reference import Stream, handed, read, read_all, worlds
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState, StateError
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
-from trainer_lib.launchers import run_forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
 
@@ -301,7 +301,7 @@ def _split(sizes: list[int], num_workers: int, options: dict[str, Any]) -> list[
     ("sizes", "num_workers"), [([5, 2], 0), ([2, 5], 1), ([4, 4], 0), ([0, 3], 0), ([3, 0], 1), ([0, 0], 0)]
 )
 def test_processes_with_data_of_their_own_end_together(sizes: list[int], num_workers: int) -> None:
-    told = run_forked(_split, (sizes, num_workers, {}), 2, timeout=60)
+    told = run_world(_split, (sizes, num_workers, {}), 2, timeout=60)
     rounds = -(-max(sizes) // 2)
     for rank, passes in enumerate(told):
         assert passes[0] == passes[1]
@@ -313,7 +313,7 @@ def test_processes_with_data_of_their_own_end_together(sizes: list[int], num_wor
 
 
 def test_or_each_for_itself_if_they_need_not_be_even() -> None:
-    told = run_forked(_split, ([5, 2], 0, {"even_batches": False}), 2, timeout=60)
+    told = run_world(_split, ([5, 2], 0, {"even_batches": False}), 2, timeout=60)
     assert [[handed.samples for handed in passes[0]] for passes in told] == [[[0, 1], [2, 3], [4]], [[100, 101]]]
 
 
@@ -329,5 +329,5 @@ def test_nobody_reads_for_all_what_is_split() -> None:
             prepare_data_loader(DataLoader(Split([4, 4])), dispatch_batches=True)
         return str(caught.value)
 
-    told = run_forked(refusal, (), 2, timeout=60)
+    told = run_world(refusal, (), 2, timeout=60)
     assert all("each process has samples of its own from this Split" in one for one in told)

@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 
 from tests.data_loader.reference import Numbers, flat, read, worlds
+from tests.worlds import run_world
 from trainer_lib.data_loader import SeedableRandomSampler, get_sampler, prepare_data_loader
-from trainer_lib.launchers import run_forked
 
 SIZE = 48
 
@@ -218,7 +218,7 @@ def _seeds(data_seed: int | None) -> tuple[int, list[list[int]]]:
 
 @pytest.mark.parametrize(("data_seed", "expected"), [(None, 100), (7, 7)])
 def test_all_processes_take_the_seed_of_the_first(data_seed: int | None, expected: int) -> None:
-    told = run_forked(_seeds, (data_seed,), 2, timeout=60)
+    told = run_world(_seeds, (data_seed,), 2, timeout=60)
     assert [seed for seed, _ in told] == [expected] * 2
     assert sorted(flat((flat(batches) for _, batches in told))) == list(range(8))
 

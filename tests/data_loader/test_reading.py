@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.data_loader.reference import Numbers, Stream, flat, read, worlds
+from tests.worlds import run_world
 from trainer_lib.data_loader import prepare_data_loader
-from trainer_lib.launchers import run_forked
 from trainer_lib.state import GradientState
 
 
@@ -137,12 +137,12 @@ def _synchronized(kinds: list[str] | None, start: int) -> list[float]:
     ("kinds", "same"), [(None, [False, False]), (["torch"], [True, False]), (["torch", "generator"], [True, True])]
 )
 def test_generators_are_synchronized_if_asked(kinds: list[str] | None, same: list[bool]) -> None:
-    first, second = run_forked(_synchronized, (kinds, 0), 2, timeout=60)
+    first, second = run_world(_synchronized, (kinds, 0), 2, timeout=60)
     assert [one == other for one, other in zip(first, second, strict=True)] == same
 
 
 def test_in_the_middle_of_a_pass_generators_are_those_of_a_checkpoint() -> None:
-    first, second = run_forked(_synchronized, (["torch"], 1), 2, timeout=60)
+    first, second = run_world(_synchronized, (["torch"], 1), 2, timeout=60)
     assert first[0] != second[0]
 
 

@@ -8,9 +8,9 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 
 from tests.data_loader.reference import Numbers, SizedStream, Stream, worlds
 from tests.data_loader.test_tails import Backwards
+from tests.worlds import run_world
 from trainer_lib import Accelerator, DataLoaderConfiguration
 from trainer_lib.data_loader import samples, skip_first_batches
-from trainer_lib.launchers import run_forked
 
 
 class Restless(Backwards):
@@ -100,4 +100,4 @@ def test_what_is_sent_by_the_first_process_is_told_by_all() -> None:
                 _check(accelerator.prepare(DataLoader(dataset, batch_size=size, shuffle=shuffle)))
             accelerator.free_memory()
 
-    run_forked(read, (), 2, timeout=60)
+    run_world(read, (), 2, timeout=60)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.worlds import run_world
 from trainer_lib.events import Callback, Dispatcher, Run, RunState, Transformer
 from trainer_lib.events.callback import EVENTS
 from trainer_lib.foundation.errors import ConfigurationError, StateError
-from trainer_lib.launchers import run_forked
 from trainer_lib.state import PartialState
 
 
@@ -103,7 +103,7 @@ def test_each_process_names_its_own() -> None:
         Dispatcher([Raising(), noting] if state.process_index else [noting]).fire("on_step_end", run_at(1))
         return noting.heard, lines
 
-    first, second = run_forked(body, timeout=60)
+    first, second = run_world(body, timeout=60)
     assert first == ([1], [])
     assert second[0] == [1]
     assert [line.split(" and ")[0] for line in second[1]] == ["The callback Raising raised in on_step_end at step 1"]

@@ -21,13 +21,13 @@ from tests.faults.conftest import Trials
 from tests.faults.ledger import Ledger
 from tests.faults.trainings import everything, one_run, sharded
 from tests.trainer.tasks import arguments, trainer
+from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError, StateError, load_checkpoint_in_model
 from trainer_lib.checkpointing.manifest import sealed
 from trainer_lib.checkpointing.reader import open_state, verify_state
 from trainer_lib.commands.main import main
 from trainer_lib.foundation.checksums import checksum_of, checksum_of_bytes
 from trainer_lib.foundation.errors import TrainerLibError
-from trainer_lib.launchers import run_forked
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
         accelerator, *_ = sharded(folder)
         accelerator.save_state(folder / "shards")
 
-    run_forked(whole, (), 1, timeout=60)
-    run_forked(shards, (), 2, timeout=60)
-    run_forked(one_run, (folder / "runs", 3), 1, timeout=60)
+    run_world(whole, (), 1, timeout=60)
+    run_world(shards, (), 2, timeout=60)
+    run_world(one_run, (folder / "runs", 3), 1, timeout=60)
     return folder
 
 

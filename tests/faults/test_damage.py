@@ -14,13 +14,13 @@ from tests.faults.conftest import Trials
 from tests.faults.injuries import damages, spoil
 from tests.faults.ledger import Ledger
 from tests.faults.trainings import digest, one_run, saved_often, sharded, state_of, trained
+from tests.worlds import run_world
 from trainer_lib import CheckpointError, load_checkpoint_in_model
 from trainer_lib.checkpointing.manifest import read_manifest
 from trainer_lib.checkpointing.reader import open_state, verify_state
 from trainer_lib.checkpointing.verification import share
 from trainer_lib.foundation.checksums import checksum_of
 from trainer_lib.foundation.errors import DamagedError
-from trainer_lib.launchers import run_forked
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,10 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
         one_run(folder / "runs", max_steps=2)
         next(folder.glob("runs/*/checkpoints/checkpoint-00000002")).rename(folder / "run")
 
-    run_forked(plain, ("one",), 1, timeout=60)
-    run_forked(of_a_run, (), 1, timeout=60)
-    run_forked(plain, ("two",), 2, timeout=60)
-    run_forked(shards, (), 2, timeout=60)
+    run_world(plain, ("one",), 1, timeout=60)
+    run_world(of_a_run, (), 1, timeout=60)
+    run_world(plain, ("two",), 2, timeout=60)
+    run_world(shards, (), 2, timeout=60)
     return folder
 
 
@@ -193,7 +193,7 @@ def test_two_processes_agree_on_what_is_damaged(tmp_path: Path) -> None:
         return state_of(accelerator) == found[1], sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 
     names = ["checkpoint_0", "checkpoint_1", "checkpoint_2.damaged"]
-    assert run_forked(body, (), 2, timeout=60) == [(True, names)] * 2
+    assert run_world(body, (), 2, timeout=60) == [(True, names)] * 2
 
 
 def test_accelerates_own_states_are_left_alone(tmp_path: Path) -> None:

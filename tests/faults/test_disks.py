@@ -16,12 +16,12 @@ from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.ledger import Ledger
 from tests.faults.trainings import digest, one_run, sharded, state_of, train, trained
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib import CheckpointError, ConfigurationError
 from trainer_lib.checkpointing.agreement import together
 from trainer_lib.checkpointing.reader import verify_state
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.errors import UnwritableError
-from trainer_lib.launchers import run_forked
 
 # -- an engine -------------------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def saves_on_a_full_disk(make: Any, disk: SmallDisk, background: bool) -> tuple[
 def test_a_full_disk_takes_nothing_from_the_state_before(
     make: Any, processes: int, background: bool, small_disk: SmallDisk, ledger: Ledger
 ) -> None:
-    runs = run_forked(saves_on_a_full_disk, (make, small_disk, background), processes, timeout=60)
+    runs = run_world(saves_on_a_full_disk, (make, small_disk, background), processes, timeout=60)
     for said, is_as_before, left in runs:
         assert re.search(r"checkpoint_1\.partial/\S+ could not be written: No space left on device", said), said
         assert re.search(r"This process's part of the state takes about \S+ KB; \S+ \w+ are free there", said), said
@@ -104,7 +104,7 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
 def test_a_full_or_failing_disk_on_one_process_is_told_on_all(
     what: str, spoil: Callable[[Path], None], reason: str, rank: int, tmp_path: Path, ledger: Ledger
 ) -> None:
-    runs = run_forked(said_on_failure, (tmp_path, spoil, rank), timeout=60)
+    runs = run_world(said_on_failure, (tmp_path, spoil, rank), timeout=60)
     for process, (said, before, after) in enumerate(runs):
         assert re.search(reason, said), said
         assert ("save_state failed on process" in said) == (process != rank)
@@ -122,7 +122,7 @@ def test_what_is_not_only_the_disks_fault_is_laid_to_it_by_no_process(tmp_path: 
             raise (UnwritableError, CheckpointError)[group.rank]("no")
         return type(told.value).__name__
 
-    assert run_forked(body, (), 2, timeout=60) == ["CheckpointError", "CheckpointError"]
+    assert run_world(body, (), 2, timeout=60) == ["CheckpointError", "CheckpointError"]
 
 
 def test_pickled_weights_fail_as_clearly(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_pickled_weights_fail_as_clearly(tmp_path: Path) -> None:
         unlimited()
         return str(told.value)
 
-    (said,) = run_forked(body, num_processes=1, timeout=60)
+    (said,) = run_world(body, num_processes=1, timeout=60)
     assert "pytorch_model.bin could not be written: File too large" in said
     assert list(tmp_path.iterdir()) == []
 
@@ -153,7 +153,7 @@ def test_a_disk_that_became_read_only_is_told_and_what_is_there_is_loaded(
         accelerator.load_state(folder)
         return str(told.value), digest(accelerator) == saved
 
-    ((said, is_as_before),) = run_forked(body, (), 1, timeout=60)
+    ((said, is_as_before),) = run_world(body, (), 1, timeout=60)
     assert re.search(r"checkpoint_1.partial could not be written: Read-only file system", said)
     assert is_as_before
     ledger.note("disks", "a file system that became read-only", injected=1, told=1, whole=1)
@@ -198,7 +198,7 @@ def test_a_folder_without_permission_is_told_and_left_alone(of_another: Path, le
             os.seteuid(0)
         return said, digest(accelerator) == saved
 
-    ((said, is_as_before),) = run_forked(body, (), 1, timeout=60)
+    ((said, is_as_before),) = run_world(body, (), 1, timeout=60)
     for one in said:
         assert "Permission denied" in one
         assert str(of_another) in one
@@ -275,7 +275,7 @@ def assert_went_on(runs: list[tuple[list[int], list[str]]], output: Path, reason
 def test_a_run_goes_on_when_one_process_cannot_write(
     in_background: bool, rank: int, tmp_path: Path, ledger: Ledger
 ) -> None:
-    runs = run_forked(goes_on, (tmp_path, in_background, FullDisk(4, rank)), 2, timeout=60)
+    runs = run_world(goes_on, (tmp_path, in_background, FullDisk(4, rank)), 2, timeout=60)
     assert_went_on(runs, tmp_path, "File too large")
     ledger.note("disks", "a Trainer, and a limit on one of two processes", injected=1, told=1, whole=1, went_on=1)
 
@@ -284,7 +284,7 @@ def test_a_run_goes_on_when_one_process_cannot_write(
 def test_a_run_goes_on_when_the_disk_is_full(in_background: bool, small_disk: SmallDisk, ledger: Ledger) -> None:
     output = small_disk.folder / "runs"
     disk = FullDisk(4, 0, lambda folder: small_disk.fill(leave=3000), small_disk.empty)
-    runs = run_forked(goes_on, (output, in_background, disk), 2, timeout=60)
+    runs = run_world(goes_on, (output, in_background, disk), 2, timeout=60)
     assert_went_on(runs, output, "No space left on device")
     ledger.note("disks", "a Trainer, and a file system that is full", injected=1, told=1, whole=1, went_on=1)
 
@@ -302,12 +302,12 @@ def test_a_full_disk_ends_a_run_that_says_so(in_background: bool, small_disk: Sm
             one.fit()
         return one.state.step
 
-    assert run_forked(body, (), 1, timeout=60)[0] in (4, 5, 6)
+    assert run_world(body, (), 1, timeout=60)[0] in (4, 5, 6)
     (folder,) = output.glob("*/checkpoints")
     assert [path.name for path in folder.iterdir()] == ["checkpoint-00000002"]
     verify_state(folder / "checkpoint-00000002")
     small_disk.empty()
-    whole = run_forked(one_run, (small_disk.folder / "whole",), 1, timeout=60)
+    whole = run_world(one_run, (small_disk.folder / "whole",), 1, timeout=60)
     assert whole
     ledger.note(
         "disks", 'a Trainer with on_save_error="raise", and a file system that is full', injected=1, told=1, whole=1
@@ -316,8 +316,8 @@ def test_a_full_disk_ends_a_run_that_says_so(in_background: bool, small_disk: Sm
 
 def test_a_run_is_gone_on_with_while_the_disk_is_full(small_disk: SmallDisk, ledger: Ledger) -> None:
     output = small_disk.folder / "runs"
-    (whole,) = run_forked(one_run, (small_disk.folder / "whole",), 1, timeout=60)
-    assert run_forked(one_run, (output, 5), 1, timeout=60) == [None]
+    (whole,) = run_world(one_run, (small_disk.folder / "whole",), 1, timeout=60)
+    assert run_world(one_run, (output, 5), 1, timeout=60) == [None]
     (folder,) = output.glob("*/checkpoints")
     before = sorted(path.name for path in folder.iterdir())
     small_disk.fill()
@@ -326,7 +326,7 @@ def test_a_run_is_gone_on_with_while_the_disk_is_full(small_disk: SmallDisk, led
         with warned() as said:
             return one_run(output, resume="auto"), said
 
-    ((made, said),) = run_forked(body, (), 1, timeout=60)
+    ((made, said),) = run_world(body, (), 1, timeout=60)
     assert made == whole
     assert any("No space left on device" in line for line in said), said
     assert sorted(path.name for path in folder.iterdir()) == before
@@ -375,6 +375,6 @@ def test_nothing_depends_on_where_temporary_files_are(
                 is_same = one_run(place / "parts", resume="auto") == whole
                 return is_same and sorted(where.rglob("*")) == before
 
-            assert run_forked(body, (), 1, timeout=60) == [True]
+            assert run_world(body, (), 1, timeout=60) == [True]
             row = "a Trainer with temporary files on another file system"
             ledger.note("disks", row, injected=1, told=0, whole=1, went_on=1)

@@ -17,9 +17,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from tests.faults.ledger import Ledger
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import Accelerator, DataLoaderConfiguration
 from trainer_lib.callbacks import EarlyStopping
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.result import FitResult
 
 datasets = pytest.importorskip("datasets")
@@ -237,7 +237,7 @@ class Outcomes:
         if processes not in self._made:
             names = [name for name, case in CASES.items() if processes in case.processes]
             folder = self._folder / str(processes)
-            phases = [run_forked(of_all, (folder, names, phase), processes, timeout=120) for phase in PHASES]
+            phases = [run_world(of_all, (folder, names, phase), processes, timeout=120) for phase in PHASES]
             self._made[processes] = phases
         return self._made[processes]
 

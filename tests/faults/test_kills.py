@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from tests.accelerator import toy
-from tests.conftest import forget
 from tests.faults.conftest import Trials
 from tests.faults.harness import Diary, Found, Lives, killer, lines, moments
 from tests.faults.injuries import killed, killed_after, steps_of, to_try
 from tests.faults.ledger import Ledger
 from tests.faults.trainings import Training, loaded, sharded, state_of, train, trained
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import forget_world, run_world
 from trainer_lib import load_checkpoint_in_model
 from trainer_lib.checkpointing.layout import replaced_beside
 from trainer_lib.checkpointing.reader import open_state, verify_state
 from trainer_lib.checkpointing.retention import automatic_states
 from trainer_lib.events import Callback, Run
-from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.launchers import ProcessFailedError
 
 # -- at any moment ---------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
     options: dict[str, Any] = {"save_in_background": background}
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-    whole = run_forked(lambda: a_run(tmp_path / "whole", processes, steps, **options), (), processes, timeout=120)
+    whole = run_world(lambda: a_run(tmp_path / "whole", processes, steps, **options), (), processes, timeout=120)
     found = Found()
 
     def saves() -> bool:
@@ -113,7 +113,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
     for number, moment in enumerate(when):
         diary = tmp_path / "parts" / f"diary_{number % processes}"
         with killer(diary, saves, moment), pytest.raises(ProcessFailedError, match="SIGKILL"):
-            run_forked(
+            run_world(
                 lambda: a_run(tmp_path / "parts", processes, steps, resume="auto", **options), (), processes, timeout=90
             )
         found.kills += 1
@@ -123,7 +123,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
             verify_state(path)
         begun = [one["number"] for one in lines(diary) if one["what"] == "saving"][-1]
         found.inside += begun > int(there[-1].name[-8:])
-    parts = run_forked(
+    parts = run_world(
         lambda: a_run(tmp_path / "parts", processes, steps, resume="auto", **options), (), processes, timeout=120
     )
     found.resumed, most_lost = what_was_lost(lines(tmp_path / "parts" / "diary_0"))
@@ -233,7 +233,7 @@ def test_after_a_kill_the_next_save_works_and_clears_up(tmp_path: Path) -> None:
         accelerator.project_configuration.project_dir = project
         accelerator.project_configuration.iteration = number
         killed(accelerator.save_state, at)
-        forget()
+        forget_world()
         again, *_ = trained(project, total_limit=2)
         again.load_state()
         again.save_state()
@@ -255,7 +255,7 @@ def test_one_of_two_processes_killed_inside_a_save_leaves_the_older_state(rank: 
         accelerator.save_state(tmp_path / "state")
 
     with pytest.raises(ProcessFailedError):
-        run_forked(body, timeout=60)
+        run_world(body, timeout=60)
     open_state(tmp_path / "state")
     model = toy.model()
     load_checkpoint_in_model(model, tmp_path / "state", strict=True)

@@ -12,8 +12,8 @@ from tests.accelerator import toy
 from tests.faults.ledger import Ledger
 from tests.trainer import test_elastic as task
 from tests.trainer.test_elastic import Layout, fit
+from tests.worlds import run_world
 from trainer_lib import Accelerator
-from trainer_lib.launchers import run_forked
 
 PASSES = 2
 GLOBAL = 8  # samples an update, so 6 updates a pass
@@ -130,7 +130,7 @@ def test_each_sample_comes_once_with_the_same_losses(
     assert_same(first, alone)
     assert sorted(number for _, _, numbers in alone[:6] for number in numbers) == list(range(toy.SAMPLES))
     places = [(2, 0), (6, 0), (2, 2)]
-    for process in run_forked(resumed, (after, Samples(), folder, places), after[0], timeout=60):
+    for process in run_world(resumed, (after, Samples(), folder, places), after[0], timeout=60):
         for (at, _), made in zip(places, process, strict=True):
             assert_same(made, alone[at:])
     row = f"a loop, {described(before)} to {described(after)}"
@@ -154,7 +154,7 @@ class States:
         """Return the folder of states, and the updates of all passes."""
         folder = self._folder / "_".join(map(str, layout))
         if layout not in self._made:
-            self._made[layout] = run_forked(whole, (layout, Samples(), [2, 6], folder), layout[0], timeout=60)[0]
+            self._made[layout] = run_world(whole, (layout, Samples(), [2, 6], folder), layout[0], timeout=60)[0]
         return folder, self._made[layout]
 
 
@@ -165,8 +165,8 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> States:
 
 @pytest.mark.parametrize(("before", "after"), [((1, 8, 1), (2, 4, 1)), ((2, 4, 1), (1, 8, 1))])
 def test_so_does_a_stream_without_a_length(before: Layout, after: Layout, tmp_path: Path, ledger: Ledger) -> None:
-    first = run_forked(whole, (before, Stream(), [2, 6], tmp_path), before[0], timeout=60)[0]
-    for process in run_forked(resumed, (after, Stream(), tmp_path, [(2, 1), (6, 1)]), after[0], timeout=60):
+    first = run_world(whole, (before, Stream(), [2, 6], tmp_path), before[0], timeout=60)[0]
+    for process in run_world(resumed, (after, Stream(), tmp_path, [(2, 1), (6, 1)]), after[0], timeout=60):
         assert_same(process[0], first[2:])
         assert_same(process[1], first[6:])
     row = f"a loop over a stream, {described(before)} to {described(after)}"
@@ -195,16 +195,16 @@ def drawn(folder: Path, loads: bool) -> tuple[float, list[str]]:
 
 
 def test_processes_that_were_there_go_on_drawing_and_new_ones_derive_theirs(tmp_path: Path) -> None:
-    saved = [number for number, _ in run_forked(drawn, (tmp_path / "state", False), 2, timeout=60)]
-    told = run_forked(drawn, (tmp_path / "state", True), 4, timeout=60)
+    saved = [number for number, _ in run_world(drawn, (tmp_path / "state", False), 2, timeout=60)]
+    told = run_world(drawn, (tmp_path / "state", True), 4, timeout=60)
     numbers = [number for number, _ in told]
     assert numbers[:2] == saved
     assert len(set(numbers)) == 4
-    assert [number for number, _ in run_forked(drawn, (tmp_path / "state", True), 4, timeout=60)] == numbers
+    assert [number for number, _ in run_world(drawn, (tmp_path / "state", True), 4, timeout=60)] == numbers
     (line,) = told[0][1]
     assert "was saved by 2 processes and is taken up by 4" in line
     assert "New processes (2 to 3) derive their random generators from (seed, process, step)." in line
-    (alone,) = run_forked(drawn, (tmp_path / "state", True), 1, timeout=60)
+    (alone,) = run_world(drawn, (tmp_path / "state", True), 1, timeout=60)
     assert alone[0] == saved[0]
     assert "New processes" not in alone[1][0]
 
@@ -233,7 +233,7 @@ def unfinished(folder: Path, loads: bool) -> Any:
 
 
 def test_an_unfinished_window_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_forked(unfinished, (tmp_path / "state", False), 2, timeout=60)
+    run_world(unfinished, (tmp_path / "state", False), 2, timeout=60)
     assert unfinished(tmp_path / "state", True) == [False, True, False, True]
     assert "in the middle of a window of accumulation (1 micro-batches), by another number of processes" in caplog.text
 
@@ -254,8 +254,8 @@ def sharded(layout: Layout, folder: Path, at: int | None) -> list[Any]:
 
 @pytest.mark.parametrize(("before", "after"), [((2, 4, 1), (4, 2, 1)), ((4, 2, 1), (2, 4, 1))])
 def test_shards_fit_another_world(before: Layout, after: Layout, tmp_path: Path, ledger: Ledger) -> None:
-    first = run_forked(sharded, (before, tmp_path / "state", 4), before[0], timeout=120)[0]
-    for made in run_forked(sharded, (after, tmp_path / "state", None), after[0], timeout=120):
+    first = run_world(sharded, (before, tmp_path / "state", 4), before[0], timeout=120)[0]
+    for made in run_world(sharded, (after, tmp_path / "state", None), after[0], timeout=120):
         assert_same(made, first[4:])
     row = f"a loop with shards, {described(before)} to {described(after)}"
     ledger.note("worlds", row, compared=1, same_samples=1, same_losses=1)
@@ -292,7 +292,7 @@ def test_at_an_equal_global_batch_losses_and_rates_are_the_same(
 ) -> None:
     run, whole = runs.of(before)
     places = [(3, 0), (5, 0), (8, 2)]  # in the middle of a pass, at its end, in the middle of the next
-    for made in run_forked(gone_on, (after, run, places), after[0], timeout=90):
+    for made in run_world(gone_on, (after, run, places), after[0], timeout=90):
         for one in made:
             assert [entry[:2] for entry in one] == [entry[:2] for entry in whole]
             assert [entry[2] for entry in one] == [entry[2] for entry in whole]
@@ -312,7 +312,7 @@ class Runs:
         """Return the folder of a run, and what it told."""
         if layout not in self._made:
             place = self._folder / "_".join(map(str, layout))
-            made = run_forked(saved_all_along, (layout, place), layout[0], timeout=60)[0]
+            made = run_world(saved_all_along, (layout, place), layout[0], timeout=60)[0]
             self._made[layout] = next(place.iterdir()), made
         return self._made[layout]
 

@@ -20,6 +20,7 @@ from tests.faults.ledger import Ledger
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import outcome
 from tests.trainer.test_sharded_runs import layers, plugin
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Interrupted, Trainer
 from trainer_lib.callbacks import EarlyStopping
 from trainer_lib.checkpointing.layout import is_committed
@@ -113,7 +114,7 @@ def whole() -> Callable[[int], list[Any]]:
 
     def run(processes: int) -> list[Any]:
         if processes not in known:
-            known[processes] = run_forked(lambda: life(None), (), processes, timeout=90)
+            known[processes] = run_world(lambda: life(None), (), processes, timeout=90)
         return known[processes]
 
     return run
@@ -255,11 +256,11 @@ def test_an_evaluation_is_left_and_made_up_for(
         except Interrupted as stop:
             return [stop.code, stop.result.state.step, awhile.batches]
 
-    first, second = run_forked(lambda: live(who[int(os.environ["RANK"])]), (), 2, timeout=90)
+    first, second = run_world(lambda: live(who[int(os.environ["RANK"])]), (), 2, timeout=90)
     assert first[:2] == second[:2] == [143, 6]
     assert 0 < max(first[2], second[2]) < 150
-    again = run_forked(lambda: _without_waiting(tmp_path, data), (), 2, timeout=90)
-    assert again == run_forked(lambda: _without_waiting(tmp_path / "whole", data), (), 2, timeout=90)
+    again = run_world(lambda: _without_waiting(tmp_path, data), (), 2, timeout=90)
+    assert again == run_world(lambda: _without_waiting(tmp_path / "whole", data), (), 2, timeout=90)
 
 
 def _without_waiting(folder: Path, data: dict[str, Any]) -> list[Any]:
@@ -298,9 +299,9 @@ def test_sharded_processes_agree_where_to_leave_an_evaluation(tmp_path: Path) ->
         except Interrupted as stop:
             return [stop.code, stop.result.state.step, counts.batches]
 
-    assert run_forked(live, (tmp_path / "one", True), 2, timeout=90) == [[143, 3, 7]] * 2
-    whole = run_forked(live, (tmp_path / "whole", False), 2, timeout=90)
-    assert run_forked(live, (tmp_path / "one", False), 2, timeout=90) == whole
+    assert run_world(live, (tmp_path / "one", True), 2, timeout=90) == [[143, 3, 7]] * 2
+    whole = run_world(live, (tmp_path / "whole", False), 2, timeout=90)
+    assert run_world(live, (tmp_path / "one", False), 2, timeout=90) == whole
 
 
 def test_what_is_written_in_the_background_is_waited_for(
@@ -339,7 +340,7 @@ def test_a_signal_to_the_group_leaves_the_workers_of_the_loader_alone(tmp_path: 
         os.setsid()
         return life(tmp_path, Group(7, []), num_workers=2)
 
-    assert run_forked(live, (), 1, timeout=90) == [[143, "SIGTERM", 7]]
+    assert run_world(live, (), 1, timeout=90) == [[143, "SIGTERM", 7]]
     assert lives(tmp_path, [None], 1, num_workers=2) == whole(1)
 
 

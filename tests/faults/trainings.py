@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
-from tests.conftest import forget
 from tests.strategies.sharded import stack
 from tests.trainer.tasks import arguments, network, trainer
+from tests.worlds import forget_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 from trainer_lib.events import Run, Transformer
 from trainer_lib.modules.state import module_state
@@ -92,7 +92,7 @@ def state_of(accelerator: Accelerator) -> list[float]:
 
 def loaded(project: Path, folder: Path | None = None) -> list[float]:
     """Return what a fresh script finds."""
-    forget()
+    forget_world()
     accelerator, *_ = trained(project, updates=0)
     accelerator.load_state(folder)
     return state_of(accelerator)

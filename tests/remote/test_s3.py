@@ -14,19 +14,18 @@ import torch
 
 from tests.checkpointing.test_sharded import SHARDED, assert_same, engine
 from tests.checkpointing.test_sharded import run as run_sharded
-from tests.conftest import forget
 from tests.faults.trainings import train, trained
 from tests.remote.conftest import made
 from tests.remote.peer import Line
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import run
+from tests.worlds import forget_world, run_world
 from trainer_lib import CheckpointError, Trainer
 from trainer_lib.checkpointing.reader import open_state, verify_state
 from trainer_lib.commands.main import main
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.foundation.remote import RemotePath, path_at
-from trainer_lib.launchers import run_forked
 
 # aiohttp's, of a download that is cut.
 pytestmark = pytest.mark.filterwarnings(
@@ -99,17 +98,17 @@ def test_two_processes_save_and_one_goes_on(bucket: str) -> None:
         accelerator.load_state()
         return weights(model)
 
-    one, other = run_forked(both, timeout=60)
+    one, other = run_world(both, timeout=60)
     assert one == other
-    assert run_forked(loaded, timeout=60) == [one, one]
+    assert run_world(loaded, timeout=60) == [one, one]
     assert open_state(path_at(f"{bucket}/two/checkpoints/checkpoint_0")).world_size == 2
     assert loaded() == one
 
 
 def test_shards(bucket: str) -> None:
     state: Any = f"{bucket}/shards/state"
-    runs = run_forked(lambda: run_sharded(engine(SHARDED), 3, {2: state}), timeout=60)
-    again = run_forked(lambda: run_sharded(engine(SHARDED), 3, load=state), timeout=60)
+    runs = run_world(lambda: run_sharded(engine(SHARDED), 3, {2: state}), timeout=60)
+    again = run_world(lambda: run_sharded(engine(SHARDED), 3, load=state), timeout=60)
     for one, other in zip(again, runs, strict=True):
         assert_same(one, other)
     assert sum("model.shards/" in name for name in files(state)) == 2
@@ -121,7 +120,7 @@ def test_a_run_goes_on_from_there_on_an_empty_disk(processes: int, bucket: str, 
         def each() -> Any:
             return run(folder, {"num_train_epochs": 1, "save_every": 3}, points(100), dies_at, resume=resume)
 
-        return run_forked(each, num_processes=processes, timeout=60)
+        return run_world(each, num_processes=processes, timeout=60)
 
     whole, *_ = train(tmp_path / "whole")
     parts = f"{bucket}/parts"
@@ -197,7 +196,7 @@ def test_a_kill_in_the_middle_of_a_save(line: Line) -> None:
     project = f"{made()}/project"
 
     def saves() -> None:
-        forget()
+        forget_world()
         accelerator, _, _ = trained(project, updates=1)  # type: ignore[arg-type]
         accelerator.prepare(large())
         accelerator.save_state()

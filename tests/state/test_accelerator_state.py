@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.environment import patch_environment
-from trainer_lib.launchers import run_forked
 from trainer_lib.options.kinds import PrecisionType
 from trainer_lib.state import AcceleratorState, PartialState
 
@@ -75,7 +75,7 @@ def test_it_forms_and_leaves_the_world() -> None:
         state.destroy_process_group()
         return [size, state.group.size]
 
-    assert run_forked(body, timeout=60) == [[2, 1]] * 2
+    assert run_world(body, timeout=60) == [[2, 1]] * 2
 
 
 def test_reset() -> None:

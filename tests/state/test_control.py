@@ -11,8 +11,8 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError
-from trainer_lib.launchers import run_forked
 from trainer_lib.state import PartialState, do_nothing
 from trainer_lib.state.process import wait_for_everyone
 
@@ -69,7 +69,7 @@ def test_decorators_let_through_who_is_meant() -> None:
         assert (main.__name__, main.__doc__) == ("main", "Do it.")
         return [main(1, more=2), last(), local_main(), second(), local_one(), local_zero()]
 
-    assert run_forked(two_machines(body), num_processes=4, timeout=60) == [
+    assert run_world(two_machines(body), num_processes=4, timeout=60) == [
         [3, None, "local main", None, None, "local 0"],
         [None, None, None, None, "local 1", None],
         [None, None, "local main", "2", None, "local 0"],
@@ -100,7 +100,7 @@ def test_the_main_process_goes_first(scope: str, tmp_path: Path) -> None:
                     done.touch()
             state.wait_for_everyone()
 
-    run_forked(two_machines(body), num_processes=4, timeout=60)
+    run_world(two_machines(body), num_processes=4, timeout=60)
 
 
 def test_print_is_once_a_machine(capfd: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_print_is_once_a_machine(capfd: pytest.CaptureFixture[str]) -> None:
         state = PartialState()
         state.print(f"process {state.process_index}", flush=True)
 
-    run_forked(two_machines(body), num_processes=4, timeout=60)
+    run_world(two_machines(body), num_processes=4, timeout=60)
     assert sorted(capfd.readouterr().out.splitlines()) == ["process 0", "process 2"]
 
 
@@ -120,7 +120,7 @@ def test_wait_for_everyone_waits(tmp_path: Path) -> None:
             wait_for_everyone()
             assert len(list(tmp_path.glob(f"{turn} *"))) == 4
 
-    run_forked(body, num_processes=4, timeout=60)
+    run_world(body, num_processes=4, timeout=60)
 
 
 def part(inputs: Any, apply_padding: bool = False) -> Any:
@@ -129,7 +129,7 @@ def part(inputs: Any, apply_padding: bool = False) -> Any:
 
 
 def parts(inputs: Any, apply_padding: bool = False, num_processes: int = 2) -> list[Any]:
-    return run_forked(part, (inputs, apply_padding), num_processes, timeout=60)
+    return run_world(part, (inputs, apply_padding), num_processes, timeout=60)
 
 
 def test_inputs_are_shared_out_in_order() -> None:
@@ -170,7 +170,7 @@ def test_a_dataset_is_shared_out_by_select() -> None:
         assert isinstance(given, Dataset)
         return given["id"][:]
 
-    assert run_forked(body, timeout=60) == [[1, 2], [3, 3]]
+    assert run_world(body, timeout=60) == [[1, 2], [3, 3]]
 
 
 def test_values_of_different_lengths_are_refused_on_one_process_too() -> None:

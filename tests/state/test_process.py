@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, DistributedType
 from trainer_lib.foundation.environment import patch_environment
-from trainer_lib.launchers import run_forked
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.state import PartialState, is_initialized
 
@@ -32,7 +32,7 @@ def test_in_a_world(size: int) -> None:
         state = PartialState()
         return [state.num_processes, state.process_index, state.distributed_type, state.backend, state.fork_launched]
 
-    assert run_forked(body, num_processes=size, timeout=60) == [
+    assert run_world(body, num_processes=size, timeout=60) == [
         [size, rank, DistributedType.MULTI_CPU, "gloo", True] for rank in range(size)
     ]
 
@@ -81,7 +81,7 @@ def test_options_too_late_are_an_error_where_they_matter() -> None:
         with pytest.raises(ConfigurationError, match=r"timeout=datetime.timedelta\(seconds=9\) came too late"):
             PartialState(timeout=timedelta(seconds=9))
 
-    run_forked(body, timeout=60)
+    run_world(body, timeout=60)
 
 
 def test_unknown_arguments_are_named() -> None:
@@ -100,7 +100,7 @@ def test_leaving_the_world() -> None:
         assert isinstance(PartialState().group, LoneProcess)
         state.destroy_process_group()  # twice does no harm
 
-    run_forked(body, timeout=60)
+    run_world(body, timeout=60)
 
 
 def test_the_device_is_the_current_one() -> None:

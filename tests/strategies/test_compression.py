@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, DistributedDataParallelKwargs
-from trainer_lib.launchers import run_forked
 
 FULL_RANK = {"matrix_approximation_rank": 16, "start_powerSGD_iter": 2, "min_compression_rate": 0.01}
 HOOKS = ["fp16", "bf16", "power_sgd", "batched_power_sgd"]
@@ -60,7 +60,7 @@ def _uncompressed() -> list[Tensor]:
 def test_16_bits_round_and_do_nothing_else(processes: int, name: str, ddp: dict[str, Any]) -> None:
     plain = _uncompressed()
     for kind, digits in (("fp16", 10), ("bf16", 7)):
-        results = run_forked(_gradients, ({name: kind}, 2, ddp), processes, timeout=60)
+        results = run_world(_gradients, ({name: kind}, 2, ddp), processes, timeout=60)
         for ours in results:
             toy.assert_same(ours[-1], results[0][-1], rtol=0)
             toy.assert_same(ours[-1], plain, rtol=2.0**-digits)
@@ -82,7 +82,7 @@ def test_power_sgd_of_full_rank_loses_nothing(hook: str, ddp: dict[str, Any]) ->
     """Many small buckets, whose messages must not mix, and one large one."""
     plain = _uncompressed()
     options = {"comm_hook": hook, "comm_state_option": FULL_RANK}
-    results = run_forked(_gradients, (options, 5, ddp), 2, timeout=60)
+    results = run_world(_gradients, (options, 5, ddp), 2, timeout=60)
     for ours in results:
         toy.assert_same(ours[-1], results[0][-1], rtol=0)
         toy.assert_same(ours[-1], plain, rtol=1e-4)
@@ -99,7 +99,7 @@ def test_power_sgd_makes_up_for_what_it_lost(hook: str, wrapper: str) -> None:
         "comm_state_option": {"start_powerSGD_iter": 2, "min_compression_rate": 0.5},
     }
     plain = _uncompressed()
-    results = run_forked(_gradients, (options, 62), 2, timeout=60)
+    results = run_world(_gradients, (options, 62), 2, timeout=60)
     far = near = 0.0
     for index, expected in enumerate(plain):
         for ours in results:
@@ -113,7 +113,7 @@ def test_power_sgd_makes_up_for_what_it_lost(hook: str, wrapper: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"comm_wrapper": "fp16"}])
 def test_power_sgd_of_no_gradient_is_no_gradient(options: dict[str, Any]) -> None:
-    for ours in run_forked(_nothing_to_learn, (options,), 2, timeout=60):
+    for ours in run_world(_nothing_to_learn, (options,), 2, timeout=60):
         for gradient in ours:
             assert torch.equal(gradient, torch.zeros_like(gradient))
 
@@ -148,7 +148,7 @@ def _weighted(options: dict[str, Any]) -> list[Tensor]:
 def test_what_losses_weigh_is_not_rounded(hook: str) -> None:
     options = {"comm_hook": hook, "comm_state_option": FULL_RANK if "power" in hook else {}}
     expected = toy.mean_gradients(list(range(24)), toy.data()[2])
-    for ours in run_forked(_weighted, (options,), 2, timeout=60):
+    for ours in run_world(_weighted, (options,), 2, timeout=60):
         toy.assert_same(ours, expected, rtol=1e-4 if "power" in hook else 2.0**-7)
 
 
@@ -173,7 +173,7 @@ def _trained(options: dict[str, Any]) -> tuple[list[Tensor], float]:
 def test_compressed_training_learns_as_well(hook: str) -> None:
     state = {"start_powerSGD_iter": 3, "min_compression_rate": 1} if "power" in hook else {}
     _, plain = _trained({})
-    results = run_forked(_trained, ({"comm_hook": hook, "comm_state_option": state},), 2, timeout=60)
+    results = run_world(_trained, ({"comm_hook": hook, "comm_state_option": state},), 2, timeout=60)
     for weights, loss in results:
         assert loss == pytest.approx(plain, rel=0.2 if hook == "batched_power_sgd" else 0.1)
         toy.assert_same(weights, results[0][0], rtol=0)
@@ -193,8 +193,8 @@ def _sparse(hook: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("hook", ["fp16", "power_sgd"])
 def test_sparse_gradients_travel_as_they_are(hook: str) -> None:
-    expected = run_forked(_sparse, ("no",), 2, timeout=60)[0]
-    results = run_forked(_sparse, (hook,), 2, timeout=60)
+    expected = run_world(_sparse, ("no",), 2, timeout=60)[0]
+    results = run_world(_sparse, (hook,), 2, timeout=60)
     for ours in results:
         toy.assert_same([ours[0]], [expected[0]])
         toy.assert_same(ours, results[0], rtol=0)
@@ -209,7 +209,7 @@ def _half_model() -> list[Tensor]:
 
 
 def test_16_bits_are_not_sent_as_other_16_bits() -> None:
-    for ours in run_forked(_half_model, (), 2, timeout=60):
+    for ours in run_world(_half_model, (), 2, timeout=60):
         assert all(bool(gradient.isfinite().all()) for gradient in ours)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.worlds import run_world
 from trainer_lib import PartialState
-from trainer_lib.launchers import run_forked
 from trainer_lib.strategies import gradients
 
 NORMS = [2.0, 1.0, 3.0, 0.5, 0.0, float("inf"), -float("inf")]
@@ -70,7 +70,7 @@ def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
     def all_kinds() -> list[Any]:
         return [_all(sharded) for sharded in (set(range(5)), {0, 2, 3}, {1})]
 
-    for told in run_forked(all_kinds, (), 4, timeout=60):
+    for told in run_world(all_kinds, (), 4, timeout=60):
         for norms, cut in told:
             for (before, clipped, own), (total, theirs) in zip(norms, expected, strict=True):
                 assert type(before) is Tensor

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
     ConfigurationError,
@@ -19,7 +20,6 @@ from trainer_lib import (
     PreparationError,
     UnsupportedError,
 )
-from trainer_lib.launchers import run_forked
 
 BATCH = 4
 
@@ -136,7 +136,7 @@ def test_updates_are_those_of_the_batches_there_are(
 ) -> None:
     batches = _batches(lengths)
     expected = _by_hand(batches, steps, weighted)
-    results = run_forked(_train, (batches, steps, weighted, options), len(lengths), timeout=60)
+    results = run_world(_train, (batches, steps, weighted, options), len(lengths), timeout=60)
     for ours in results:
         toy.assert_same(ours, expected, rtol=3e-6)
         toy.assert_same(ours, results[0], rtol=0)
@@ -165,7 +165,7 @@ def test_prepared_loaders_read_each_sample_once(kind: str, steps: int, weighted:
     def train() -> list[Tensor]:
         return _train(loader, steps, weighted, even_batches=False, dispatch=kind == "dispatched")
 
-    for ours in run_forked(train, (), 2, timeout=60):
+    for ours in run_world(train, (), 2, timeout=60):
         toy.assert_same(ours, expected, rtol=3e-6)
 
 
@@ -198,7 +198,7 @@ def test_a_window_that_nobody_completed_goes_on_after_the_block(lengths: tuple[i
         (toy.losses(network, inputs[samples], targets[samples]) * weights[samples]).sum() / weights[samples].sum()
     ).backward()
     optimizer.step()
-    for ours in run_forked(_in_two_blocks, (lengths, steps), len(lengths), timeout=60):
+    for ours in run_world(_in_two_blocks, (lengths, steps), len(lengths), timeout=60):
         toy.assert_same(ours, toy.parameters(network), rtol=3e-6)
 
 
@@ -209,7 +209,7 @@ def test_compressed_gradients_are_joined_too(options: dict[str, Any]) -> None:
         options = {**options, "comm_state_option": state}
     batches = _batches((1, 6, 3))
     expected = _by_hand(batches, 2, weighted=True)
-    results = run_forked(_train, (batches, 2, True, options), 3, timeout=60)
+    results = run_world(_train, (batches, 2, True, options), 3, timeout=60)
     for ours in results:
         toy.assert_same(ours, expected, rtol=2e-3)
         toy.assert_same(ours, results[0], rtol=0)
@@ -257,7 +257,7 @@ def _after_the_block(lengths: tuple[int, ...], precision: str = "no") -> dict[st
 
 @pytest.mark.parametrize(("lengths", "precision"), [((0, 4), "no"), ((6, 3, 1), "no"), ((3, 6), "fp16")])
 def test_all_processes_go_on_alike(lengths: tuple[int, ...], precision: str) -> None:
-    results = run_forked(_after_the_block, (lengths, precision), len(lengths), timeout=60)
+    results = run_world(_after_the_block, (lengths, precision), len(lengths), timeout=60)
     for told in results:
         toy.assert_same(told["weights"], results[0]["weights"], rtol=0)
         toy.assert_same(told["moments"], results[0]["moments"], rtol=0)
@@ -297,7 +297,7 @@ def test_two_models_in_turns_keep_their_weights_apart() -> None:
         ((toy.losses(network, inputs[batch], targets[batch]) * weights[batch]).sum() / weights[batch].sum()).backward()
         optimizer.step()
         expected += toy.parameters(network)
-    for ours in run_forked(_in_turns, ((1, 2), 2), 2, timeout=60):
+    for ours in run_world(_in_turns, ((1, 2), 2), 2, timeout=60):
         toy.assert_same(ours, expected, rtol=3e-6)
 
 
@@ -373,7 +373,7 @@ def _messages(act: str) -> str:
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_what_cannot_be_joined_is_said(act: str, words: str) -> None:
-    for told in run_forked(_messages, (act,), 2, timeout=60):
+    for told in run_world(_messages, (act,), 2, timeout=60):
         assert told.startswith(words)
 
 
@@ -401,7 +401,7 @@ def _left_by_an_error() -> list[Any]:
 
 
 def test_an_error_inside_leaves_everything_as_it_was() -> None:
-    assert run_forked(_left_by_an_error, (), 2, timeout=60) == [[True, False, False, 0]] * 2
+    assert run_world(_left_by_an_error, (), 2, timeout=60) == [[True, False, False, 0]] * 2
 
 
 def _sharded() -> list[str]:
@@ -421,6 +421,6 @@ def _sharded() -> list[str]:
 
 
 def test_shards_cannot_be_joined_nor_stay_local() -> None:
-    for join, local in run_forked(_sharded, (), 2, timeout=60):
+    for join, local in run_world(_sharded, (), 2, timeout=60):
         assert join.startswith("join_uneven_inputs needs a whole model on each process, and FSDP shards it.")
         assert local.startswith("LocalSGD needs a whole model on each process, and FSDP shards it.")

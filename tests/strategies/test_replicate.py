@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, PreparationError
-from trainer_lib.launchers import run_forked
 
 # Sums that 16-bit floats cannot tell from their neighbours.
 _VALUES = (100_001.0, 3.0)
@@ -47,8 +47,8 @@ def _carried(dtype: torch.dtype, options: dict[str, Any], layers: int = 2) -> tu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_values_and_gradients_arrive(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    (alone,) = run_forked(_carried, (dtype, options), 1, timeout=60)
-    results = run_forked(_carried, (dtype, options), 2, timeout=60)
+    (alone,) = run_world(_carried, (dtype, options), 1, timeout=60)
+    results = run_world(_carried, (dtype, options), 2, timeout=60)
     for averages, gradients in results:
         assert averages == [value + 0.5 for value in _VALUES]
         toy.assert_same(gradients, results[0][1], rtol=0)
@@ -66,7 +66,7 @@ def _carried_without_a_bucket() -> list[float]:
 
 
 def test_values_travel_alone_if_no_gradient_does() -> None:
-    assert run_forked(_carried_without_a_bucket, (), 2, timeout=60) == [[0.5], [0.5]]
+    assert run_world(_carried_without_a_bucket, (), 2, timeout=60) == [[0.5], [0.5]]
 
 
 def _restored() -> bool:
@@ -84,7 +84,7 @@ def _restored() -> bool:
 
 
 def test_a_forced_reduction_is_over_with_its_block() -> None:
-    assert run_forked(_restored, (), 2, timeout=60) == [False, False]
+    assert run_world(_restored, (), 2, timeout=60) == [False, False]
 
 
 def _outlives_free_memory() -> bool:
@@ -100,7 +100,7 @@ def _outlives_free_memory() -> bool:
 
 
 def test_models_are_let_go() -> None:
-    assert run_forked(_outlives_free_memory, (), 2, timeout=60) == [False, False]
+    assert run_world(_outlives_free_memory, (), 2, timeout=60) == [False, False]
 
 
 def _unfit() -> list[str]:
@@ -117,7 +117,7 @@ def _unfit() -> list[str]:
 
 
 def test_what_is_not_whole_is_refused() -> None:
-    for sharded, lazy in run_forked(_unfit, (), 2, timeout=60):
+    for sharded, lazy in run_world(_unfit, (), 2, timeout=60):
         assert sharded.startswith("weight is sharded already (a DTensor). Give prepare() the model as it was before")
         assert lazy.startswith("weight has no shape before a first batch tells it (a lazy module). Call the model once")
 
@@ -153,7 +153,7 @@ def _accumulated(options: dict[str, Any], weighted: bool) -> list[list[Tensor]]:
 )
 def test_a_static_graph_accumulates(options: dict[str, Any], weighted: bool) -> None:
     """DDP learns the graph from a first backward that is shared, which is the first of a window of three."""
-    for windows in run_forked(_accumulated, (options, weighted), 2, timeout=60):
+    for windows in run_world(_accumulated, (options, weighted), 2, timeout=60):
         for ours, start in zip(windows, (0, 24), strict=True):
             samples = list(range(start, start + 24))
             toy.assert_same(ours, toy.mean_gradients(samples, toy.data()[2] if weighted else None))
@@ -179,6 +179,6 @@ def _doubled(state: None, bucket: torch.distributed.GradBucket) -> torch.futures
 def test_a_hook_of_the_users_own_stays() -> None:
     network = toy.model()
     network(torch.ones(1, 8)).sum().backward()
-    for average, ours in run_forked(_own_hook, (), 2, timeout=60):
+    for average, ours in run_world(_own_hook, (), 2, timeout=60):
         assert average == 0.5
         toy.assert_same(ours, [gradient * 2 for gradient in toy.gradients(network)])

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.accelerator import toy
 from tests.strategies.sharded import Block, Case, Tied, give_values, train
-from trainer_lib.launchers import run_forked
+from tests.worlds import run_world
 
 
 def _on_meta_but_main(network: nn.Module, rank: int) -> nn.Module:
@@ -90,8 +90,8 @@ def _imported() -> None:
 def results(processes: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return what each case tells in one process, and in several."""
     cases = TWO if processes == 2 else FOUR
-    (alone,) = run_forked(_all, (cases, False), 1, timeout=120)
-    return alone, run_forked(_all, (cases, True), processes, timeout=120)
+    (alone,) = run_world(_all, (cases, False), 1, timeout=120)
+    return alone, run_world(_all, (cases, True), processes, timeout=120)
 
 
 @pytest.mark.parametrize(("processes", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])

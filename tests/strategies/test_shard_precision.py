@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.accelerator import toy
 from tests.strategies.sharded import Case, stack, train
+from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
-from trainer_lib.launchers import run_forked
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +62,7 @@ def test_types_follow_the_precision_and_the_policy() -> None:
     def all_types() -> list[Any]:
         return [_types(*settings) for settings, _, _ in expected]
 
-    for told in run_forked(all_types, (), 2, timeout=60):
+    for told in run_world(all_types, (), 2, timeout=60):
         for one, (_, seen, output) in zip(told, expected, strict=True):
             assert one == [seen, output, fp32, fp32], "gradients and weights stay in fp32"
 
@@ -104,14 +104,14 @@ def test_bf16_is_that_of_fsdp2_and_near_one_process() -> None:
     def all_cases(shards: bool) -> dict[str, Any]:
         return {name: train(case, shards, epochs=1)["losses"] for name, case in BF16.items()}
 
-    (alone,) = run_forked(all_cases, (False,), 1, timeout=60)
-    for told in run_forked(all_cases, (True,), 2, timeout=60):
+    (alone,) = run_world(all_cases, (False,), 1, timeout=60)
+    for told in run_world(all_cases, (True,), 2, timeout=60):
         for name in BF16:
             assert told[name] == pytest.approx(alone[name], rel=2e-2), name
         assert told["checkpointed"] == told["by name"]
     unclipped = Case(plugin=BF16["by policy"].plugin, clip=None)
     (own, _), (hand, _) = (
-        run_forked(f, (), 2, timeout=60) for f in (lambda: train(unclipped, True, epochs=1), _by_hand)
+        run_world(f, (), 2, timeout=60) for f in (lambda: train(unclipped, True, epochs=1), _by_hand)
     )
     assert own["losses"] == hand
 
@@ -151,7 +151,7 @@ def test_an_overflow_of_one_process_skips_the_update_of_all(spikes: bool) -> Non
     def all_settings() -> list[Any]:
         return [_overflow(plugin, fused, spikes) for plugin, fused in settings]
 
-    first, second = run_forked(all_settings, (), 2, timeout=60)
+    first, second = run_world(all_settings, (), 2, timeout=60)
     for (*steps, weights), (*others, _) in zip(first, second, strict=True):
         assert steps == others
         assert [skipped for skipped, _, _ in steps] == [False, spikes, False, False]
@@ -194,8 +194,8 @@ def test_layers_with_running_statistics_stay_in_32_bits() -> None:
     def all_settings(shards: bool) -> list[Any]:
         return [_with_statistics(precision, policy, shards) for precision, policy in settings]
 
-    (alone,) = run_forked(all_settings, (False,), 1, timeout=60)
-    first, second = run_forked(all_settings, (True,), 2, timeout=60)
+    (alone,) = run_world(all_settings, (False,), 1, timeout=60)
+    first, second = run_world(all_settings, (True,), 2, timeout=60)
     assert first == second
     for (losses, _), (own, told), (precision, policy) in zip(alone, first, settings, strict=True):
         is_full = (precision, policy) == ("no", None)

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.accelerator import toy
 from tests.strategies.sharded import Stack, Tied, stack
+from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, TrainerLibError
-from trainer_lib.launchers import run_forked
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -158,7 +158,7 @@ def test_what_cannot_be_sharded_is_told_on_all_processes() -> None:
     def attempt_all() -> list[str]:
         return [_told(attempt, **plugin) for attempt, plugin, _ in ATTEMPTS]
 
-    for told in run_forked(attempt_all, (), 2, timeout=60):
+    for told in run_world(attempt_all, (), 2, timeout=60):
         for text, (_, _, words) in zip(told, ATTEMPTS, strict=True):
             assert text.startswith(words)
 
@@ -186,7 +186,7 @@ def test_whole_weights_that_one_process_did_not_use_are_averaged() -> None:
         accelerator.backward(network(inputs, False)["outputs"].sum())  # what is equal stays as it is
         return network.head.weight.grad, network.head.bias.grad, accelerator.get_state_dict(network)
 
-    (weight, bias, state), (other, _, _) = run_forked(body, (), 2, timeout=60)
+    (weight, bias, state), (other, _, _) = run_world(body, (), 2, timeout=60)
     assert torch.equal(weight, other)
     assert bias.tolist() == [2.0, 2.0, 2.0], "4 samples on one of 2 processes"
     assert state["nothing"].shape == (0, 3)
@@ -202,7 +202,7 @@ def test_layers_on_meta_start_as_they_would_have() -> None:
         torch.manual_seed(5)
         return accelerator.strategy.model_state(accelerator.prepare(_on_meta(_Layers)))
 
-    main, _ = run_forked(start, (), 2, timeout=60)
+    main, _ = run_world(start, (), 2, timeout=60)
     torch.manual_seed(5)
     toy.assert_same(list(main.values()), list(_Layers().state_dict().values()), rtol=0)
 
@@ -230,7 +230,7 @@ def _notes() -> list[Any]:
 
 
 def test_what_is_noted_on_weights_and_shared_stays() -> None:
-    assert run_forked(_notes, (), 2, timeout=60) == [[0.5, True, False, True, True]] * 2
+    assert run_world(_notes, (), 2, timeout=60) == [[0.5, True, False, True, True]] * 2
 
 
 def _own_weights() -> list[Any]:
@@ -244,7 +244,7 @@ def _own_weights() -> list[Any]:
 
 
 def test_each_process_may_start_from_its_own_weights() -> None:
-    assert run_forked(_own_weights, (), 2, timeout=60) == [[[0.0, 0.0, 1.0, 1.0], 0], [[0.0, 0.0, 1.0, 1.0], 1]]
+    assert run_world(_own_weights, (), 2, timeout=60) == [[[0.0, 0.0, 1.0, 1.0], 0], [[0.0, 0.0, 1.0, 1.0], 1]]
 
 
 def _held_after_forward() -> list[Any]:
@@ -270,7 +270,7 @@ def _held_after_forward() -> list[Any]:
 
 def test_what_is_held_between_forward_and_backward() -> None:
     """Of the 7 rows, a process of four has 2 or 1, one of two has 4 or 3."""
-    told = run_forked(_held_after_forward, (), 4, timeout=60)[0]
+    told = run_world(_held_after_forward, (), 4, timeout=60)[0]
     plain = "OffloadPolicy"
     assert told == [
         ([2, 10], [], plain),
@@ -295,7 +295,7 @@ def _evaluation() -> list[Any]:
 
 
 def test_models_that_are_only_evaluated_are_sharded_too() -> None:
-    assert run_forked(_evaluation, (), 2, timeout=60) == [[True, True, True]] * 2
+    assert run_world(_evaluation, (), 2, timeout=60) == [[True, True, True]] * 2
 
 
 def _kept_local() -> list[Any]:
@@ -340,7 +340,7 @@ def test_gradients_wait_for_the_reduction_that_is_asked_for() -> None:
         return {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
 
     whole = ["last.bias", "last.weight", "scale"]
-    for before, reduced, waiting, last in run_forked(_kept_local, (), 2, timeout=60):
+    for before, reduced, waiting, last in run_world(_kept_local, (), 2, timeout=60):
         assert before == waiting == whole, "gradients of shards are not there before they are reduced"
         for own, theirs in ((reduced, expected(*range(16))), (last, expected(*range(16, 32)))):
             assert own.keys() == theirs.keys()
@@ -364,12 +364,12 @@ def _memory() -> list[Any]:
 
 
 def test_whole_weights_and_models_are_let_go() -> None:
-    assert run_forked(_memory, (), 2, timeout=60) == [[True, True]] * 2
+    assert run_world(_memory, (), 2, timeout=60) == [[True, True]] * 2
 
 
 def test_two_models_are_sharded_side_by_side() -> None:
     norms, names = _take_turns(Accelerator(cpu=True))
-    main, other = run_forked(lambda: _take_turns(_sharding()), (), 2, timeout=60)
+    main, other = run_world(lambda: _take_turns(_sharding()), (), 2, timeout=60)
     assert main[0] == pytest.approx(norms, rel=2e-6)
     assert other[0] == main[0]
     assert main[1] == names

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.accelerator import toy
 from tests.strategies.sharded import Stack, Tied, stack
+from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, StateError
-from trainer_lib.launchers import run_forked
 from trainer_lib.strategies.filling import replace
 
 
@@ -127,7 +127,7 @@ def _uninterrupted() -> dict[str, Any]:
 def test_a_run_goes_on_in_another_world() -> None:
     expected = _uninterrupted()
     alone = _first_half(shards=False)
-    main, other = run_forked(_first_half, (True,), 2, timeout=60)
+    main, other = run_world(_first_half, (True,), 2, timeout=60)
     assert all(state == ({}, {}) for state in other.values())
     for name, (weights, optimizer) in main.items():
         assert list(weights) == list(alone[name][0])
@@ -135,8 +135,8 @@ def test_a_run_goes_on_in_another_world() -> None:
         assert all(value.device.type == "cpu" and type(value) is torch.Tensor for value in weights.values())
     ways = {
         "two, then one": _second_half(False, main),
-        "one, then two": run_forked(_second_half, (True, alone), 2, timeout=60)[0],
-        "two, then two": run_forked(_second_half, (True, main), 2, timeout=60)[0],
+        "one, then two": run_world(_second_half, (True, alone), 2, timeout=60)[0],
+        "two, then two": run_world(_second_half, (True, main), 2, timeout=60)[0],
     }
     for way, told in ways.items():
         for name, weights in expected.items():
@@ -160,7 +160,7 @@ def _from_shards() -> Any:
 
 
 def test_shards_are_taken_up_where_they_were() -> None:
-    (once, again), _ = run_forked(_from_shards, (), 2, timeout=60)
+    (once, again), _ = run_world(_from_shards, (), 2, timeout=60)
     toy.assert_same(list(again.values()), list(once.values()), rtol=0)
 
 
@@ -180,7 +180,7 @@ def _after_evaluation() -> list[bool]:
 
 
 def test_loaded_weights_are_those_that_compute() -> None:
-    assert run_forked(_after_evaluation, (), 2, timeout=60) == [[True], [True]]
+    assert run_world(_after_evaluation, (), 2, timeout=60) == [[True], [True]]
 
 
 def _refused() -> list[str]:
@@ -213,7 +213,7 @@ def _refused() -> list[str]:
 
 
 def test_states_of_another_model_are_refused_on_all_processes() -> None:
-    for told in run_forked(_refused, (), 2, timeout=60):
+    for told in run_world(_refused, (), 2, timeout=60):
         for text, words in zip(
             told, ["missing: scale", "loaded", "more", "last.bias has the shape", "1 para"], strict=True
         ):
@@ -243,7 +243,7 @@ def _extra() -> list[str]:
 
 
 def test_extra_states_travel_too() -> None:
-    assert run_forked(_extra, (), 2, timeout=60) == [["loaded"], ["loaded"]]
+    assert run_world(_extra, (), 2, timeout=60) == [["loaded"], ["loaded"]]
 
 
 def test_a_parameter_is_replaced_under_all_of_its_names() -> None:

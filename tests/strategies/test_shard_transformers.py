@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.accelerator import toy
+from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin
-from trainer_lib.launchers import run_forked
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,7 +78,7 @@ def test_a_language_model_trains_on_shards(tmp_path: Path) -> None:
         ]
 
     numbers, weights = _train(Accelerator(cpu=True), _llama())
-    main, other = run_forked(together, (), 2, timeout=60)
+    main, other = run_world(together, (), 2, timeout=60)
     for (own, state), (theirs, nothing) in zip(main, other, strict=True):
         assert own == pytest.approx(numbers, rel=2e-6)
         assert theirs == own
@@ -95,7 +95,7 @@ def test_a_language_model_on_meta_starts_as_its_authors_say() -> None:
         state = accelerator.strategy.model_state(network)
         return [names, network.model.rotary_emb.inv_freq, {name: float(value.std()) for name, value in state.items()}]
 
-    (names, frequencies, spread), (_, others, _) = run_forked(start, (), 2, timeout=60)
+    (names, frequencies, spread), (_, others, _) = run_world(start, (), 2, timeout=60)
     assert names == ["FSDPLlamaForCausalLM", "FSDPLlamaDecoderLayer", "FSDPLlamaDecoderLayer"]
     expected = _llama()
     for one in (frequencies, others):

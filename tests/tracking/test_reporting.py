@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.tracking.misbehaving import Misbehaving, taken
+from tests.worlds import run_world
 from trainer_lib import Accelerator, GeneralTracker, ProjectConfiguration
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.launchers import run_forked
 from trainer_lib.tracking import on_main_process, register_tracker_class
 from trainer_lib.tracking.group import TrackerHandle
 
@@ -157,6 +157,6 @@ def test_the_main_process_reports_and_others_do_nothing(tmp_path: Path) -> None:
         return accelerator.process_index, count, len(everywhere.run), type(blank).__name__
 
     everywhere = Everywhere("e")
-    assert run_forked(train, (), 2, timeout=60) == [(0, 3, 1, "TrackerHandle"), (1, 1, 1, "GeneralTracker")]
+    assert run_world(train, (), 2, timeout=60) == [(0, 3, 1, "TrackerHandle"), (1, 1, 1, "GeneralTracker")]
     lines = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
     assert [(line["step"], line.get("rank")) for line in lines] == [(1, 0), (2, None)]

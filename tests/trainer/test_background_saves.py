@@ -10,11 +10,11 @@ import pytest
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, points, trainer
 from tests.trainer.test_resume import run
+from tests.worlds import run_world
 from trainer_lib import CheckpointError
 from trainer_lib.checkpointing.layout import is_committed
 from trainer_lib.checkpointing.writer import Saving
 from trainer_lib.events import Callback, Run, Transformer
-from trainer_lib.launchers import run_forked
 
 import_module("torch._dynamo")  # here, so that not each forked process imports it
 
@@ -140,4 +140,4 @@ def test_all_processes_hear_of_a_checkpoint_at_the_same_step(tmp_path: Path) -> 
         trainer(args, callbacks=[together], train_dataset=points(64)).fit()
         return together.steps
 
-    assert run_forked(body, timeout=60) == [[3, 6, 9, 12, 15, 18, 21, 24]] * 2
+    assert run_world(body, timeout=60) == [[3, 6, 9, 12, 15, 18, 21, 24]] * 2

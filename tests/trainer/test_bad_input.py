@@ -15,6 +15,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+from tests.worlds import run_world
 from trainer_lib import Accelerator, LossResult, Trainer, TrainingArguments
 from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.callbacks.early_stopping import EarlyStopping
@@ -26,7 +27,7 @@ from trainer_lib.foundation.errors import (
     StateError,
     TrainerLibError,
 )
-from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.state import PartialState
 
@@ -961,7 +962,7 @@ def told(body: Callable[[int], Any]) -> list[tuple[str, str]]:
         return "", ""
 
     began = time.monotonic()
-    answers = run_forked(on_each, timeout=60)
+    answers = run_world(on_each, timeout=60)
     assert time.monotonic() - began < 20
     return answers
 
@@ -1040,7 +1041,7 @@ def test_a_process_that_raises_in_a_step_ends_all_and_is_told() -> None:
 
     began = time.monotonic()
     with pytest.raises(ProcessFailedError) as caught:
-        run_forked(body, timeout=60)
+        run_world(body, timeout=60)
     assert time.monotonic() - began < 20
     assert "KeyError: 'colour'" in str(caught.value)
     assert "In step 1, with the batch" in str(caught.value)
@@ -1063,4 +1064,4 @@ def test_parameters_that_get_no_gradient_are_named_and_can_be_allowed() -> None:
     def allowed() -> int:
         return trainer(Unused(), ddp=DistributedDataParallelKwargs(find_unused_parameters=True)).fit().state.step
 
-    assert run_forked(allowed, timeout=60) == [3, 3]
+    assert run_world(allowed, timeout=60) == [3, 3]

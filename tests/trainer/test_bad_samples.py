@@ -15,10 +15,11 @@ from torch.utils.data import Dataset
 
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import Points, arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, UnsupportedError
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import BadSampleError
-from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.launchers import ProcessFailedError
 
 BAD = (3, 17, 18, 19, 20, 33)
 
@@ -75,7 +76,7 @@ def test_the_rest_of_a_batch_is_trained_on_as_if_the_bad_samples_had_no_label(pr
         torch.testing.assert_close(weights, there, rtol=1e-5, atol=1e-6)
         assert result.state.step == 20 // processes
 
-    run_forked(train, (), processes, timeout=90)
+    run_world(train, (), processes, timeout=90)
     (file,) = tmp_path.glob("*/quarantine.jsonl")
     entries = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted(entry["index"] for entry in entries) == list(BAD)
@@ -112,7 +113,7 @@ def test_all_processes_end_alike_if_there_are_too_many() -> None:
             fitted(Samples(*range(20, 40)), on_bad_sample="skip", max_bad_samples=0.1, shuffle=False)
         return str(raised.value)
 
-    one, other = run_forked(train, (), 2, timeout=60)
+    one, other = run_world(train, (), 2, timeout=60)
     assert one == other
     assert "max_bad_samples=0.1 allows 4" in one
 
@@ -127,7 +128,7 @@ def test_without_it_the_error_ends_the_run_and_names_the_sample() -> None:
 def test_a_sample_that_raises_on_one_process_ends_all_and_is_named() -> None:
     began = time.monotonic()
     with pytest.raises(ProcessFailedError, match="OSError: file 17 is not there") as raised:
-        run_forked(lambda: fitted(Samples(17), num_workers=2), (), 2, timeout=60)
+        run_world(lambda: fitted(Samples(17), num_workers=2), (), 2, timeout=60)
     assert time.monotonic() - began < 20
     assert "In sample 17, read by worker " in str(raised.value)
 
@@ -166,7 +167,7 @@ def test_an_evaluation_says_how_many_were_left_out() -> None:
         return given, whole
 
     for processes in (1, 2):
-        for given, whole in run_forked(evaluate, (), processes, timeout=60):
+        for given, whole in run_world(evaluate, (), processes, timeout=60):
             assert given.pop("eval_left_out") == len(BAD)
             assert given == pytest.approx(whole, rel=1e-6)
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState, Trainer
 from trainer_lib.callbacks import SAM, Freeze
 from trainer_lib.foundation.errors import NoExecutableBatchSizeError
-from trainer_lib.launchers import run_forked
 
 
 class Limited(nn.Module):
@@ -78,7 +78,7 @@ def test_processes_agree_on_what_fits_all() -> None:
         scarce, _ = limited(1000, samples=70)  # 35 for each
         return size, halved, scarce.find_batch_size(), model.given[:6]
 
-    first, second = run_forked(find, (), 2, timeout=60)
+    first, second = run_world(find, (), 2, timeout=60)
     assert first[:3] == second[:3] == (16, 2, 32)
     assert first[3] == [4, 4, 8, 8, 16, 16]
 

@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from tests.trainer.exact import Updates, assert_updates, updates_of
+from tests.worlds import run_world
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.batches import count_items, loss_of, predictions_of, split, targets_of
 
 ROWS = 7
@@ -93,7 +93,7 @@ def test_texts_and_short_batches_reach_their_process() -> None:
         model = Returning()
         return model.seen, updates_of(model, Rows(FORMS["dict"]), gradient_accumulation_steps=1)
 
-    (first, one), (second, other) = run_forked(body, num_processes=2, timeout=60)
+    (first, one), (second, other) = run_world(body, num_processes=2, timeout=60)
     assert first[:2] + second[:2] + first[2:] == ["ant", "bee", "cat", "dog", "eel", "fox", *first[4:]]
     for updates in (one, other):
         assert_whole(updates, Returning())

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, StateError, TrainingArguments
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.differences import POLICIES, Policy
 from trainer_lib.trainer.result import FitResult
 
@@ -263,6 +263,6 @@ def test_a_killed_rank_under_the_launcher_goes_on_to_the_bit(tmp_path: Path) -> 
     )
     assert ended.returncode == 0, ended.stderr
     assert re.search("going on at step [246]", ended.stderr)  # what was being written was lost with the rank
-    (whole, _) = run_forked(uninterrupted, (), 2, timeout=60)
+    (whole, _) = run_world(uninterrupted, (), 2, timeout=60)
     assert json.loads((tmp_path / "killed.json").read_text()) == json.loads(json.dumps(whole))
     assert len(list((tmp_path / "killed").iterdir())) == 1  # a single run

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from tests.conftest import Body
 from tests.strategies.sharded import Stack
 from tests.trainer.evaluated import Bench, Given, Streamed, Texts, classify, dataset, expected, read, scores
+from tests.worlds import run_world
 from trainer_lib import FullyShardedDataParallelPlugin
 from trainer_lib.data_loader import prepare_data_loader
 from trainer_lib.events import Callback, Run, Transformer
@@ -20,7 +21,7 @@ from trainer_lib.foundation.errors import (
     DistributedOperationException,
     NoExecutableBatchSizeError,
 )
-from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.trainer.evaluation import EvaluationSet
 from trainer_lib.trainer.outputs import EvaluationOutput
@@ -50,7 +51,7 @@ class TestNumbers:
                         found[samples, batch_size, streams] = bench.evaluate({"": one})
             return found
 
-        everywhere = run_forked(body, num_processes=processes, timeout=60)
+        everywhere = run_world(body, num_processes=processes, timeout=60)
         for found in everywhere:
             assert found == everywhere[0]
             for (samples, _, _), metrics in found.items():
@@ -112,7 +113,7 @@ class TestNumbers:
             return bench.evaluate({"": bench.set(dataset(29), batch_size=3, limit=2)})
 
         given, labels = scores(29)
-        for found in run_forked(body, timeout=60):
+        for found in run_world(body, timeout=60):
             close(found, {"eval_loss": nn.functional.cross_entropy(given[:12], labels[:12]).item()})
 
     def test_a_limit_means_the_same_batches_each_time(self) -> None:
@@ -138,7 +139,7 @@ class TestNumbers:
             return bench.evaluate({"": EvaluationSet(loader=bench.loader(data, 2, collate_fn=flattened))})
 
         wanted = sum(number * (number + 1) for number in range(7)) / sum(range(8))
-        assert run_forked(body, num_processes=3, timeout=60) == [{"eval_loss": wanted}] * 3
+        assert run_world(body, num_processes=3, timeout=60) == [{"eval_loss": wanted}] * 3
 
     def test_loaders_of_all_kinds_are_read_exactly(self) -> None:
         def body() -> list[dict[str, float]]:
@@ -156,7 +157,7 @@ class TestNumbers:
             assert [loader.even_batches for loader in loaders] == evens
             return found
 
-        for found in run_forked(body, timeout=60):
+        for found in run_world(body, timeout=60):
             for metrics in found:
                 close(metrics, {"eval_loss": expected(11)["eval_loss"]})
 
@@ -179,7 +180,7 @@ class TestNumbers:
             Bench(step).evaluate({"": Bench(step).set(Structured(), batch_size=2)})
             return seen
 
-        told = run_forked(body, num_processes=3, timeout=60)
+        told = run_world(body, num_processes=3, timeout=60)
         assert sorted(text for one in told for text in one) == [f"text {index}" for index in range(5)]
 
 
@@ -296,7 +297,7 @@ class TestTraining:
 
             return body(int(os.environ["RANK"]), 3)
 
-        told = run_forked(with_place, num_processes=3, timeout=60)
+        told = run_world(with_place, num_processes=3, timeout=60)
         assert all(before == after == told[0][0] for before, after in told)
 
 
@@ -360,7 +361,7 @@ class TestOutOfMemory:
             bench = Bench(model=Limited(2 if os.environ["RANK"] == "1" else 99))
             return bench.evaluate({"": bench.set(dataset(29), NAMED)})
 
-        for found in run_forked(body, timeout=60):
+        for found in run_world(body, timeout=60):
             close(found, expected(29))
 
 
@@ -449,7 +450,7 @@ class TestSharded:
         torch.manual_seed(0)
         with torch.no_grad():
             outputs = Stack()(inputs)
-        for *found, predictions in run_forked(body, num_processes=3, timeout=60):
+        for *found, predictions in run_world(body, num_processes=3, timeout=60):
             for metrics, n in zip(found, (1, 3, 9, 17), strict=True):
                 mean = outputs[:n].square().sum(1).mean().item()
                 assert metrics["eval_loss"] == pytest.approx(mean, rel=1e-5)
@@ -472,7 +473,7 @@ class TestSharded:
         def step(model: Any, batch: Any) -> EvaluationOutput:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        for memory, uneven in run_forked(body, timeout=60):
+        for memory, uneven in run_world(body, timeout=60):
             assert "4 rows" in memory
             assert "lower per_device_eval_batch_size" in memory
             assert "even_batches=False" in uneven
@@ -499,7 +500,7 @@ class TestErrors:
                 bench.evaluate({"dev": bench.set(dataset(9), metrics)})
             return str(error.value)
 
-        for told in run_forked(body, timeout=60):
+        for told in run_world(body, timeout=60):
             assert "process 0: top2_accuracy of dev" in told
             assert "process 1: top3_accuracy of dev" in told
 
@@ -521,7 +522,7 @@ class TestErrors:
             Bench(step).evaluate({"": Bench(step).set(dataset(9))})
 
         with pytest.raises(ProcessFailedError, match="only here"):
-            run_forked(body, timeout=60)
+            run_world(body, timeout=60)
 
 
 def test_texts_are_compared_as_they_are(everywhere: Any) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from tests.worlds import run_world
 from trainer_lib import LossResult, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Run
-from trainer_lib.launchers import run_forked
 
 IGNORED = -100
 
@@ -108,7 +108,7 @@ def test_samples_spread_over_micro_batches_and_processes(count: int, accumulatio
         return train(Trainer(classifier(), options, train_dataset=(inputs, targets), loss_fn=cross_entropy))
 
     expected = big_batches(classifier(), inputs, targets, 4 * accumulation * processes)
-    for actual in run_forked(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for actual in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
         assert_equal(actual, expected)
 
 
@@ -165,7 +165,7 @@ def test_tokens_spread_over_micro_batches_and_processes(kind: str, processes: in
         return train(cls(Tagger(), options, train_dataset=(tokens, labels)))
 
     expected = big_batches(Tagger(), tokens, labels, 4 * processes)
-    for actual in run_forked(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for actual in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
         assert_equal(actual, expected)
 
 
@@ -202,7 +202,7 @@ def test_iterable_data(processes: int) -> None:
         return train(Trainer(classifier(), options, train_dataset=Stream(29), loss_fn=cross_entropy))
 
     expected = big_batches(classifier(), *samples(29), 12 * processes)
-    for actual in run_forked(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for actual in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
         assert_equal(actual, expected)
 
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.trainer.tasks import arguments, points
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer, TrainingArguments
 from trainer_lib.callbacks import EMA
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.errors import MissingPackageError, PreparationError, UnsupportedError
-from trainer_lib.launchers import run_forked
 
 
 def network() -> nn.Module:
@@ -77,7 +77,7 @@ def test_a_program_computes_what_the_model_does(processes: int, options: dict[st
         if trainer.accelerator.is_main_process:  # whose running statistics are taken
             assert_same_program(path, model)
 
-    run_forked(body, num_processes=processes, timeout=100)
+    run_world(body, num_processes=processes, timeout=100)
     assert [one.name for one in path.parent.iterdir()] == ["model.pt2"]
 
 
@@ -209,5 +209,5 @@ def test_a_sharded_model_is_refused_by_name(tmp_path: Path) -> None:
             trainer.export(tmp_path / "model.pt2")
         return str(caught.value)
 
-    for message in run_forked(body, timeout=60):
+    for message in run_world(body, timeout=60):
         assert message.startswith("0.weight is sharded, and a program has whole weights. Save with save_model")

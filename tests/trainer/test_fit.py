@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from tests.trainer.tasks import Recorder, arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer
 from trainer_lib.events import Callback, Run, Transformer
-from trainer_lib.launchers import run_forked
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -144,7 +144,7 @@ def test_what_one_process_asks_for_is_done_by_all_with_the_next_update(rank: int
             trainer(arguments(), callbacks=[Asks("stop", at=2, rank=rank)], train_dataset=points(80)).fit().state.step
         )
 
-    assert run_forked(one, (), 2, timeout=60) == [3, 3]
+    assert run_world(one, (), 2, timeout=60) == [3, 3]
 
 
 def test_one_process_stops_at_once() -> None:
@@ -157,7 +157,7 @@ def test_time_is_that_of_the_main_process() -> None:
         result = trainer(args, train_dataset=points(80)).fit()
         return result.state.step, result.status
 
-    (steps, status), other = run_forked(one, (), 2, timeout=60)
+    (steps, status), other = run_world(one, (), 2, timeout=60)
     assert (steps, status) == other
     assert status == "stopped"
 
@@ -182,7 +182,7 @@ def test_what_is_logged_is_averaged_over_batches_steps_and_processes(processes: 
             .history
         )
 
-    for history in run_forked(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for history in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
         (entry,) = history
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(network()(inputs), targets)
@@ -284,7 +284,7 @@ def test_the_schedule_counts_updates_on_any_number_of_processes() -> None:
     alone = one()
     # What is logged is in force for the next update.
     assert alone == pytest.approx([0.025, 0.05, 0.0375, 0.025, 0.0125, 0.0])
-    assert run_forked(one, (), 2, timeout=60) == [alone, alone]
+    assert run_world(one, (), 2, timeout=60) == [alone, alone]
 
 
 def test_a_plateau_lowers_the_rate() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.trainer.exact import Updates, assert_updates, updates_of
+from tests.worlds import run_world
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.launchers import run_forked
 
 ROWS = 7
 GENERATOR = torch.Generator().manual_seed(1)
@@ -55,7 +55,7 @@ def test_datasets_of_every_format_train_the_same(form: str, processes: int) -> N
         lambda: cross_entropy(model(INPUTS[:4]), TARGETS[:4]),
         lambda: cross_entropy(model(INPUTS[4:]), TARGETS[4:]),
     ]
-    for actual in run_forked(body, num_processes=processes, timeout=60) if processes > 1 else [body()]:
+    for actual in run_world(body, num_processes=processes, timeout=60) if processes > 1 else [body()]:
         assert_updates(actual, model, whole)
 
 
@@ -67,7 +67,7 @@ def test_streams_of_several_shards_are_read_once(processes: int) -> None:
         return trainer.evaluate()["eval_loss"], sorted(labels.tolist())
 
     wanted = cross_entropy(Classifier()(INPUTS), TARGETS).item()
-    for loss, labels in run_forked(body, num_processes=processes, timeout=60):
+    for loss, labels in run_world(body, num_processes=processes, timeout=60):
         assert loss == pytest.approx(wanted, rel=1e-6)
         assert labels == sorted(TARGETS.tolist())
 
@@ -122,7 +122,7 @@ class TestAdapters:
             lambda: model(**{name: value[:4] for name, value in batch.items()}).loss,
             lambda: model(**{name: value[4:] for name, value in batch.items()}).loss,
         ]
-        for actual in run_forked(body, num_processes=processes, timeout=60):
+        for actual in run_world(body, num_processes=processes, timeout=60):
             assert {name.split(".")[-3] for name in actual.gradients[0]} == {"lora_A", "lora_B"}
             assert_updates(actual, model, whole)
 

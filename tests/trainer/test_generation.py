@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.trainer.evaluated import Bench
+from tests.worlds import run_world
 from trainer_lib import FullyShardedDataParallelPlugin
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.evaluation import EvaluationSet
 from trainer_lib.trainer.generation import generate_step
 
@@ -183,7 +183,7 @@ def test_predictions_of_processes_are_those_of_one(sharded: bool) -> None:
 
     wanted = [alone(causal(), prompt) for prompt in PROMPTS]
     tokens = sum(token > END for row in wanted for token in row)
-    for predictions, labels, metrics in run_forked(body, num_processes=3, timeout=60):
+    for predictions, labels, metrics in run_world(body, num_processes=3, timeout=60):
         assert_continued(predictions, wanted)
         assert [[label for label in row if label != -100] for row in labels.tolist()] == ANSWERS
         assert metrics == {"eval_tokens": tokens}

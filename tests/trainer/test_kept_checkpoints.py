@@ -8,8 +8,8 @@ import pytest
 
 from tests.faults.injuries import spoil
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib.events import Callback, Run, Transformer
-from trainer_lib.launchers import run_forked
 
 
 class Dies(Transformer):
@@ -49,7 +49,7 @@ def test_of_an_interval_of_time_all_processes_keep_the_same(tmp_path: Path) -> N
         state = trainer(args, callbacks=[]).fit().state
         return listed(state.checkpoints), [one["seconds"] for one in state.checkpoints]
 
-    one, other = run_forked(body, timeout=60)
+    one, other = run_world(body, timeout=60)
     assert one == other
     assert one[0] == there(tmp_path)
 

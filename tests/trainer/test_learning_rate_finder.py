@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, MissingPackageError, NonFiniteError, ParameterGroup, Trainer
 from trainer_lib.events import Callback, Run
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.learning_rate_finder import LearningRateSweep
 
 
@@ -63,7 +63,7 @@ def test_two_processes_see_the_losses_of_one() -> None:
         found = swept(updates=40, per_device_train_batch_size=4, highest=1e4)
         return found.rates, found.losses, found.has_diverged, found.suggestion
 
-    first, second = run_forked(sweep, (), 2, timeout=60)
+    first, second = run_world(sweep, (), 2, timeout=60)
     assert first == second
     rates, losses, has_diverged, _ = first
     assert has_diverged

@@ -20,10 +20,10 @@ from torch.utils.data import (
 )
 
 from tests.data_loader.reference import Numbers, SizedStream, Stream, flat, read, read_all, worlds
+from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.data_loader import SeedableRandomSampler, prepare_data_loader
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.loaders import eval_loader, train_loader
 
 SIZE = 23
@@ -288,8 +288,8 @@ def test_two_processes_read_what_one_reads() -> None:
             found[kind] = _dealt(make)
         return found
 
-    alone = run_forked(dealt, (), 1, timeout=60)[0]
-    first, second = run_forked(dealt, (), 2, timeout=60)
+    alone = run_world(dealt, (), 1, timeout=60)[0]
+    first, second = run_world(dealt, (), 2, timeout=60)
     for kind in SHARED:
         for number in range(2):
             together = [flat(one) for one in zip(first[kind][number], second[kind][number], strict=True)]

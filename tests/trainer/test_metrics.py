@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from tests.trainer.evaluated import CLASSES, Bench, Texts, classify, dataset, expected, read, scores
+from tests.worlds import run_world
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
-from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.trainer.metrics import as_metric, as_metrics
 from trainer_lib.trainer.outputs import EvaluationOutput
 
@@ -28,7 +29,7 @@ def measured(make: Callable[[], Any], step: Any = classify, data: Any = None, pr
         one = bench.set(dataset(SAMPLES) if data is None else data, make(), batch_size=3)
         return [bench.evaluate({"": one}) for _ in range(2)]
 
-    told = [found for process in run_forked(body, num_processes=processes, timeout=60) for found in process]
+    told = [found for process in run_world(body, num_processes=processes, timeout=60) for found in process]
     assert all(found == told[0] for found in told)
     alone = Bench(step)
     whole = alone.evaluate({"": alone.set(dataset(SAMPLES) if data is None else data, make(), batch_size=100)})
@@ -141,7 +142,7 @@ class TestFunctions:
                 bench.evaluate({"": bench.set(dataset(9), odd)})
             return str(error.value)
 
-        assert all("[['0'], ['1']]" in told for told in run_forked(body, timeout=60))
+        assert all("[['0'], ['1']]" in told for told in run_world(body, timeout=60))
 
 
 class Merged:
@@ -234,7 +235,7 @@ class TestObjects:
             finally:
                 relay._BYTES = before
 
-        assert run_forked(body, num_processes=3, timeout=60) == [SAMPLES] * 3
+        assert run_world(body, num_processes=3, timeout=60) == [SAMPLES] * 3
 
     def test_values_that_are_no_numbers_are_told(self) -> None:
         class Matrix(Merged):
@@ -349,7 +350,7 @@ class TestTorchMetrics:
 
         metric = torchmetrics.AUROC(task="multiclass", num_classes=CLASSES, ignore_index=-100)
         metric.update(*scores(24))
-        assert run_forked(body, timeout=60) == pytest.approx([metric.compute().item()] * 2)
+        assert run_world(body, timeout=60) == pytest.approx([metric.compute().item()] * 2)
 
     def test_torcheval_is_merged(self) -> None:
         torcheval = pytest.importorskip("torcheval.metrics")
@@ -409,7 +410,7 @@ class TestEvaluate:
             bench.evaluate({"": bench.set(dataset(9), {"matches": module()})})
 
         with pytest.raises(ProcessFailedError) as error:
-            run_forked(body, timeout=60)
+            run_world(body, timeout=60)
         assert "ValueError" in str(error.value) or "matches failed on the main process" in str(error.value)
 
     def test_only_the_main_process_has_rows(self) -> None:
@@ -428,7 +429,7 @@ class TestEvaluate:
             bench = Bench()
             return bench.evaluate({"": bench.set(dataset(SAMPLES), {"rows": Module()})})["eval_rows"]
 
-        assert run_forked(body, timeout=60) == [SAMPLES] * 2
+        assert run_world(body, timeout=60) == [SAMPLES] * 2
 
     def test_its_own_way_of_meeting_is_refused(self) -> None:
         class Loaded:
@@ -501,7 +502,7 @@ class TestComputeMetrics:
             }
             return bench.evaluate(sets)
 
-        for found in run_forked(body, num_processes=3, timeout=60):
+        for found in run_world(body, num_processes=3, timeout=60):
             names = ["eval_loss", "eval_sum", "eval_plain", "eval_parts_n", "eval_two_loss", "eval_two_rows"]
             assert list(found) == names
             assert found["eval_sum"] == pytest.approx(float(given.sum()), rel=1e-5)
@@ -539,7 +540,7 @@ class TestComputeMetrics:
                 bench.evaluate({"": bench.set(dataset(9), compute_metrics=lambda prediction: 0.5)})
             return str(error.value)
 
-        main, other = run_forked(body, timeout=60)
+        main, other = run_world(body, timeout=60)
         assert main.startswith("compute_metrics returned a float. Return numbers by name")
         assert other.startswith("compute_metrics failed on the main process: ConfigurationError: compute_metrics ret")
 

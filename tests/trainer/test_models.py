@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from tests.trainer.exact import CompleteUpdates, Updates, assert_updates, updates_of
+from tests.worlds import run_world
 from trainer_lib import ParameterGroup, Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 IGNORED = -100
 ROWS = 7  # with 2 × 2 samples an update: one of 4, one of 2 + 1
@@ -165,7 +165,7 @@ def test_frozen_groups_have_no_gradients_on_any_number_of_processes(processes: i
         lambda: cross_entropy(model(inputs[:4]), targets[:4]),
         lambda: cross_entropy(model(inputs[4:]), targets[4:]),
     ]
-    for updates in run_forked(body, num_processes=processes, timeout=60):
+    for updates in run_world(body, num_processes=processes, timeout=60):
         assert_updates(updates, model, whole)
 
 
@@ -336,7 +336,7 @@ def test_updates_on_two_processes_are_those_of_whole_batches() -> None:
             found.append(updates_of(model, rows_of(batch), gradient_accumulation_steps=1))
         return found
 
-    for everywhere in zip(*run_forked(body, num_processes=2, timeout=60), strict=True):
+    for everywhere in zip(*run_world(body, num_processes=2, timeout=60), strict=True):
         case = cases.pop(0)
         for updates in everywhere:
             model, batch = made(case)

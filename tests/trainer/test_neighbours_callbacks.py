@@ -14,9 +14,9 @@ from transformers.trainer_callback import EarlyStoppingCallback, ExportableState
 
 from tests.trainer.hugging_face import model, rows, their_arguments
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 SEEN = (
@@ -91,7 +91,7 @@ def test_they_hear_what_they_hear_there(tmp_path: Path, processes: int) -> None:
     transformers.Trainer(model(), args, callbacks=[there], **data).train()
     if processes == 1:
         compare(body(), there)
-    for rank, here in enumerate(run_forked(body, timeout=60) if processes > 1 else []):
+    for rank, here in enumerate(run_world(body, timeout=60) if processes > 1 else []):
         assert {seen["is_world_process_zero"] for _, seen in here.told} == {rank == 0}
         assert [here.arguments[name] for name in ("process_index", "world_size", "should_save")] == [rank, 2, rank == 0]
         own = {name for name in there.arguments if name in OF_THE_PROCESS or name.endswith("batch_size")}
@@ -134,7 +134,7 @@ def test_integrations_report(tmp_path: Path, processes: int) -> None:
         args = arguments(output_dir=str(tmp_path), log_every=2, eval_every="1 epoch", save_every="never")
         return trainer(args, eval_dataset=points(16), callbacks=given).fit().history
 
-    history = run_forked(body, num_processes=processes, timeout=60)[0] if processes > 1 else body()
+    history = run_world(body, num_processes=processes, timeout=60)[0] if processes > 1 else body()
     (file,) = tmp_path.rglob("events.out.tfevents.*")  # the main process alone
     read = EventAccumulator(str(file)).Reload()
     logged = [(one["step"], one["loss"]) for one in history if "loss" in one]
@@ -193,7 +193,7 @@ def test_what_they_ask_for_is_done_on_all_processes(tmp_path: Path, processes: i
         return asking.heard, result.state.step, result.state.reason, last["doubled"] / last["loss"]
 
     late = processes - 1  # with the next update, whose gradients take it along
-    for heard, step, reason, doubled in run_forked(body, num_processes=processes, timeout=60) if late else [body()]:
+    for heard, step, reason, doubled in run_world(body, num_processes=processes, timeout=60) if late else [body()]:
         assert heard[:3] == [f"save {1 + late}", f"evaluate {2 + late}", f"log {3 + late}"]
         assert step == 4 + late
         assert reason == ("Asking asked for it" if not late else reason)
@@ -270,7 +270,7 @@ def test_states_survive_a_restart(tmp_path: Path, processes: int) -> None:
         ended = run("auto", stopping, counting)
         return [ended.step, stopping.early_stopping_patience_counter, counting.count, counting.most], [ended.reason]
 
-    for numbers, reasons in run_forked(body, num_processes=processes, timeout=60) if processes > 1 else [body()]:
+    for numbers, reasons in run_world(body, num_processes=processes, timeout=60) if processes > 1 else [body()]:
         assert numbers == [20, 3, 4, 9]  # the evaluations at 5, 10, 15 and 20
         assert reasons == ["EarlyStoppingCallback asked for it"]
 

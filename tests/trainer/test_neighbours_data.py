@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 from tests.trainer.exact import assert_updates, updates_of
 from tests.trainer.hugging_face import model, rows, run_snippet_of_page
 from tests.trainer.tasks import arguments, network, points
+from tests.worlds import run_world
 from trainer_lib import Trainer
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import StateError, UnsupportedError
-from trainer_lib.launchers import run_forked
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.adapters import LEFT_OUT_FILE
 
@@ -81,7 +81,7 @@ def test_checkpoints_have_adapters_alone_and_go_on_to_the_bit(tmp_path: Path, pr
         losses = [[one["loss"] for one in one_of.history] for one_of in (straight, result)]
         return same, *losses, str(result.last_checkpoint)
 
-    found = run_forked(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
+    found = run_world(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
     for same, losses, resumed, _ in found:
         assert same
         assert losses == resumed
@@ -126,7 +126,7 @@ def test_sharded_ones_are_saved_as_a_whole_and_take_up_no_adapters_alone(tmp_pat
         run("shards", fsdp=plugin)
 
     alone = run("alone")
-    run_forked(body, timeout=90)
+    run_world(body, timeout=90)
     (checkpoint,) = (tmp_path / "shards").rglob("checkpoint-00000001")
     saved = load_file(checkpoint / "model.safetensors")
     assert saved.keys() == adapted().state_dict().keys()
@@ -162,7 +162,7 @@ def test_transforms_of_datasets_are_called(processes: int) -> None:
     whole = [
         lambda half=half: cross_entropy(compared(2 * inputs[half]), sides[half]) for half in (slice(4), slice(4, 8))
     ]
-    for actual in run_forked(body, num_processes=processes, timeout=60) if processes > 1 else [body()]:
+    for actual in run_world(body, num_processes=processes, timeout=60) if processes > 1 else [body()]:
         assert_updates(actual, compared, whole)
 
 

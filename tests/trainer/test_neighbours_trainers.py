@@ -14,11 +14,11 @@ from transformers.trainer_callback import EarlyStoppingCallback
 
 from tests.trainer.hugging_face import model, rows, run_snippet_of_page, their_arguments
 from tests.trainer.tasks import network, points
+from tests.worlds import run_world
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.callbacks import NEFTune, Printer
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.foreign_callbacks import AdaptedCallback
 
 NOTES = "trainer_lib.trainer.arguments"
@@ -65,7 +65,7 @@ def test_it_trains_and_evaluates_as_there(tmp_path: Path, processes: int, wanted
         return result.history, taken.unwrapped_model.state_dict()
 
     there, weights = wanted
-    found = run_forked(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
+    found = run_world(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
     for history, trained in found:
         for name in ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_rows"):
             told = steps(there, name)

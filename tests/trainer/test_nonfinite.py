@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import Dies
 from tests.trainer.test_sharded_runs import plugin
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, NonFiniteError, Trainer
 from trainer_lib.events import Callback, Run
-from trainer_lib.launchers import run_forked
 
 BAD = 21  # the sample that spoils its update: of batches of 4 the sixth
 
@@ -197,7 +197,7 @@ def test_all_processes_hear_whose_samples_they_were(how: str) -> None:
         skipping.fit()
         return str(caught.value), one.state.step, [skipping.state.step, skipping.state.skipped]
 
-    told = run_forked(train, (), 2, timeout=60)
+    told = run_world(train, (), 2, timeout=60)
     # Updates of 8 samples, of which the second process has the last 4: sample 21 is in the third, on the second one.
     assert told[0] == told[1]
     assert "process 1 (samples 20, 21, 22, 23)" in told[0][0] or "(samples 20, 21, 22, 23) on process 1" in told[0][0]
@@ -224,7 +224,7 @@ def test_spikes_are_those_of_all_processes_together() -> None:
         assert one.guard is not None
         return [round(each, 4) for each in one.guard.state_dict()["losses"]]
 
-    (skipped, losses), (other, others) = run_forked(train, (), 2, timeout=60)
+    (skipped, losses), (other, others) = run_world(train, (), 2, timeout=60)
     assert (skipped, losses) == (other, others)
     assert skipped == 1
     assert losses == pytest.approx(alone(), abs=2e-4)
@@ -238,7 +238,7 @@ def test_shards_are_guarded_too() -> None:
             one.fit()
         return str(caught.value), one.state.step
 
-    for told, step in run_forked(train, (), 2, timeout=60):
+    for told, step in run_world(train, (), 2, timeout=60):
         assert "the loss is nan (samples 20, 21, 22, 23) on process 1." in told
         assert step == 2
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import UnsupportedError
 from trainer_lib.events import Callback, Run
-from trainer_lib.launchers import run_forked
 
 
 class Looks(Callback):
@@ -65,7 +65,7 @@ def test_synchronized_batch_norm_needs_an_accelerator() -> None:
             trainer(arguments(sync_batchnorm=True), model=model).fit()
         return str(caught.value)
 
-    assert len(run_forked(one, (), 2, timeout=60)) == 2
+    assert len(run_world(one, (), 2, timeout=60)) == 2
 
 
 def test_seeds_make_runs_equal() -> None:
@@ -100,5 +100,5 @@ def test_processes_draw_different_numbers() -> None:
         trainer(arguments(max_steps=1), callbacks=[draws]).fit()
         return draws.drawn
 
-    first, second = run_forked(one, (), 2, timeout=60)
+    first, second = run_world(one, (), 2, timeout=60)
     assert first != second

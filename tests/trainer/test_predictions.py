@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from tests.trainer.evaluated import Bench, Streamed, Texts, classify, dataset, expected, read, scores
+from tests.worlds import run_world
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DistributedOperationException
 from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.outputs import EvaluationOutput
@@ -56,7 +57,7 @@ class TestOrder:
                 assert upper.predictions == [f"TEXT {index}" for index in range(samples)]
                 assert upper.label_ids.tolist() == list(range(samples))
 
-        run_forked(body, num_processes=processes, timeout=60)
+        run_world(body, num_processes=processes, timeout=60)
 
     def test_structures_keep_their_shape(self, tmp_path: Path) -> None:
         def body() -> None:
@@ -73,7 +74,7 @@ class TestOrder:
                 assert found.labels.dtype == np.bool_
                 assert found.folder == to
 
-        run_forked(body, timeout=60)
+        run_world(body, timeout=60)
 
 
 class TestWithoutLabels:
@@ -121,7 +122,7 @@ class TestFolder:
                 Bench(step).predict(dataset(5), to=tmp_path)
             return str(error.value)
 
-        assert all("There is something at" in told for told in run_forked(body, timeout=60))
+        assert all("There is something at" in told for told in run_world(body, timeout=60))
         assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
     def test_an_error_leaves_nothing(self, tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ class TestFolder:
                 Bench(step).predict(Texts(10), to=tmp_path / "sets")
             return str(error.value)
 
-        assert all("A row of type set cannot be written" in told for told in run_forked(body, timeout=60))
+        assert all("A row of type set cannot be written" in told for told in run_world(body, timeout=60))
         assert list(tmp_path.iterdir()) == []
 
     def test_what_a_killed_process_left_is_replaced(self, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState, Trainer
 from trainer_lib.callbacks import AccumulationSchedule, Mixup, SequenceLengthWarmup
 from trainer_lib.events import Run, Transformer
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.preview import Part
 
 
@@ -139,7 +139,7 @@ def test_each_process_sees_its_own() -> None:
         ).preview(3)
         return rank, [(batch.rows, batch.parts[0].low, batch.parts[0].high) for batch in seen.batches]
 
-    first, second = run_forked(see, (), 2, timeout=60)
+    first, second = run_world(see, (), 2, timeout=60)
     assert first == (0, [(4, 0.0, 3.0), (4, 8.0, 11.0), (4, 16.0, 19.0)])
     assert second == (1, [(4, 4.0, 7.0), (4, 12.0, 15.0)])  # of the third it has none
 

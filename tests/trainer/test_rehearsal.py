@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer, Transformer, set_seed
 from trainer_lib.callbacks import EMA, LiveControl, Mixup
 from trainer_lib.events import Callback, Run
-from trainer_lib.launchers import run_forked
 
 Use = Callable[[Trainer], Any]
 
@@ -191,7 +191,7 @@ def test_processes_leave_all_as_it_was(tmp_path: Path) -> None:
             assert_same(other, outcomes[0])
         return outcomes[0]["history"]
 
-    first, second = run_forked(train, (), 2, timeout=90)
+    first, second = run_world(train, (), 2, timeout=90)
     assert first == second
     assert len(first) > 8
 
@@ -208,7 +208,7 @@ def test_sharded_models_keep_their_shards() -> None:
             one.accelerator.free_memory()
         return outcomes
 
-    for plain, after in run_forked(train, (), 2, timeout=90):
+    for plain, after in run_world(train, (), 2, timeout=90):
         assert same(after, plain)
 
 

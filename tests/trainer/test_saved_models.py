@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.trainer.tasks import arguments, points
+from tests.worlds import run_world
 from trainer_lib import Trainer, load_checkpoint_in_model
-from trainer_lib.launchers import run_forked
 
 
 class Images(nn.Module):
@@ -117,7 +117,7 @@ def test_what_is_saved_is_read_by_its_kind(processes: int, tmp_path: Path) -> No
                 torch.save(trainer.unwrapped_model.state_dict(), tmp_path / f"{name}.pt")
             trainer.accelerator.free_memory()
 
-    run_forked(body, num_processes=processes, timeout=100)
+    run_world(body, num_processes=processes, timeout=100)
     for name, (make, _, read, _) in CASES.items():
         torch.manual_seed(0)
         before, expected = make().state_dict(), torch.load(tmp_path / f"{name}.pt")

@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.plateau import PlateauSchedule
 from trainer_lib.trainer.schedules import (
     NAMES,
@@ -204,7 +204,7 @@ def test_two_processes_move_as_one() -> None:
             found.append(schedule.get_last_lr()[0])
         return found
 
-    assert run_forked(rates, (), 2, timeout=60) == [_ours("cosine", 2, 6, 6)[1:]] * 2
+    assert run_world(rates, (), 2, timeout=60) == [_ours("cosine", 2, 6, 6)[1:]] * 2
 
 
 # -- what it has to know ---------------------------------------------------------------------------------------------

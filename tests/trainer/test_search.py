@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Interrupted, MissingPackageError, Trainer
 from trainer_lib.callbacks import EarlyStopping
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.interruption import by_signal
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer import trainer as trainer_module
 
 optuna: Any = pytest.importorskip("optuna")
@@ -173,7 +173,7 @@ def test_processes_train_the_same_trials() -> None:
             told = str(error)
         return found.trials, found.best_value == again, failed.trials, told, found.study is None
 
-    first, second = run_forked(find, (), 2, timeout=90)
+    first, second = run_world(find, (), 2, timeout=90)
     assert first[:-1] == second[:-1]
     trials, is_same, failed, told, is_without_study = first
     assert len(trials) == 2

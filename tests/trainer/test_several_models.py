@@ -9,8 +9,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import TensorDataset
 
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, ParameterGroup, Trainer
-from trainer_lib.launchers import run_forked
 
 
 def models() -> dict[str, nn.Module]:
@@ -79,7 +79,7 @@ def test_adversaries_take_turns_in_a_step(processes: int) -> None:
         return result.state.step, {name: model.state_dict() for name, model in trained.items()}
 
     expected = by_hand(inputs, 8)
-    for step, states in run_forked(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for step, states in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
         assert step == 4
         for name, state in states.items():
             torch.testing.assert_close(state, expected[name].state_dict(), rtol=1e-5, atol=1e-6)

@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib import FullyShardedDataParallelPlugin, ParallelismConfig
-from trainer_lib.launchers import run_forked
 
 
 def layers() -> nn.Module:
@@ -59,8 +59,8 @@ def test_shards_train_as_replicas_do() -> None:
     def sharded() -> Any:
         return run(None, fsdp=plugin())
 
-    expected = run_forked(replicated, (), 2, timeout=60)
-    for actual in run_forked(sharded, (), 2, timeout=60):
+    expected = run_world(replicated, (), 2, timeout=60)
+    for actual in run_world(sharded, (), 2, timeout=60):
         assert_same(actual, expected[0])
 
 
@@ -72,8 +72,8 @@ def test_shards_of_two_replicas() -> None:
         config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         return run(None, fsdp=plugin(), parallelism=config, per_device_train_batch_size=4)
 
-    expected = run_forked(replicated, (), 4, timeout=90)
-    for actual in run_forked(sharded, (), 4, timeout=90):
+    expected = run_world(replicated, (), 4, timeout=90)
+    for actual in run_world(sharded, (), 4, timeout=90):
         assert_same(actual, expected[0])
 
 
@@ -82,6 +82,6 @@ def test_resumed_shards(kind: str, tmp_path: Path) -> None:
     def both(folder: str, dies_at: int | None, resume: str) -> Any:
         return run(tmp_path / folder, dies_at, fsdp=FullyShardedDataParallelPlugin(state_dict_type=kind), resume=resume)
 
-    whole = run_forked(both, ("whole", None, "never"), 2, timeout=60)
-    assert run_forked(both, ("parts", 5, "never"), 2, timeout=60) == [None, None]
-    assert run_forked(both, ("parts", None, "auto"), 2, timeout=60) == whole
+    whole = run_world(both, ("whole", None, "never"), 2, timeout=60)
+    assert run_world(both, ("parts", 5, "never"), 2, timeout=60) == [None, None]
+    assert run_world(both, ("parts", None, "auto"), 2, timeout=60) == whole

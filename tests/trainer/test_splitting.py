@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState, Trainer, UnsupportedError
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import NoExecutableBatchSizeError
-from trainer_lib.launchers import run_forked
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.trainer.fillers import Buffers
 
@@ -112,7 +112,7 @@ def test_a_process_that_runs_out_of_memory_makes_no_difference(accumulation: int
             one.accelerator.free_memory()
         return sizes
 
-    one, other = run_forked(train, (), 2, timeout=90)
+    one, other = run_world(train, (), 2, timeout=90)
     assert one == [[], []]
     assert other == [[4, 2] if accumulation == 1 else [32, 16]] * 2
 
@@ -164,7 +164,7 @@ def test_running_statistics_of_processes_are_those_of_a_run_in_which_all_fits() 
         assert whole[2] == pytest.approx(metrics, rel=1e-6)
         assert parts[2]["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=0.05)
 
-    run_forked(train, (), 2, timeout=90)
+    run_world(train, (), 2, timeout=90)
 
 
 def test_a_failed_attempt_leaves_generators_and_buffers_as_they_were() -> None:
@@ -239,4 +239,4 @@ def test_what_cannot_be_split_is_refused() -> None:
         with pytest.raises(UnsupportedError, match="static_graph"):
             trainer(arguments(**auto, ddp=DistributedDataParallelKwargs(static_graph=True))).fit()
 
-    run_forked(hooked, (), 2, timeout=60)
+    run_world(hooked, (), 2, timeout=60)

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
 from trainer_lib import DistributedOperationException, PartialState
-from trainer_lib.launchers import run_forked
 from trainer_lib.launchers.failures import ProcessFailedError
 
 
@@ -38,7 +38,7 @@ def _told(*runs: tuple[Callable[[int], Any], dict[str, Any]]) -> list[tuple[str,
             one.accelerator.free_memory()
         return texts
 
-    return list(zip(*run_forked(train, (), 2, timeout=60), strict=True))
+    return list(zip(*run_world(train, (), 2, timeout=60), strict=True))
 
 
 @pytest.mark.fault("data that end on one of two processes")
@@ -81,7 +81,7 @@ def test_a_batch_without_labels_on_one_process_ends_all_and_is_told() -> None:
 
     began = time.monotonic()
     with pytest.raises(ProcessFailedError) as raised:
-        run_forked(train, (), 2, timeout=60)
+        run_world(train, (), 2, timeout=60)
     assert time.monotonic() - began < 15
     assert "Process 1 of 2 failed" in str(raised.value)
     assert "The batch has input and no target: none of labels" in str(raised.value)
@@ -93,5 +93,5 @@ def test_an_evaluation_of_batches_that_lack_labels_on_one_process_is_told_on_all
             trainer(collate_fn=without_labels_on_one).evaluate(labelled())
         return str(raised.value)
 
-    for text in run_forked(evaluate, (), 2, timeout=60):
+    for text in run_world(evaluate, (), 2, timeout=60):
         assert text.startswith("Some batches have no loss, and others have one: 2 on process 1 have none.")

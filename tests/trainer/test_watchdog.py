@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib import ConfigurationError
 from trainer_lib.events import Run, Transformer
-from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.watchdog import EXIT_CODE
 
 TIMEOUT = 2.0
@@ -113,7 +113,7 @@ def test_who_waits_for_one_that_moves_is_left_to_wait(callback: Any) -> None:
         one = trainer(arguments(max_steps=5, hang_timeout=0.5), train_dataset=points(80), callbacks=[callback()])
         return one.fit().state.step
 
-    assert run_forked(train, (), 2, timeout=60) == [5, 5]
+    assert run_world(train, (), 2, timeout=60) == [5, 5]
 
 
 def test_nobody_watches_where_it_is_not_wanted_or_nobody_waits() -> None:
@@ -132,7 +132,7 @@ def test_nobody_watches_where_it_is_not_wanted_or_nobody_waits() -> None:
 
     assert train() == (False, False)
     assert (
-        run_forked(lambda: (train(hang_timeout=None), train()), (), 2, timeout=60)
+        run_world(lambda: (train(hang_timeout=None), train()), (), 2, timeout=60)
         == [((False, False), (True, False))] * 2
     )
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
 from trainer_lib.callbacks import EarlyStopping
-from trainer_lib.launchers import run_forked
 
 
 def model() -> nn.Module:
@@ -63,7 +63,7 @@ def alone() -> Outcome:
 def test_the_world_makes_no_difference(processes: int) -> None:
     history, step, status, reason, weights = alone()
     assert status == "stopped"
-    for other in run_forked(functools.partial(run, processes), (), processes, timeout=120):
+    for other in run_world(functools.partial(run, processes), (), processes, timeout=120):
         assert (other[1], other[2], other[3]) == (step, status, reason)
         assert len(other[0]) == len(history)
         for mine, theirs in zip(other[0], history, strict=True):

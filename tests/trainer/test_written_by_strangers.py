@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer.strangers import BalancedAccuracy, EasyFirst, EvaluateWhenHalved
 from tests.trainer.tasks import arguments
+from tests.worlds import run_world
 from trainer_lib import Callback, Run, Trainer
-from trainer_lib.launchers import run_forked
 
 SAMPLES, BATCH, MIDDLE = 64, 8, 10  # the last is the update after which a run is gone on with
 
@@ -89,7 +89,7 @@ def losses(run: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_they_work_together(processes: int, tmp_path: Path) -> None:
-    runs = run_forked(train, (tmp_path / "whole", processes), num_processes=processes, timeout=60)
+    runs = run_world(train, (tmp_path / "whole", processes), num_processes=processes, timeout=60)
     first = runs[0]
     # The sampler: the easy half comes first in each pass, in another order each time, each sample once.
     inputs, _ = data()
@@ -116,11 +116,11 @@ def test_they_work_together(processes: int, tmp_path: Path) -> None:
     assert len([entry for entry in first["history"] if "eval_loss" in entry]) == len(halved)
     # One process or two, the run is the same; and one that is gone on with is that without a break.
     if processes == 2:
-        (alone,) = run_forked(train, (tmp_path / "alone", 1), num_processes=1, timeout=60)
+        (alone,) = run_world(train, (tmp_path / "alone", 1), num_processes=1, timeout=60)
         for loss, other in zip(losses(first), losses(alone), strict=True):
             assert math.isclose(loss, other, rel_tol=1e-5)
     arguments_on = (tmp_path / "on", processes, first["checkpoint"])
-    (on, *_) = run_forked(train, arguments_on, num_processes=processes, timeout=60)
+    (on, *_) = run_world(train, arguments_on, num_processes=processes, timeout=60)
     assert all(torch.equal(value, first["weights"][name]) for name, value in on["weights"].items())
     assert losses(on) == losses(first)
     assert on["halved"] == [one for one in halved if one[0] > MIDDLE]

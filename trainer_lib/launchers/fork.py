@@ -57,7 +57,7 @@ def run_forked(
         workers = [_Worker(rank, Path(folder)) for rank in range(num_processes)]
         try:
             for worker in workers:
-                worker.start(function, args, {**_place(worker.rank, num_processes, port, folder), **variables})
+                worker.start(function, args, {**rank_variables(worker.rank, num_processes, port, folder), **variables})
             _wait(workers, timeout)
         finally:
             _end(workers)
@@ -109,7 +109,8 @@ class _Worker:
             leave(exit_code_of(error))
 
 
-def _place(rank: int, size: int, port: int, folder: str) -> dict[str, str]:
+def rank_variables(rank: int, size: int, port: int, folder: str) -> dict[str, str]:
+    """Return the environment of one rank of a world on this machine, whose ranks meet in a folder."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
