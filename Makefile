@@ -1,25 +1,48 @@
-# All that a fresh machine needs is Python 3.11 or newer; each target makes .venv when it is missing or out of date.
+# A fresh machine needs Python 3.11 or newer and nothing else. Each target extends the one environment, .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo test soak lint format bench clean
+UV := $(shell command -v uv 2>/dev/null)
+ifdef UV
+# uv does not read pip's settings, which may say where wheels are.
+pip_setting = $(shell $(PYTHON) -m pip config get global.$(1) 2>/dev/null)
+VENV = uv venv --quiet --seed --python $(PYTHON) .venv
+INSTALL = UV_FIND_LINKS="$(call pip_setting,find-links)" uv pip install --quiet --python $(BIN)/python
+else
+VENV = $(PYTHON) -m venv .venv
+# Modules are compiled when they are first imported: compiling all of torch takes longer than installing it.
+INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+endif
+
+.PHONY: help demo test test-slow test-all mutants soak lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a small network to read handwritten digits"
-	@echo "make test    run the tests"
-	@echo "make soak    inject faults by the hundred, and write docs/faults.md"
-	@echo "make lint    check format, style, types, imports and documentation"
-	@echo "make format  put the code into format"
-	@echo "make bench   measure what the engine costs per step"
-	@echo "make clean   remove .venv and all that was built"
+	@echo "make demo       train a small network to read handwritten digits, in a minute"
+	@echo "make test       run the tests of the core: at most five minutes on two cores"
+	@echo "make test-slow  run the tests that make test leaves out"
+	@echo "make test-all   run all tests, as .ci/run does"
+	@echo "make mutants    break 80 lines, one at a time, and see that a test fails for each"
+	@echo "make soak       inject faults by the hundred and write docs/faults.md"
+	@echo "make lint       check format, style, types, imports and documentation"
+	@echo "make format     format the code"
+	@echo "make bench      measure what the engine costs per step"
+	@echo "make clean      remove .venv and everything that was built"
 
-demo: .venv/with-test
-	$(BIN)/python examples/digits.py
+demo: .venv/with-sklearn
+	$(BIN)/python examples/digits.py --output_dir runs
 
 test: .venv/with-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-slow: .venv/with-test
+	$(PYTEST) -m slow
+
+test-all: test test-slow
+
+mutants: .venv/with-test
+	$(BIN)/python -m tests.mutants
 
 soak: .venv/with-test
 	$(BIN)/python -m pytest -m fault --soak
@@ -42,14 +65,16 @@ bench: .venv/with-bench
 clean:
 	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache .coverage htmlcov
 
-# torch goes first: what follows is then resolved against the version that is there.
+# torch goes first: the other packages are then resolved against the version that is there.
 .venv/with-torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "trainer_lib needs Python 3.11 or newer; name one with: make PYTHON=python3.11 ..." >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(PIP) install --quiet -c constraints.txt torch
+	@echo "Making .venv and installing torch into it ..."
+	@test -x $(BIN)/python || $(VENV)
+	@$(INSTALL) -c constraints.txt torch
 	@touch $@
 
 .venv/with-%: .venv/with-torch pyproject.toml
-	$(PIP) install --quiet -c constraints.txt -e '.[$*]'
+	@echo "Installing trainer_lib[$*] into .venv ..."
+	@$(INSTALL) -c constraints.txt -e '.[$*]'
 	@touch $@
