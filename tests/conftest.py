@@ -1,15 +1,14 @@
 """What every test starts with: no world, no settings, no launcher's variables, one thread."""
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.faults.ledger import Ledger
+from tests.leftovers import watch_leftovers
 from tests.worlds import forget_world, run_world, watch_patches
 from trainer_lib.state import PartialState
 
@@ -32,19 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="inject faults by the hundred, and write down what came out")
 
 
-_MEMORY = Path("/dev/shm")
-_ROOM = 4 << 30
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the folders of tests in memory, where there is room: they wait for the disk more than for all else.
+    """Watch what the session leaves behind.
 
-    Not in the long run of faults, which is to be killed while it waits for a disk, too.
+    Its folders are in memory, but not in the long run of faults, where processes are killed while they wait for a disk.
     """
-    if config.getoption("--soak") or not os.access(_MEMORY, os.W_OK) or shutil.disk_usage(_MEMORY).free < _ROOM:
-        return
-    if not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))  # the name is pytest's
+    watch_leftovers(config, in_memory=not config.getoption("--soak"))
 
 
 @pytest.fixture(autouse=True)

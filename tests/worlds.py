@@ -50,6 +50,8 @@ from trainer_lib.state import AcceleratorState, GradientState, PartialState
 _OUTPUTS = (1, 2)  # file descriptors
 _OTHERS = 0.05  # seconds that other ranks get to report their failures once one has failed
 _TIMED_OUT = 124  # the exit code of `timeout`, in shells
+# Imported by a pytest worker before it forks, so that not each of its ten or so processes imports them.
+_PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 def run_world(
@@ -147,6 +149,9 @@ class _World:
 
     def __init__(self, size: int) -> None:
         self.is_reusable = True
+        if "PYTEST_XDIST_WORKER" in os.environ:  # a session of many files, which needs them all
+            for module in _PRELOADED:
+                import_module(module)
         context = get_context("fork")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []

@@ -1,0 +1,131 @@
+"""A check at the end of a test session: no process, listening port, temporary file or shared memory is left behind.
+
+Each session has a temporary folder of its own, and its processes carry its name in their environment, so that another
+session on the same machine is not blamed on this one.
+"""
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.worlds import close_worlds
+
+_ROOT = Path(__file__).parent.parent
+_MEMORY = Path("/dev/shm")
+_ROOM = 4 << 30  # bytes that have to be free there
+_SESSION = "PYTEST_SESSION_FOLDER"  # in the environment of all processes of a session
+_SHARED_MEMORY = re.compile(r"torch_(\d+)_")  # with the process that made it
+_OURS = re.compile(r"pytest-of-")  # the folder of tmp_path, which pytest itself looks after
+
+
+def watch_leftovers(config: pytest.Config, in_memory: bool) -> None:
+    """Give the session a temporary folder, and fail it if something is left when it ends."""
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(_OfWorker(config))
+    else:
+        config.pluginmanager.register(_OfSession(_make_folder(in_memory)))
+
+
+def _make_folder(in_memory: bool) -> Path:
+    """Return a new folder, in memory where there is room: tests wait for the disk more than for anything else."""
+    usable = in_memory and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _ROOM
+    usable = usable and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC
+    compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))  # where torch has it without us, for later sessions
+    folder = Path(tempfile.mkdtemp(prefix="trainer_lib-tests-", dir=_MEMORY if usable else None))
+    os.environ.update({"TMPDIR": str(folder), _SESSION: str(folder)})
+    tempfile.tempdir = None  # look again
+    return folder
+
+
+class _OfWorker:
+    """What a pytest worker leaves behind, reported while it still lives."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._output: dict[str, Any] = config.workeroutput  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        self._output["leftovers"] = _of_this_process()
+
+
+class _OfSession:
+    """What the session leaves behind, collected from its workers and looked for once they have ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._untracked = _untracked()
+        self._found: list[str] = []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._found += getattr(node, "workeroutput", {}).get("leftovers", [])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self._found += [] if session.config.getoption("numprocesses", None) else _of_this_process()
+        self._found += [f"process {pid}: {command}" for pid, command in _processes(self._folder)]
+        self._found += [f"file {path}" for path in self._folder.iterdir() if not _OURS.match(path.name)]
+        self._found += [f"shared memory {name}" for name in _shared_memory()]
+        self._found += [f"file in the repository: {path}" for path in sorted(_untracked() - self._untracked)]
+        if self._found and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._found:
+            terminalreporter.section("left behind by the tests", red=True)
+            terminalreporter.write_line("\n".join(self._found))
+
+    def pytest_unconfigure(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _of_this_process() -> list[str]:
+    """Return the children and the listening ports of this process, once the worlds that wait for tests are closed."""
+    close_worlds()
+    children = [f"child process {child.pid} of a worker" for child in active_children()]
+    children += [f"child process {child.pid}: {' '.join(_command(child))}" for child in psutil.Process().children()]
+    connections = psutil.Process().net_connections()
+    return children + [f"port {one.laddr.port}" for one in connections if one.status == psutil.CONN_LISTEN]
+
+
+def _processes(folder: Path) -> list[tuple[int, str]]:
+    """Return other processes of the session, by its name in their environment."""
+    found: list[tuple[int, str]] = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(_SESSION) == str(folder):
+                found.append((process.pid, " ".join(_command(process))))
+        except psutil.Error:  # it has ended, or is someone else's
+            continue
+    return found
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return ["(ended)"]
+
+
+def _shared_memory() -> list[str]:
+    """Return the shared memory of processes that are gone."""
+    names = os.listdir(_MEMORY) if _MEMORY.is_dir() else []  # noqa: PTH208
+    made = [(name, match) for name in names if (match := _SHARED_MEMORY.match(name))]
+    return [name for name, match in made if not psutil.pid_exists(int(match[1]))]
+
+
+def _untracked() -> set[str]:
+    """Return the files of the repository that git neither tracks nor ignores."""
+    command = ["git", "-C", str(_ROOT), "ls-files", "--others", "--exclude-standard"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return set(done.stdout.splitlines())
