@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.accelerator import toy
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, GradientAccumulationPlugin, ParallelismConfig
 
+SAMPLES = 24  # of the toy's: 3 batches of 8
+
 
 class Block(nn.Module):
     """A layer; its sizes are odd, so shards are uneven."""
@@ -113,7 +115,7 @@ def train(case: Case, shards: bool, epochs: int = 2) -> dict[str, Any]:
         fsdp_plugin=FullyShardedDataParallelPlugin(**case.plugin) if shards else None,
         parallelism_config=ParallelismConfig(case.replicas, case.parts) if shards and case.parts else None,
     )
-    inputs, targets, weights = toy.data()
+    inputs, targets, weights = (tensor[:SAMPLES] for tensor in toy.data())
     loader = accelerator.prepare(
         DataLoader(TensorDataset(inputs, targets, weights), batch_size=8 // accelerator.num_processes)
     )

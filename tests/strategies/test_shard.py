@@ -1,11 +1,11 @@
 """Sharding (FSDP2) against one process: losses, gradient norms, weights and optimizer states, whatever the settings."""
 
 import functools
-import importlib
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # before worlds are forked: else each of their processes imports it
 from torch import nn
 
 from tests.accelerator import toy
@@ -43,18 +43,18 @@ TWO = {
     "prefetching": Case(plugin={"forward_prefetch": True}),
     "offload": Case(plugin={"cpu_offload": True}),
     "activation checkpointing": Case(plugin={"activation_checkpointing": True}),
-    "ignored": Case(plugin={"ignored_modules": r"last|blocks\.1"}, steps=4),
+    "ignored": Case(plugin={"ignored_modules": r"last|blocks\.1"}, steps=2),
     "tied": Case(kind=Tied),
     "tied, others on meta": Case(kind=Tied, start=_on_meta_but_main),
     "others on meta": Case(start=_on_meta_but_main),
     "all on meta": Case(start=_on_meta, plugin={"param_init_fn": give_values}),
     "others have other weights": Case(start=_on_other_weights_but_main),
     "own weights": Case(plugin={"sync_module_states": False}),
-    "accumulation": Case(steps=4),  # does not divide the 6 batches of a pass: the last window is short
-    "accumulation, reduced each time": Case(steps=4, sync_each_batch=True),
+    "accumulation": Case(steps=2),  # does not divide the 3 batches of a pass: the last window is short
+    "accumulation, reduced each time": Case(steps=2, sync_each_batch=True),
     "weighted": Case(weighted=True),
-    "weighted accumulation": Case(weighted=True, steps=4),
-    "weighted accumulation, reduced each time": Case(weighted=True, steps=4, sync_each_batch=True),
+    "weighted accumulation": Case(weighted=True, steps=2),
+    "weighted accumulation, reduced each time": Case(weighted=True, steps=2, sync_each_batch=True),
     "largest gradient": Case(norm_type=float("inf")),
     "norm of 3": Case(norm_type=3.0, plugin={"ignored_modules": "last"}),
     "cut values": Case(clip=None, clip_value=0.05, plugin={"ignored_modules": "last"}),
@@ -69,9 +69,13 @@ TWO = {
 FOUR = {
     "full shard": Case(),
     "hybrid": Case(replicas=2, parts=2),
-    "hybrid accumulation": Case(replicas=2, parts=2, steps=4, weighted=True),
+    "hybrid accumulation": Case(replicas=2, parts=2, steps=2, weighted=True),
     "hybrid, mixed": Case(replicas=2, parts=2, plugin={"ignored_modules": "last"}, norm_type=1.0),
     "reshard to two": Case(plugin={"reshard_after_forward": 2}),
+}
+QUICK = {  # one case for each kind of sharding
+    2: {"full shard", "shard grad op", "offload", "ignored", "tied", "weighted accumulation"},
+    4: {"hybrid"},
 }
 
 
@@ -80,23 +84,31 @@ def _all(cases: dict[str, Case], shards: bool) -> dict[str, Any]:
     return {name: train(case, shards, epochs=2 if case.steps > 1 else 1) for name, case in cases.items()}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imported() -> None:
-    """Import once what each forked process would else import for itself."""
-    importlib.import_module("torch.distributed.fsdp")
-
-
 @functools.cache
-def results(processes: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def results(processes: int, is_quick: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return what each case tells in one process, and in several."""
     cases = TWO if processes == 2 else FOUR
-    (alone,) = run_world(_all, (cases, False), 1, timeout=120)
-    return alone, run_world(_all, (cases, True), processes, timeout=120)
+    chosen = {name: case for name, case in cases.items() if (name in QUICK[processes]) is is_quick}
+    (alone,) = run_world(_all, (chosen, False), 1, timeout=120)
+    return alone, run_world(_all, (chosen, True), processes, timeout=120)
 
 
-@pytest.mark.parametrize(("processes", "name"), [*((2, name) for name in TWO), *((4, name) for name in FOUR)])
+def _parameters() -> list[Any]:
+    return [
+        pytest.param(
+            processes,
+            name,
+            id=f"{processes}-{name}",
+            marks=() if name in QUICK[processes] else pytest.mark.slow,
+        )
+        for processes, cases in ((2, TWO), (4, FOUR))
+        for name in cases
+    ]
+
+
+@pytest.mark.parametrize(("processes", "name"), _parameters())
 def test_shards_train_as_one_process_does(processes: int, name: str) -> None:
-    alone, together = results(processes)
+    alone, together = results(processes, name in QUICK[processes])
     main, others = together[0][name], [told[name] for told in together[1:]]
     expected = alone[name]
     for told in (main, *others):

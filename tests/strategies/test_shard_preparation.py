@@ -1,24 +1,19 @@
 """What can be sharded, in which order, and what is told when it cannot."""
 
 import gc
-import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # before worlds are forked: else each of their processes imports it
 from torch import nn
 
 from tests.accelerator import toy
 from tests.strategies.sharded import Stack, Tied, stack
 from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, TrainerLibError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported() -> None:
-    importlib.import_module("torch.distributed.fsdp")
 
 
 def _sharding(**plugin: Any) -> Accelerator:
@@ -268,6 +263,7 @@ def _held_after_forward() -> list[Any]:
     return told
 
 
+@pytest.mark.slow
 def test_what_is_held_between_forward_and_backward() -> None:
     """Of the 7 rows, a process of four has 2 or 1, one of two has 4 or 3."""
     told = run_world(_held_after_forward, (), 4, timeout=60)[0]
@@ -367,6 +363,7 @@ def test_whole_weights_and_models_are_let_go() -> None:
     assert run_world(_memory, (), 2, timeout=60) == [[True, True]] * 2
 
 
+@pytest.mark.slow
 def test_two_models_are_sharded_side_by_side() -> None:
     norms, names = _take_turns(Accelerator(cpu=True))
     main, other = run_world(lambda: _take_turns(_sharding()), (), 2, timeout=60)

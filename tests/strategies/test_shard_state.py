@@ -1,12 +1,12 @@
 """States of sharded models: whole ones that one process can load, shards, and what does not fit."""
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # before worlds are forked: else each of their processes imports it
 from torch import nn
 
 from tests.accelerator import toy
@@ -14,12 +14,6 @@ from tests.strategies.sharded import Stack, Tied, stack
 from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, StateError
 from trainer_lib.strategies.filling import replace
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported() -> None:
-    importlib.import_module("torch.distributed.fsdp")
-
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 
@@ -92,11 +86,11 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Optimizers, dict[str, Any]]] = {
 }
 
 
-def _first_half(shards: bool) -> dict[str, Any]:
+def _first_half(names: list[str], shards: bool) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    for name, (kind, optimizer, plugin) in KINDS.items():
-        run = _Run(shards, kind, optimizer, plugin)
-        run.train(0, 3)
+    for name in names:
+        run = _Run(shards, *KINDS[name])
+        run.train(0, 2)
         told[name] = run.state()
         run.end()
     return told
@@ -104,40 +98,49 @@ def _first_half(shards: bool) -> dict[str, Any]:
 
 def _second_half(shards: bool, states: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    for name, (kind, optimizer, plugin) in KINDS.items():
-        run = _Run(shards, kind, optimizer, plugin)
+    for name, state in states.items():
+        run = _Run(shards, *KINDS[name])
         if run.accelerator.is_main_process:
-            run.load(*copy.deepcopy(states[name]))  # torch's optimizers go on with the tensors they are given
+            run.load(*copy.deepcopy(state))  # torch's optimizers go on with the tensors they are given
         else:
             run.load({}, {})
-        run.train(3, 6)
+        run.train(2, 4)
         told[name] = run.end()
     return told
 
 
-def _uninterrupted() -> dict[str, Any]:
+def _second_halves(*states: dict[str, Any]) -> list[dict[str, Any]]:
+    return [_second_half(True, each) for each in states]
+
+
+def _uninterrupted(names: list[str]) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    for name, (kind, optimizer, _) in KINDS.items():
+    for name in names:
+        kind, optimizer, _ = KINDS[name]
         run = _Run(False, kind, optimizer)
-        run.train(0, 6)
+        run.train(0, 4)
         told[name] = run.end()
     return told
 
 
-def test_a_run_goes_on_in_another_world() -> None:
-    expected = _uninterrupted()
-    alone = _first_half(shards=False)
-    main, other = run_world(_first_half, (True,), 2, timeout=60)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["groups"], id="groups"),
+        pytest.param([name for name in KINDS if name != "groups"], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_in_another_world(names: list[str]) -> None:
+    expected = _uninterrupted(names)
+    alone = _first_half(names, shards=False)
+    main, other = run_world(_first_half, (names, True), 2, timeout=60)
     assert all(state == ({}, {}) for state in other.values())
     for name, (weights, optimizer) in main.items():
         assert list(weights) == list(alone[name][0])
         assert optimizer.keys() == alone[name][1].keys()
         assert all(value.device.type == "cpu" and type(value) is torch.Tensor for value in weights.values())
-    ways = {
-        "two, then one": _second_half(False, main),
-        "one, then two": run_world(_second_half, (True, alone), 2, timeout=60)[0],
-        "two, then two": run_world(_second_half, (True, main), 2, timeout=60)[0],
-    }
+    from_one, from_two = run_world(_second_halves, (alone, main), 2, timeout=60)[0]
+    ways = {"two, then one": _second_half(False, main), "one, then two": from_one, "two, then two": from_two}
     for way, told in ways.items():
         for name, weights in expected.items():
             assert list(told[name]) == list(weights), (way, name)
@@ -146,16 +149,16 @@ def test_a_run_goes_on_in_another_world() -> None:
 
 def _from_shards() -> Any:
     run = _Run(True)
-    run.train(0, 3)
+    run.train(0, 2)
     model, optimizer = run.state(whole=False)
     assert model["first.weight"].shape == (10, 8)
     assert model["first.weight"].to_local().shape == (5, 8), "a shard"
     kept = {name: value.clone() for name, value in model.items()}
     parts = {name: {key: value.clone() for key, value in values.items()} for name, values in optimizer["state"].items()}
-    run.train(3, 6)
+    run.train(2, 4)
     once, _ = run.state()
     run.load(kept, {**optimizer, "state": parts})
-    run.train(3, 6)
+    run.train(2, 4)
     return once, run.end()
 
 

@@ -61,6 +61,7 @@ def _train(accelerator: Accelerator, network: Any) -> tuple[list[Any], dict[str,
     return told, state
 
 
+@pytest.mark.slow
 def test_a_language_model_trains_on_shards(tmp_path: Path) -> None:
     _llama().save_pretrained(tmp_path)
 
