@@ -147,7 +147,7 @@ def test_what_comes_next_waits(then: str, tmp_path: Path, monkeypatch: pytest.Mo
     accelerator, *_ = trained(tmp_path)
     may_go = held_up(monkeypatch)
     folder = Path(accelerator.save_state(tmp_path / "state", background=True))
-    threading.Timer(0.2, may_go.set).start()
+    threading.Timer(0.1, may_go.set).start()
     if then.startswith("save_state"):
         accelerator.save_state(tmp_path / "next", background=then != "save_state")
     elif then == "load_state":
@@ -285,7 +285,7 @@ model = accelerator.prepare(torch.nn.Linear(4, 2))
 write = Saving.write
 def slowly(self, files):
     import time
-    time.sleep(0.5)
+    time.sleep(0.3)
     if sys.argv[2] == "fails":
         raise OSError("no such luck")
     return write(self, files)
@@ -296,8 +296,16 @@ if sys.argv[2] == "raises":
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("ends", 0), ("raises", 1)])
-@pytest.mark.parametrize("processes", [0, 2], ids=["by hand", "launched"])
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("how", "code", "processes"),
+    [
+        pytest.param("ends", 0, 0, id="by hand, ends"),
+        pytest.param("raises", 1, 0, id="by hand, raises", marks=pytest.mark.slow),
+        pytest.param("ends", 0, 2, id="launched, ends", marks=pytest.mark.slow),
+        pytest.param("raises", 1, 2, id="launched, raises", marks=pytest.mark.slow),
+    ],
+)
 def test_a_process_that_ends_finishes_its_save_first(how: str, code: int, processes: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     launch = ["-m", "trainer_lib.commands.main", "launch", "--cpu", "--num_processes", str(processes)]
@@ -310,6 +318,8 @@ def test_a_process_that_ends_finishes_its_save_first(how: str, code: int, proces
     open_state(tmp_path / "state")
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 def test_a_failure_that_nobody_asked_for_is_told_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -92,7 +92,9 @@ def assert_same(one: Any, other: Any) -> None:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["moments"][name][key])), (name, key)
 
 
-@pytest.mark.parametrize(("kind", "model"), [(FULL, Tied), (SHARDED, Stack), (SHARDED, Tied)])
+@pytest.mark.parametrize(
+    ("kind", "model"), [(FULL, Tied), pytest.param(SHARDED, Stack, marks=pytest.mark.slow), (SHARDED, Tied)]
+)
 def test_a_sharded_training_resumes_bit_by_bit(kind: str, model: Callable[[], nn.Module], tmp_path: Path) -> None:
     def whole() -> Any:
         return run(engine(kind), 5, {2: tmp_path / "state"}, model=model)
@@ -121,11 +123,11 @@ def test_a_sharded_training_resumes_bit_by_bit(kind: str, model: Callable[[], nn
     ("saving", "loading"),
     [
         ((SHARDED, 2, 2), (SHARDED, 1, 4)),
-        ((SHARDED, 1, 4), (SHARDED, 2, 2)),
-        ((SHARDED, 1, 4), (FULL, 2, 2)),
-        ((FULL, 2, 2), (SHARDED, 1, 4)),
+        pytest.param((SHARDED, 1, 4), (SHARDED, 2, 2), marks=pytest.mark.slow),
+        pytest.param((SHARDED, 1, 4), (FULL, 2, 2), marks=pytest.mark.slow),
+        pytest.param((FULL, 2, 2), (SHARDED, 1, 4), marks=pytest.mark.slow),
         ((SHARDED, 2, 2), (None,)),
-        ((None,), (SHARDED, 2, 2)),
+        pytest.param((None,), (SHARDED, 2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_a_state_fits_another_mesh_and_strategy(saving: Any, loading: Any, tmp_path: Path) -> None:
@@ -159,6 +161,7 @@ class Rows(torch.optim.Optimizer):
             parameter -= 0.01 * parameter.grad / (1 + (rows if parameter.ndim < 2 else rows.unsqueeze(1)))
 
 
+@pytest.mark.slow
 def test_states_of_other_shapes_than_their_parameters_are_kept(tmp_path: Path) -> None:
     def body() -> Any:
         accelerator = engine(SHARDED)
@@ -227,6 +230,7 @@ def test_a_kill_inside_a_sharded_save_leaves_the_older_state(tmp_path: Path) -> 
     load_checkpoint_in_model(Stack(), tmp_path / "state", strict=True)
 
 
+@pytest.mark.slow
 def test_each_machine_has_whole_weights_only_where_the_main_process_is(tmp_path: Path) -> None:
     def body() -> Any:
         rank = os.environ["RANK"]
@@ -278,7 +282,7 @@ def test_an_unfinished_window_begins_anew_and_says_so(tmp_path: Path, caplog: py
     assert "Gradients of an unfinished window" in first[1]
 
 
-@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("counts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_optimizers_that_take_turns_have_no_unfinished_window(
     counts: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -46,18 +45,30 @@ def test_what_is_no_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_runs_are_watched_in_a_terminal(tmp_path: Path) -> None:
     make_run(tmp_path / "one")
-    reader, terminal = pty.openpty()
-    command = [sys.executable, "-m", "trainer_lib.commands.main", "runs", str(tmp_path), "--watch"]
-    watching = subprocess.Popen(command, stdout=terminal, stdin=terminal, env={**os.environ, "COLUMNS": "100"})
-    os.close(terminal)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        _watch(tmp_path)
     seen = b""
     while b"finished" not in seen:
-        seen += os.read(reader, 1 << 16)
-    watching.send_signal(signal.SIGINT)
-    assert watching.wait(timeout=30) == 0
-    os.close(reader)
+        seen += os.read(terminal, 1 << 16)
+    os.kill(pid, signal.SIGINT)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(terminal)
     assert seen.startswith(b"\x1b[H\x1b[2J")
     assert "█▇▆▄▄▃▃▂▂▂▂▁▁▁▁▁" in seen.decode()
+
+
+def _watch(folder: Path) -> None:
+    """Run the command in a fork of this process, which a terminal of its own belongs to."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+        os.environ["COLUMNS"] = "100"
+        code = main(["runs", str(folder), "--watch"])
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 def test_a_report_is_written(

@@ -58,7 +58,7 @@ def state(states: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.mark.parametrize(("state", "seed"), [(kind, number) for number, kind in enumerate(KINDS)], indirect=["state"])
 def test_all_damage_is_noticed_and_names_the_file(state: Path, seed: int, trials: Trials, ledger: Ledger) -> None:
     verify_state(state)
-    for kind, file in damages(state, trials(400, 2500), seed):
+    for kind, file in damages(state, trials(60, 2500), seed):
         with pytest.raises(DamagedError) as told:
             verify_state(state)
         assert file in str(told.value) or kind == "files swapped", f"{kind}, {file}: {told.value}"

@@ -54,9 +54,16 @@ def saves_on_a_full_disk(make: Any, disk: SmallDisk, background: bool) -> tuple[
     return str(told.value), digest(accelerator) == saved, left
 
 
-@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
-    ("make", "processes"), [(trained, 1), (trained, 2), (sharded, 2)], ids=["one", "two", "shards"]
+    ("make", "processes", "background"),
+    [
+        pytest.param(trained, 1, False, id="one-False"),
+        pytest.param(trained, 1, True, id="one-True", marks=pytest.mark.slow),
+        pytest.param(trained, 2, False, id="two-False", marks=pytest.mark.slow),
+        pytest.param(trained, 2, True, id="two-True"),
+        pytest.param(sharded, 2, False, id="shards-False", marks=pytest.mark.slow),
+        pytest.param(sharded, 2, True, id="shards-True", marks=pytest.mark.slow),
+    ],
 )
 def test_a_full_disk_takes_nothing_from_the_state_before(
     make: Any, processes: int, background: bool, small_disk: SmallDisk, ledger: Ledger
@@ -164,7 +171,7 @@ def of_another(tmp_path: Path) -> Iterator[Path]:
     """Return a folder that belongs to another user, where the way to it is open to all."""
     if os.geteuid():
         pytest.skip("only root can become another user")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
 
@@ -270,8 +277,15 @@ def assert_went_on(runs: list[tuple[list[int], list[str]]], output: Path, reason
         verify_state(path)
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "in_background"),
+    [
+        (1, True),
+        (0, False),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_when_one_process_cannot_write(
     in_background: bool, rank: int, tmp_path: Path, ledger: Ledger
 ) -> None:
@@ -280,7 +294,7 @@ def test_a_run_goes_on_when_one_process_cannot_write(
     ledger.note("disks", "a Trainer, and a limit on one of two processes", injected=1, told=1, whole=1, went_on=1)
 
 
-@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("in_background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_goes_on_when_the_disk_is_full(in_background: bool, small_disk: SmallDisk, ledger: Ledger) -> None:
     output = small_disk.folder / "runs"
     disk = FullDisk(4, 0, lambda folder: small_disk.fill(leave=3000), small_disk.empty)
@@ -289,7 +303,7 @@ def test_a_run_goes_on_when_the_disk_is_full(in_background: bool, small_disk: Sm
     ledger.note("disks", "a Trainer, and a file system that is full", injected=1, told=1, whole=1, went_on=1)
 
 
-@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("in_background", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_full_disk_ends_a_run_that_says_so(in_background: bool, small_disk: SmallDisk, ledger: Ledger) -> None:
     output = small_disk.folder / "runs"
 
@@ -351,7 +365,9 @@ def warned() -> Generator[list[str]]:
 # -- temporary files -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temporary", ["in memory", "full", "read-only"])
+@pytest.mark.parametrize(
+    "temporary", ["read-only", *(pytest.param(where, marks=pytest.mark.slow) for where in ("in memory", "full"))]
+)
 def test_nothing_depends_on_where_temporary_files_are(
     temporary: str, tmp_path: Path, elsewhere: Path, request: pytest.FixtureRequest, ledger: Ledger
 ) -> None:

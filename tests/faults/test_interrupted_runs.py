@@ -2,7 +2,6 @@
 
 import os
 import random
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,69 +200,58 @@ def run(folder: Path, case: Case, dies: bool = False, **options: Any) -> list[An
     except InterruptedError:
         return None
     finally:
-        one.accelerator.free_memory()
+        one.accelerator.free_memory()  # and the workers of its loaders
 
 
-Outcome = dict[str, Any]  # by the names of cases
-PHASES = ("without a break", "with one", "goes on")
-
-
-def of_all(folder: Path, names: list[str], phase: str) -> Outcome:
-    """Return the outcome of each case in one of three phases, or how it failed."""
-    made: Outcome = {}
-    for name in names:
-        case, place = CASES[name], folder / name.replace(" ", "_")
-        try:
-            if phase == PHASES[0]:  # where nothing is saved, so that saving is seen to change nothing
-                made[name] = run(place / "whole", case, save_every="never", keep_best=0)
-            elif phase == PHASES[1]:
-                made[name] = run(place / "parts", case, dies=True)
-            else:
-                made[name] = run(place / "parts", case, resume="auto", **case.then)
-        except Exception:  # noqa: BLE001 - the other cases go on
-            made[name] = traceback.format_exc()
-    return made
-
-
-class Outcomes:
-    """What came out of all cases on some number of processes: without a break, with one, and gone on with."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._made: dict[int, list[list[Outcome]]] = {}
-
-    def of(self, processes: int) -> list[list[Outcome]]:
-        """Return the outcomes of each phase on each process; each phase is in new processes."""
-        if processes not in self._made:
-            names = [name for name, case in CASES.items() if processes in case.processes]
-            folder = self._folder / str(processes)
-            phases = [run_world(of_all, (folder, names, phase), processes, timeout=120) for phase in PHASES]
-            self._made[processes] = phases
-        return self._made[processes]
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return Outcomes(tmp_path_factory.mktemp("runs"))
-
-
+# The cases that `make test` runs: each covers what no other case does. The rest runs with `make test-all`.
+DAILY = {
+    1: {
+        "in the middle of the first pass",
+        "at the end of a pass",
+        "with the last step of all to go",
+        "saved at once",
+        "accumulation over the end of a pass",
+        "bf16",
+        "a schedule that waits for a plateau",
+        "two workers, and none then",
+        "data that draws random numbers",
+        "the same in workers, each sample seeded",
+        "a stream, in a later pass",
+        "a stream that draws random numbers",
+        "a stream of Hugging Face with a buffer that shuffles",
+    },
+    2: {
+        "in the middle of the second pass",
+        "without accumulation",
+        "data that draws random numbers",
+        "a stream",
+        "a stream of Hugging Face with a buffer that shuffles",
+    },
+}
 NUMBERS = {1: "one process", 2: "two processes"}
 
 
 @pytest.mark.parametrize(
     ("processes", "name"),
     [
-        pytest.param(processes, name, id=f"{NUMBERS[processes]}, {name}")
+        pytest.param(
+            processes,
+            name,
+            id=f"{NUMBERS[processes]}, {name}",
+            marks=[] if name in DAILY[processes] else pytest.mark.slow,
+        )
         for processes in BOTH
         for name, case in CASES.items()
         if processes in case.processes
     ],
 )
 def test_an_interrupted_run_is_the_run_without_a_break(
-    outcomes: Outcomes, processes: int, name: str, ledger: Ledger
+    processes: int, name: str, tmp_path: Path, ledger: Ledger
 ) -> None:
-    whole, died, resumed = ([of_one[name] for of_one in phase] for phase in outcomes.of(processes))
-    assert all(isinstance(one, list) for one in whole), whole[0]
-    assert died == [None] * processes, died[0]
-    assert resumed == whole, resumed[0]
+    def train(folder: str, **options: Any) -> list[Any]:
+        return run_world(lambda: run(tmp_path / folder, CASES[name], **options), (), processes, timeout=120)
+
+    whole = train("whole", save_every="never", keep_best=0)  # saves nothing, so that saving is seen to change nothing
+    assert train("parts", dies=True) == [None] * processes
+    assert train("parts", resume="auto", **CASES[name].then) == whole
     ledger.note("runs", f"{name}, {NUMBERS[processes]}", compared=1, equal=1)

@@ -27,11 +27,18 @@ from trainer_lib.launchers import ProcessFailedError
 # -- at any moment ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize(
-    ("kind", "make", "processes", "few"),
-    [("one process", trained, 1, 6), ("two processes", trained, 2, 4), ("two processes, shards", sharded, 2, 2)],
-    ids=["one", "two", "shards"],
+    ("kind", "make", "processes", "few", "background"),
+    [
+        pytest.param("one process", trained, 1, 6, False, id="one-at once", marks=pytest.mark.slow),
+        pytest.param("one process", trained, 1, 6, True, id="one-in the background"),
+        pytest.param("two processes", trained, 2, 4, False, id="two-at once"),
+        pytest.param("two processes", trained, 2, 4, True, id="two-in the background", marks=pytest.mark.slow),
+        pytest.param("two processes, shards", sharded, 2, 2, False, id="shards-at once", marks=pytest.mark.slow),
+        pytest.param(
+            "two processes, shards", sharded, 2, 2, True, id="shards-in the background", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_killed_at_any_moment_the_newest_state_is_whole(
     kind: str,
@@ -94,12 +101,19 @@ def a_run(folder: Path, processes: int, steps: int, **options: Any) -> list[Any]
     return [result.state.step, timeless, [parameter.tolist() for parameter in model.parameters()]]
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("processes", "background"),
+    [
+        pytest.param(1, False, id="1-at once", marks=pytest.mark.slow),
+        pytest.param(1, True, id="1-in the background"),
+        pytest.param(2, False, id="2-at once", marks=pytest.mark.slow),
+        pytest.param(2, True, id="2-in the background", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
     processes: int, background: bool, tmp_path: Path, trials: Trials, ledger: Ledger
 ) -> None:
-    when = moments(trials(4 - processes, 16), seed=processes)
+    when = moments(trials(2, 16), seed=processes)
     steps = len(when) * (50, 25)[processes - 1]  # which last until the last kill
     options: dict[str, Any] = {"save_in_background": background}
     for name in ("whole", "parts"):
@@ -201,6 +215,7 @@ def test_killed_at_any_step_the_older_or_the_newer_state_is_whole(
     ledger.note("kills", "one process, at each step of a save", kills=kills, inside=kills, resumed=kills, equal=kills)
 
 
+@pytest.mark.slow
 def test_what_is_no_state_never_takes_the_place_of_one_that_a_kill_left_beside_it(tmp_path: Path) -> None:
     accelerator, model, optimizer = trained(tmp_path / "base")
     folder = Path(accelerator.save_state(tmp_path / "base" / "state"))

@@ -116,10 +116,10 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
     [
         pytest.param((1, 8, 1), (2, 4, 1), id="1 to 2"),
         pytest.param((2, 4, 1), (1, 8, 1), id="2 to 1"),
-        pytest.param((2, 4, 1), (4, 2, 1), id="2 to 4"),
-        pytest.param((4, 2, 1), (2, 4, 1), id="4 to 2"),
+        pytest.param((2, 4, 1), (4, 2, 1), id="2 to 4", marks=pytest.mark.slow),
+        pytest.param((4, 2, 1), (2, 4, 1), id="4 to 2", marks=pytest.mark.slow),
         pytest.param((1, 8, 1), (1, 4, 2), id="smaller batches"),
-        pytest.param((2, 2, 2), (1, 8, 1), id="2 accumulating to 1"),
+        pytest.param((2, 2, 2), (1, 8, 1), id="2 accumulating to 1", marks=pytest.mark.slow),
     ],
 )
 def test_each_sample_comes_once_with_the_same_losses(
@@ -163,7 +163,10 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> States:
     return States(tmp_path_factory.mktemp("states"))
 
 
-@pytest.mark.parametrize(("before", "after"), [((1, 8, 1), (2, 4, 1)), ((2, 4, 1), (1, 8, 1))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param((1, 8, 1), (2, 4, 1), marks=pytest.mark.slow), ((2, 4, 1), (1, 8, 1))],
+)
 def test_so_does_a_stream_without_a_length(before: Layout, after: Layout, tmp_path: Path, ledger: Ledger) -> None:
     first = run_world(whole, (before, Stream(), [2, 6], tmp_path), before[0], timeout=60)[0]
     for process in run_world(resumed, (after, Stream(), tmp_path, [(2, 1), (6, 1)]), after[0], timeout=60):
@@ -252,7 +255,10 @@ def sharded(layout: Layout, folder: Path, at: int | None) -> list[Any]:
     return updates(engine, 8, at, folder)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 4, 1), (4, 2, 1)), ((4, 2, 1), (2, 4, 1))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param((2, 4, 1), (4, 2, 1), marks=pytest.mark.slow), ((4, 2, 1), (2, 4, 1))],
+)
 def test_shards_fit_another_world(before: Layout, after: Layout, tmp_path: Path, ledger: Ledger) -> None:
     first = run_world(sharded, (before, tmp_path / "state", 4), before[0], timeout=120)[0]
     for made in run_world(sharded, (after, tmp_path / "state", None), after[0], timeout=120):
@@ -282,8 +288,8 @@ def gone_on(layout: Layout, run: Path, places: list[tuple[int, int]]) -> list[li
     [
         pytest.param((1, 16, 1), (2, 8, 1), id="1 to 2"),
         pytest.param((2, 8, 1), (1, 16, 1), id="2 to 1"),
-        pytest.param((2, 8, 1), (4, 4, 1), id="2 to 4"),
-        pytest.param((4, 4, 1), (2, 4, 2), id="4 to 2 that accumulate"),
+        pytest.param((2, 8, 1), (4, 4, 1), id="2 to 4", marks=pytest.mark.slow),
+        pytest.param((4, 4, 1), (2, 4, 2), id="4 to 2 that accumulate", marks=pytest.mark.slow),
         pytest.param((1, 16, 1), (1, 8, 2), id="smaller batches"),
     ],
 )

@@ -172,7 +172,8 @@ def test_process_that_ends_before_its_function_does_is_told() -> None:
         run_forked(os._exit, (0,), num_processes=1, timeout=LIMIT)
 
 
-def test_processes_do_not_outlive_their_parent() -> None:
+@pytest.mark.launch
+def test_processes_do_not_outlive_their_parent(tmp_path: Path) -> None:
     parent = """
 import signal
 from trainer_lib.launchers import run_forked
@@ -183,7 +184,9 @@ def wait():
 
 run_forked(wait)
 """
-    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where it leaves its folder
+    command = [sys.executable, "-c", parent]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
         process.kill()

@@ -173,6 +173,8 @@ def test_default_port_may_be_taken() -> None:
             assert notebook_launcher(place, num_processes=2) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 def test_used_accelerator_means_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cloudpickle")
     monkeypatch.setattr(notebook, "count_accelerators", lambda: 2)

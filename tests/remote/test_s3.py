@@ -19,18 +19,22 @@ from tests.remote.conftest import made
 from tests.remote.peer import Line
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import run
-from tests.worlds import forget_world, run_world
+from tests.worlds import forget_world
 from trainer_lib import CheckpointError, Trainer
 from trainer_lib.checkpointing.reader import open_state, verify_state
 from trainer_lib.commands.main import main
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.foundation.remote import RemotePath, path_at
+from trainer_lib.launchers import run_forked
 
-# aiohttp's, of a download that is cut.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <function Connection.__del__:pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = [
+    pytest.mark.server,
+    # aiohttp's, of a download that is cut.
+    pytest.mark.filterwarnings(
+        "ignore:Exception ignored in. <function Connection.__del__:pytest.PytestUnraisableExceptionWarning"
+    ),
+]
 
 LARGE = 2 << 20  # so many numbers that a save is cut in the middle of them
 
@@ -86,6 +90,7 @@ def test_states_are_saved_replaced_damaged_and_loaded(bucket: str, caplog: pytes
     assert "secret-of-a-test" not in caplog.text
 
 
+@pytest.mark.slow
 def test_two_processes_save_and_one_goes_on(bucket: str) -> None:
     def both() -> Any:
         accelerator, model, _ = trained(f"{bucket}/two", updates=2)  # type: ignore[arg-type]
@@ -98,29 +103,30 @@ def test_two_processes_save_and_one_goes_on(bucket: str) -> None:
         accelerator.load_state()
         return weights(model)
 
-    one, other = run_world(both, timeout=60)
+    one, other = run_forked(both, timeout=60)
     assert one == other
-    assert run_world(loaded, timeout=60) == [one, one]
+    assert run_forked(loaded, timeout=60) == [one, one]
     assert open_state(path_at(f"{bucket}/two/checkpoints/checkpoint_0")).world_size == 2
     assert loaded() == one
 
 
+@pytest.mark.slow
 def test_shards(bucket: str) -> None:
     state: Any = f"{bucket}/shards/state"
-    runs = run_world(lambda: run_sharded(engine(SHARDED), 3, {2: state}), timeout=60)
-    again = run_world(lambda: run_sharded(engine(SHARDED), 3, load=state), timeout=60)
+    runs = run_forked(lambda: run_sharded(engine(SHARDED), 3, {2: state}), timeout=60)
+    again = run_forked(lambda: run_sharded(engine(SHARDED), 3, load=state), timeout=60)
     for one, other in zip(again, runs, strict=True):
         assert_same(one, other)
     assert sum("model.shards/" in name for name in files(state)) == 2
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_there_on_an_empty_disk(processes: int, bucket: str, tmp_path: Path) -> None:
     def train(folder: Any, dies_at: int | None = None, resume: str = "never") -> list[Any]:
         def each() -> Any:
             return run(folder, {"num_train_epochs": 1, "save_every": 3}, points(100), dies_at, resume=resume)
 
-        return run_world(each, num_processes=processes, timeout=60)
+        return run_forked(each, num_processes=processes, timeout=60)
 
     whole, *_ = train(tmp_path / "whole")
     parts = f"{bucket}/parts"
@@ -192,6 +198,7 @@ def test_a_load_that_is_cut_damages_nothing(line: Line) -> None:
     assert weights(big) == saved
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_save(line: Line) -> None:
     project = f"{made()}/project"
 
@@ -226,6 +233,7 @@ def test_a_kill_in_the_middle_of_a_save(line: Line) -> None:
     assert not any("partial.json" in name for name in files(project))
 
 
+@pytest.mark.slow
 def test_a_save_in_the_place_of_another_that_is_cut(line: Line) -> None:
     state = f"{made()}/state"
     accelerator, model, optimizer = trained("unused", updates=1)  # type: ignore[arg-type]
@@ -248,6 +256,7 @@ def test_a_save_in_the_place_of_another_that_is_cut(line: Line) -> None:
     assert weights(model) == newer
 
 
+@pytest.mark.slow
 def test_a_line_that_is_cut_for_a_moment(line: Line) -> None:
     state = f"{made()}/state"
     accelerator, model, optimizer = trained("unused", updates=1)  # type: ignore[arg-type]
@@ -271,6 +280,8 @@ accelerator.save_state(sys.argv[1], background=True)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 def test_a_process_that_ends_waits(bucket: str, port: int) -> None:
     # By a name: looking it up takes a pool of threads, which Python ends early.
     variables = {"AWS_ENDPOINT_URL": f"http://localhost:{port}", "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,8 @@ class Browser:
     def __init__(self, home: Path) -> None:
         program = find_browser()
         assert program is not None
+        # Its folder for temporary files, which it may leave behind. The path is short: that of a socket in it is limited.
+        self._temporary = tempfile.TemporaryDirectory()
         read_commands, self._commands = os.pipe()
         self._answers, write_answers = os.pipe()
         # It reads from 3 and writes to 4, whatever numbers the pipes have here.
@@ -52,7 +55,7 @@ class Browser:
             pass_fds=(read_commands, write_answers),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"HOME": str(home)},
+            env=os.environ | {"HOME": str(home), "TMPDIR": self._temporary.name},
         )
         os.close(read_commands)
         os.close(write_answers)
@@ -78,6 +81,8 @@ class Browser:
         self._process.wait(timeout=TIMEOUT)
         os.close(self._commands)
         os.close(self._answers)
+        shutil.rmtree(self._temporary.name, ignore_errors=True)  # its last processes may still write there
+        self._temporary.cleanup()
 
     def open(
         self, url: str, width: int = 1280, height: int = 900, is_dark: bool = False, is_phone: bool = False

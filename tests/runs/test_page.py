@@ -13,7 +13,10 @@ from tests.runs.histories import line, make_run, training
 from trainer_lib.runs.report import find_runs, write_report
 from trainer_lib.runs.serving import LiveReport
 
-pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here (Debian's: chromium)")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here (Debian's: chromium)"),
+]
 
 CHART = "document.querySelector('[data-chart=\"loss\"] svg')"
 TIP = "document.querySelector('[data-chart=\"loss\"] .tip').innerText"

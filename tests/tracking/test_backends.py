@@ -78,6 +78,7 @@ def test_jsonl_goes_on_where_training_does(tmp_path: Path) -> None:
     assert len((tmp_path / "digits.jsonl.old").read_text().splitlines()) == len(lines)
 
 
+@pytest.mark.slow
 def test_comet_offline(tmp_path: Path) -> None:
     needs("comet_ml", "comet")
     reported("comet_ml", tmp_path, online=False)
@@ -93,6 +94,7 @@ def test_comet_offline(tmp_path: Path) -> None:
     assert "model/layers" in text
 
 
+@pytest.mark.slow
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("trackio", "trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -107,6 +109,7 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
     needs("wandb", "wandb")
     reported("wandb", tmp_path, mode="offline")

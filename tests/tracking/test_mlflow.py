@@ -20,7 +20,10 @@ from trainer_lib.tracking import Patience, TrackerGroup
 
 if not is_package_available("mlflow"):
     pytest.skip("mlflow is not installed: pip install trainer_lib[mlflow]", allow_module_level=True)
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of SQLAlchemy in MLflow, where the tests read
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # those of SQLAlchemy in MLflow, where the tests read
+]
 
 PATIENT = Patience(linger=0.05, call=20.0, finish=60.0, first_pause=0.2, longest_pause=1.0)
 TOKEN = "b" * 32
@@ -127,6 +130,7 @@ def test_a_database(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPa
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"notes", "table-3.json"}
 
 
+@pytest.mark.server
 def test_a_server_that_is_killed_and_comes_back(
     tmp_path: Path, database: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
