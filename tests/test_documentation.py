@@ -1,18 +1,26 @@
 """What the documentation shows runs as it stands there: the examples of docstrings, and the scripts of the pages."""
 
 import doctest
+import gc
 import importlib
 import os
 import pkgutil
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import trainer_lib
+from tests.worlds import run_world
+from trainer_lib.commands.launch_options import parse
+from trainer_lib.launchers.fork import rank_variables
 from trainer_lib.testing import reset_states
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +31,19 @@ MODULES = sorted(
 )
 # A script names itself in its first line; the commands that start it are in the next block of the page.
 SCRIPT = re.compile(r"```python\n# (\w+\.py)\n(.*?)```.*?```bash\n(.*?)```", re.DOTALL)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if SCRIPT.search(page.read_text())
+]
+# The commands of the first page a user reads, and those that are more than one start: a run that resumes, an exit code.
+TYPED = ["README.md", "state.md", "stopping.md"]
+
+
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """Let examples that collect garbage collect their own, not all that the process has imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -39,10 +59,54 @@ def test_examples_of_docstrings(name: str, monkeypatch: pytest.MonkeyPatch, tmp_
     assert runner.summarize(verbose=False).failed == 0
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if SCRIPT.search(page.read_text())], ids=lambda page: page.name
-)
-def test_scripts_of_pages(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_of_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each as its commands say, on as many processes, but without a new interpreter."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.chdir(tmp_path)
+    for name, script, commands in SCRIPT.findall(page.read_text()):
+        Path(name).write_text(script)
+        assert name in commands
+        for command in commands.splitlines():
+            start, _, expected = command.partition("; test $? = ")
+            if name not in start:
+                subprocess.run(["sh", "-c", command], check=True)
+                continue
+            processes, words = processes_and_script(shlex.split(start, comments=True))
+            codes = run_world(run_script, (words, processes > 0), max(processes, 1), timeout=100)
+            assert set(codes) == {int(expected or 0)}, command
+
+
+def processes_and_script(words: list[str]) -> tuple[int, list[str]]:
+    """Return how many processes the launcher starts for a command (0: it is not used), and the script's own words."""
+    if words[0] == "python":
+        return 0, words[1:]
+    assert words[:2] == ["trainer-lib", "launch"]
+    options, script = parse(words[2:])
+    changed = vars(options).items() - vars(parse(["script.py"])[0]).items()
+    assert {option for option, _ in changed} <= {"cpu", "num_processes", "script"}  # other options need the launcher
+    return options.num_processes, script
+
+
+def run_script(words: list[str], is_launched: bool) -> int:
+    """Run a script in this process, and return its exit code."""
+    warnings.resetwarnings()  # those of a script are for people
+    if not is_launched:
+        for name in rank_variables(0, 1, 0, "").keys() - {"ACCELERATE_USE_CPU"}:
+            del os.environ[name]
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name in TYPED], ids=lambda page: page.name)
+def test_commands_of_pages(page: Path, tmp_path: Path) -> None:
+    """As a user types them into a shell."""
     (tmp_path / "trainer-lib").write_text(f'#!/bin/sh\nexec {sys.executable} -m trainer_lib.commands.main "$@"\n')
     (tmp_path / "trainer-lib").chmod(0o755)
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
