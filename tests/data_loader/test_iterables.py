@@ -255,8 +255,15 @@ def test_a_bookmark_holds_the_random_numbers_too() -> None:
     assert resumed.dataset.reads < 400 - 100
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(
+    ("num_workers", "keeps"),
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_workers_of_a_stateful_loader_keep_their_places(num_workers: int, keeps: bool) -> None:
     def prepared() -> Any:
         dataset = Keeping(80) if keeps else Stream(150)

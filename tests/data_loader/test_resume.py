@@ -100,10 +100,10 @@ def test_every_position_can_be_gone_on_from(kind: str, processes: int) -> None:
     ("kind", "num_workers", "persistent"),
     [
         ("shuffle", 2, False),
-        ("shuffle", 2, True),
-        ("stream", 1, True),
-        ("stream", 2, False),
-        ("shuffle, stateful", 2, False),
+        pytest.param("shuffle", 2, True, marks=pytest.mark.slow),
+        pytest.param("stream", 1, True, marks=pytest.mark.slow),
+        pytest.param("stream", 2, False, marks=pytest.mark.slow),
+        pytest.param("shuffle, stateful", 2, False, marks=pytest.mark.slow),
         ("stream, stateful", 2, True),
     ],
 )
@@ -349,7 +349,7 @@ def test_a_loaded_position_is_not_skipped_twice() -> None:
     assert read(skip_first_batches(loader, 3)) == first[3:]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_plain_loaders_can_be_started_some_batches_in(num_workers: int) -> None:
     loader = DataLoader(Numbers(10), batch_size=4, num_workers=num_workers)
     rest = skip_first_batches(loader, 1)
