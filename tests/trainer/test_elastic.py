@@ -247,6 +247,8 @@ def uninterrupted() -> list[Any]:
     return [told(result), [parameter.tolist() for parameter in model.parameters()], result.state.samples]
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 @pytest.mark.fault("`SIGKILL` for one of two processes; the launcher begins again")
 def test_a_killed_rank_under_the_launcher_goes_on_to_the_bit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

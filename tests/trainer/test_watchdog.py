@@ -1,8 +1,10 @@
-"""A process that hangs: all end, and it is told which one it was, and where; who only waits long is left to wait."""
+"""Hang detection: the error names the rank that hangs and where; a rank that waits for a slow one is not hung."""
 
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError
+from trainer_lib import ConfigurationError, PartialState
 from trainer_lib.events import Run, Transformer
+from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.trainer.watchdog import EXIT_CODE
 
 TIMEOUT = 2.0
@@ -67,6 +70,43 @@ def launched(folder: Path, how: str, *options: str) -> tuple[subprocess.Complete
     return done, time.time() - float((folder / "hung").read_text())
 
 
+class Waits(Transformer):
+    """Has one rank wait in the middle of the run, once."""
+
+    def __init__(self, once: Path) -> None:
+        self.once = once
+
+    def on_step_begin(self, run: Run) -> None:
+        if run.state.step == 4 and not run.is_main_process and not self.once.exists():
+            self.once.touch()
+            threading.Event().wait()
+
+
+@pytest.mark.fault
+def test_a_rank_that_waits_is_named_and_the_run_resumes(tmp_path: Path) -> None:
+    def train() -> int:
+        rank = PartialState(cpu=True).process_index
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / f"error-{rank}.json")
+        args = arguments(output_dir=tmp_path / "runs", resume="auto", save_every=3, max_steps=6, hang_timeout=1.0)
+        return trainer(args, train_dataset=points(80), callbacks=[Waits(tmp_path / "once")]).fit().state.step
+
+    with pytest.raises(ProcessFailedError) as caught:
+        run_forked(train, timeout=60)
+    assert caught.value.exit_code == EXIT_CODE
+    errors = [json.loads(path.read_text())["message"]["message"] for path in tmp_path.glob("error-*.json")]
+    assert errors
+    for error in errors:
+        assert error.startswith("HangError: No process has moved for 1 s (hang_timeout=1); it is process 1 that hangs.")
+        assert "process 0 is in step 5, in " in error
+        assert "process 1 is in step 5, in Event.wait (threading.py:" in error or "Condition.wait" in error
+        assert "Waits.on_step_begin (test_watchdog.py:" in error
+    assert any("on_step_begin" in path.read_text() for path in tmp_path.glob("runs/*/hang-process-*.txt"))
+    assert run_forked(train, timeout=60) == [6, 6]
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.launch
 @pytest.mark.fault("`SIGSTOP` for one of two processes")
 def test_a_process_that_was_stopped_is_named(tmp_path: Path) -> None:
     done, seconds = launched(tmp_path, "stopped")
@@ -79,6 +119,8 @@ def test_a_process_that_was_stopped_is_named(tmp_path: Path) -> None:
     assert seconds < TIMEOUT + 15  # of which the launcher waits for a process that cannot answer; the machine is busy
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 @pytest.mark.fault("a process that waits for ever; the launcher begins again")
 def test_a_job_that_hung_goes_on_where_it_was(tmp_path: Path) -> None:
     done, _ = launched(tmp_path, "waits", "--max_restarts", "1")
@@ -117,8 +159,6 @@ def test_who_waits_for_one_that_moves_is_left_to_wait(callback: Any) -> None:
 
 
 def test_nobody_watches_where_it_is_not_wanted_or_nobody_waits() -> None:
-    import threading
-
     class Looks(Transformer):
         found: bool | None = None
 
