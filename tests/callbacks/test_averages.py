@@ -108,7 +108,7 @@ def test_an_average_of_16_bit_weights_moves() -> None:
     assert ema.state_dict()["averages"]["weight"].item() == pytest.approx(0.999)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes_average_what_they_hold_and_resume_to_the_bit(kind: str, tmp_path: Path) -> None:
     _, averages, _ = averaged_by_hand()
     plugin = FullyShardedDataParallelPlugin(

@@ -16,6 +16,8 @@ def test_all_names_are_there() -> None:
         _ = trainer_lib.callbacks.EarlyStoping  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 def test_the_package_brings_in_what_is_used_and_no_bars() -> None:
     statement = (
         "import sys; from trainer_lib.callbacks import Throughput, ProgressBar; print('tqdm.auto' in sys.modules)"

@@ -19,6 +19,8 @@ None
 """
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 @pytest.mark.filterwarnings("ignore")  # of the client, whose kernel is another process
 def test_a_notebook_draws_again_in_place() -> None:
     cells = [nbformat.v4.new_code_cell(CELL)]

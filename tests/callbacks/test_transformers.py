@@ -124,8 +124,11 @@ PLUGIN = FullyShardedDataParallelPlugin(
 )
 
 
-@pytest.mark.parametrize(("kind", "options"), [("ddp", {"ddp": UNUSED}), ("fsdp", {"fsdp": PLUGIN})])
-def test_on_two_processes(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"ddp": UNUSED}, id="ddp"), pytest.param({"fsdp": PLUGIN}, id="fsdp", marks=pytest.mark.slow)],
+)
+def test_on_two_processes(options: dict[str, Any]) -> None:
     """With 2 samples and accumulation of 2, so that an update is of 8."""
     options = {**options, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
@@ -376,10 +379,17 @@ def test_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
     assert_equal(parts, whole)
 
 
-def test_resumed_to_the_bit_on_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["sam"], id="sam"),
+        pytest.param(["unfreeze", "either", "noise"], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_resumed_to_the_bit_on_two_processes(names: list[str], tmp_path: Path) -> None:
     def two() -> list[Any]:
         options: dict[str, Any] = {"per_device_train_batch_size": 4, "ddp": UNUSED}
-        chosen = {name: RESUMED[name] for name in ("unfreeze", "sam", "either", "noise")}
+        chosen = {name: RESUMED[name] for name in names}
         return [resumed(make, tmp_path / name, **options, **more) for name, (make, more) in chosen.items()]
 
     for everything in run_world(two, (), 2, timeout=120):

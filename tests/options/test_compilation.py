@@ -114,6 +114,8 @@ def test_backend_and_plugin_are_two_ways_to_say_one_thing() -> None:
         compilation_plugin(None, "eager")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 def test_torchs_tracer_is_imported_only_by_those_who_compile() -> None:
     script = (
         "import sys, torch\n"

@@ -106,6 +106,7 @@ def test_the_average_is_exported(tmp_path: Path) -> None:
         assert_same_program(during.path, trainer.unwrapped_model)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_takes_texts_of_any_length(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 

@@ -53,6 +53,9 @@ print(trainer.push_to_hub("sides", license="mit", private=True, commit_message="
 """
 
 
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.server
 def test_a_program_pushes_to_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as hub:
         variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}

@@ -14,22 +14,27 @@ from torch.utils.data import TensorDataset
 from tests.trainer.evaluated import CLASSES, Bench, Texts, classify, dataset, expected, read, scores
 from tests.worlds import run_world
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
-from trainer_lib.launchers import ProcessFailedError
+from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.trainer.metrics import as_metric, as_metrics
 from trainer_lib.trainer.outputs import EvaluationOutput
 
 SAMPLES = 23
 
 
-def measured(make: Callable[[], Any], step: Any = classify, data: Any = None, processes: int = 2) -> dict[str, float]:
-    """Return what metrics say, evaluated twice on each of several processes, and check that all say the same."""
+def measured(
+    make: Callable[[], Any], step: Any = classify, data: Any = None, processes: int = 2, run: Any = run_world
+) -> dict[str, float]:
+    """Return what metrics say, evaluated twice on each of several processes, and check that all say the same.
+
+    `run=run_forked` where the metrics come from a library that takes long to import: forks have it already.
+    """
 
     def body() -> list[dict[str, float]]:
         bench = Bench(step)
         one = bench.set(dataset(SAMPLES) if data is None else data, make(), batch_size=3)
         return [bench.evaluate({"": one}) for _ in range(2)]
 
-    told = [found for process in run_world(body, num_processes=processes, timeout=60) for found in process]
+    told = [found for process in run(body, num_processes=processes, timeout=60) for found in process]
     assert all(found == told[0] for found in told)
     alone = Bench(step)
     whole = alone.evaluate({"": alone.set(dataset(SAMPLES) if data is None else data, make(), batch_size=100)})
@@ -189,7 +194,7 @@ class TestObjects:
             objects.append(Merged())
             return {"merged": objects[-1]}
 
-        found = measured(make, processes=3)
+        found = measured(make, processes=3, run=run_forked)
         assert found == {"loss": found["loss"], "merged": SAMPLES, "merged_parts_twice": 2 * SAMPLES}
         assert objects[-1].rows == 0  # it has no reset, so it is a copy that counts
 
@@ -273,7 +278,7 @@ class TestTorchMetrics:
         def made() -> dict[str, Any]:
             return {**make(), "whole": OfFirst()}
 
-        found = measured(made, step, processes=3)
+        found = measured(made, step, processes=3, run=run_forked)
         given, labels = scores(SAMPLES)
         at_once = make()
         at_once["whole"].update(given[:, 0], given[:, 1])
@@ -336,7 +341,7 @@ class TestTorchMetrics:
 
         handed_round = {name: metric.is_handed_round for name, metric in as_metrics(make()).items()}
         assert handed_round == {"rows": False, "unsaid": True, "averaged": True, "parent": True}
-        found = measured(make, processes=3)
+        found = measured(make, processes=3, run=run_forked)
         assert [found[name] for name in ("rows", "unsaid", "parent")] == [SAMPLES] * 3
         assert found["averaged"] == scores(SAMPLES)[0].max()
 
@@ -350,7 +355,7 @@ class TestTorchMetrics:
 
         metric = torchmetrics.AUROC(task="multiclass", num_classes=CLASSES, ignore_index=-100)
         metric.update(*scores(24))
-        assert run_world(body, timeout=60) == pytest.approx([metric.compute().item()] * 2)
+        assert run_forked(body, timeout=60) == pytest.approx([metric.compute().item()] * 2)
 
     def test_torcheval_is_merged(self) -> None:
         torcheval = pytest.importorskip("torcheval.metrics")
@@ -359,7 +364,7 @@ class TestTorchMetrics:
             return EvaluationOutput(predictions=batch[0], labels=batch[1].clamp(min=0))
 
         given, labels = scores(SAMPLES)
-        found = measured(lambda: {"accuracy": torcheval.MulticlassAccuracy()}, step)
+        found = measured(lambda: {"accuracy": torcheval.MulticlassAccuracy()}, step, run=run_forked)
         assert found["accuracy"] == pytest.approx((given.argmax(1) == labels.clamp(min=0)).double().mean().item())
 
 
@@ -392,13 +397,13 @@ class TestEvaluate:
 
     def test_modules_see_classes_of_all(self, module: Callable[[], Any]) -> None:
         given, labels = scores(SAMPLES)
-        found = measured(lambda: {"matches": module()})
+        found = measured(lambda: {"matches": module()}, run=run_forked)
         assert found["matches"] == pytest.approx((given.argmax(1) == labels).double().mean().item())
         assert found["matches_last"] == given[-1].argmax()
 
     def test_several_are_combined(self, module: Callable[[], Any]) -> None:
         evaluate = pytest.importorskip("evaluate")
-        found = measured(lambda: {"both": evaluate.combine({"one": module(), "other": module()})})
+        found = measured(lambda: {"both": evaluate.combine({"one": module(), "other": module()})}, run=run_forked)
         assert {"both_one_matches", "both_other_last"} <= set(found)
 
     def test_errors_are_told_to_all(self, module: Callable[[], Any]) -> None:
@@ -410,7 +415,7 @@ class TestEvaluate:
             bench.evaluate({"": bench.set(dataset(9), {"matches": module()})})
 
         with pytest.raises(ProcessFailedError) as error:
-            run_world(body, timeout=60)
+            run_forked(body, timeout=60)
         assert "ValueError" in str(error.value) or "matches failed on the main process" in str(error.value)
 
     def test_only_the_main_process_has_rows(self) -> None:

@@ -174,12 +174,20 @@ def test_objects_that_were_given_are_as_they_were(tool: str) -> None:
     assert same(run(tools()[tool]), run(lambda one: None))
 
 
-def test_processes_leave_all_as_it_was(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["find_learning_rate"], id="find_learning_rate"),
+        pytest.param(["find_batch_size", "preview", "search"], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_leave_all_as_it_was(names: list[str], tmp_path: Path) -> None:
+    if "search" in names:
+        pytest.importorskip("optuna")
 
     def train() -> list[Any]:
         outcomes: list[Any] = []
-        for use in (repr, *tools(n=1).values()):
+        for use in (repr, *(tools(n=1)[name] for name in names)):
             one = made(tmp_path)
             one.prepare_models()
             before = state(one)

@@ -30,7 +30,7 @@ def run(folder: Path | None, dies_at: int | None = None, **options: Any) -> tupl
     one = trainer(
         args,
         model=layers(),
-        train_dataset=points(75),
+        train_dataset=points(41),
         eval_dataset=points(21),
         metrics=["accuracy"],
         callbacks=[] if dies_at is None else [Dies(dies_at)],
@@ -64,6 +64,7 @@ def test_shards_train_as_replicas_do() -> None:
         assert_same(actual, expected[0])
 
 
+@pytest.mark.slow
 def test_shards_of_two_replicas() -> None:
     def replicated() -> Any:
         return run(None, per_device_train_batch_size=4)
@@ -77,7 +78,7 @@ def test_shards_of_two_replicas() -> None:
         assert_same(actual, expected[0])
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow)])
 def test_resumed_shards(kind: str, tmp_path: Path) -> None:
     def both(folder: str, dies_at: int | None, resume: str) -> Any:
         return run(tmp_path / folder, dies_at, fsdp=FullyShardedDataParallelPlugin(state_dict_type=kind), resume=resume)

@@ -59,7 +59,7 @@ def alone() -> Outcome:
     return run(1)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_world_makes_no_difference(processes: int) -> None:
     history, step, status, reason, weights = alone()
     assert status == "stopped"
