@@ -218,12 +218,13 @@ def test_processes_form_a_world(launch: Any, script: Any) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_forms_a_world_too(script: Any) -> None:
+def test_torchrun_forms_a_world_too(script: Any, tmp_path: Path) -> None:
     path = script(
         JOIN, "import sys; sys.stdout.write(f'{state.process_index} {state.num_processes} {state.backend}\\n')"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([*torchrun, path], capture_output=True, text=True, timeout=LIMIT, check=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where it leaves its logs
+    done = subprocess.run([*torchrun, path], capture_output=True, text=True, timeout=LIMIT, check=True, env=environment)
     assert sorted(done.stdout.splitlines()) == ["0 2 gloo", "1 2 gloo"]
 
 

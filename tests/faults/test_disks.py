@@ -376,7 +376,7 @@ def test_nothing_depends_on_where_temporary_files_are(
         disk: SmallDisk = request.getfixturevalue("small_disk")
         other = disk.folder
         disk.fill() if temporary == "full" else disk.make_read_only()
-    with tempfile.TemporaryDirectory() as on_disk:
+    with tempfile.TemporaryDirectory(dir="/tmp") as on_disk:
         places = [Path(on_disk)] if temporary != "in memory" else [Path(on_disk), elsewhere]
         for number, place in enumerate(places):
             where = other if number == 0 else Path(on_disk)

@@ -240,18 +240,22 @@ def accuracy(told: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("who", "more"),
+    ("who", "batches", "more"),
     [
-        pytest.param((True, True), {}, id="each for itself"),
+        pytest.param((True, True), 50, {}, id="each for itself"),
         pytest.param(
-            (False, True), {"compute_metrics": accuracy}, id="where batches are handed round", marks=pytest.mark.slow
+            (False, True),
+            150,
+            {"compute_metrics": accuracy},
+            id="where batches are handed round",
+            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_an_evaluation_is_left_and_made_up_for(
-    tmp_path: Path, who: tuple[bool, ...], more: dict[str, Any], whole: Any
+    tmp_path: Path, who: tuple[bool, ...], batches: int, more: dict[str, Any]
 ) -> None:
-    data = {"eval_dataset": points(400), **more}  # 50 batches of a process
+    data = {"eval_dataset": points(8 * batches), **more}  # so many batches of a process
 
     def live(is_asked: bool) -> list[Any]:
         asks = Asks(6, [(signal.SIGTERM, 0.1)], "on_evaluate_begin") if is_asked else None
@@ -266,7 +270,7 @@ def test_an_evaluation_is_left_and_made_up_for(
 
     first, second = run_world(lambda: live(who[int(os.environ["RANK"])]), (), 2, timeout=90)
     assert first[:2] == second[:2] == [143, 6]
-    assert 0 < max(first[2], second[2]) < 50
+    assert 0 < max(first[2], second[2]) < batches
     again = run_world(lambda: _without_waiting(tmp_path, data), (), 2, timeout=90)
     assert again == run_world(lambda: _without_waiting(tmp_path / "whole", data), (), 2, timeout=90)
 

@@ -44,7 +44,7 @@ class Browser:
     def __init__(self, home: Path) -> None:
         program = find_browser()
         assert program is not None
-        # Its folder for temporary files, which it may leave behind. The path is short: that of a socket in it is limited.
+        # For its temporary files, some of which it leaves behind; short, as paths of sockets have a limit.
         self._temporary = tempfile.TemporaryDirectory()
         read_commands, self._commands = os.pipe()
         self._answers, write_answers = os.pipe()
