@@ -1,28 +1,32 @@
 """The benchmarks compare like with like, and tell what they saw. No test looks at a time."""
 
+import dataclasses
 import gc
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch.distributed as dist
 
 import trainer_lib.callbacks
-from benchmarks import callbacks, plot, report
+from benchmarks import callbacks, plot, report, rounds
 from benchmarks.contestants.bare import Bare, BareAgain
 from benchmarks.contestants.base import Contestant
 from benchmarks.contestants.trainer import Trainer
 from benchmarks.contestants.trainer_lib import TrainerLib
 from benchmarks.figures import Comparison, Row, Sample
-from benchmarks.fresh import compare_fresh
+from benchmarks.fresh import compare_fresh, tell_end
 from benchmarks.isolation import isolated
 from benchmarks.meters import Meter
 from benchmarks.processes import compare_on_processes
 from benchmarks.rounds import compare
 from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.task import Task
+from tests.worlds import run_world
 
 
 class Missing(Bare):
@@ -39,31 +43,84 @@ class Lazy(Bare):
         return 0.0
 
 
-@pytest.mark.parametrize("scenario", [one for one in SCENARIOS if one.world_size == 1 and not one.fresh])
-def test_contestants_do_the_same_work_on_one_process(scenario: Scenario) -> None:
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep collections of garbage, of which there is one before each run, from going through all that is there."""
+    gc.freeze()
+    with monkeypatch.context() as patches:
+        patches.setattr(gc, "unfreeze", lambda: None)  # which a comparison calls before it counts
+        yield
+    gc.unfreeze()
+
+
+def shorten(patches: pytest.MonkeyPatch) -> None:
+    """Make the runs short that warm up and that count calls."""
+    patches.setattr(rounds, "_SHORT", 4)
+    patches.setattr(rounds, "_LONG", 8)
+
+
+def scenario_of(name: str) -> Scenario:
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
+    return scenario
+
+
+@pytest.mark.usefixtures("frozen")
+@pytest.mark.parametrize(
+    "scenario", [one for one in SCENARIOS if one.world_size == 1 and not one.fresh], ids=lambda scenario: scenario.name
+)
+def test_contestants_do_the_same_work_on_one_process(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
     ours = [TrainerLib, Trainer]  # of which only the one takes part that has this kind of loop
-    by_hand, again, engine, missing = compare(scenario, [Bare, BareAgain, *ours, Missing], rounds=2, steps=8).rows
+    by_hand, again, engine, missing = compare(scenario, [Bare, BareAgain, *ours, Missing], rounds=2, steps=4).rows
     assert len(engine.samples) == len(by_hand.samples) == 2
     assert by_hand.cpu_ratio == (1.0, 1.0, 1.0)
     assert by_hand.calls == again.calls
     assert (missing.note, missing.samples) == ("not installed", ())
 
 
-@pytest.mark.parametrize(("name", "engine"), [("weighted", TrainerLib), ("fit-ddp", Trainer), ("evaluation", Trainer)])
-def test_contestants_do_the_same_work_on_two_processes(name: str, engine: type[Contestant]) -> None:
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
-    rows = compare_on_processes(scenario, [Bare, engine], rounds=2, steps=8).rows
-    assert [len(row.samples) for row in rows] == [2, 2]
+ON_TWO_PROCESSES: dict[str, type[Contestant]] = {"weighted": TrainerLib, "fit-ddp": Trainer, "evaluation": Trainer}
 
 
+def test_contestants_do_the_same_work_on_two_processes() -> None:
+    def body() -> dict[str, list[int]]:
+        dist.init_process_group("gloo")
+        with pytest.MonkeyPatch.context() as patches:
+            shorten(patches)
+            patches.setattr(gc, "unfreeze", lambda: None)  # the process goes on to other tests, with what it has frozen
+            return {name: samples_of(name, engine) for name, engine in ON_TWO_PROCESSES.items()}
+
+    def samples_of(name: str, engine: type[Contestant]) -> list[int]:
+        scenario = dataclasses.replace(scenario_of(name), steps=None)
+        return [len(row.samples) for row in compare(scenario, [Bare, engine], rounds=2, steps=4).rows]
+
+    assert run_world(body, timeout=60) == [{name: [2, 2] for name in ON_TWO_PROCESSES}] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_processes_of_a_comparison_are_started() -> None:
+    rows = compare_on_processes(scenario_of("evaluation"), [Bare, Trainer], rounds=1, steps=8).rows
+    assert [len(row.samples) for row in rows] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.launch
 def test_a_fresh_process_tells_its_time_and_its_memory() -> None:
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "first-step")
-    ours, missing = compare_fresh(scenario, [Trainer, Missing, TrainerLib], rounds=1).rows
+    ours, missing = compare_fresh(scenario_of("first-step"), [Trainer, Missing, TrainerLib], rounds=1).rows
     assert ours.wall.median > 0.01
     assert ours.memory > 50 * 2**20 or not Path("/proc/self/status").exists()
     assert missing.note == "not installed"
 
 
+@pytest.mark.usefixtures("frozen")
+def test_the_end_of_a_loop_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_end("Trainer", "first-step", 1, time.perf_counter() - 10, time.process_time() - 10)
+    cpu, wall, memory = (float(number) for number in capsys.readouterr().out.split())
+    assert min(cpu, wall) > 10
+    assert memory > 50 * 2**20 or not Path("/proc/self/status").exists()
+
+
+@pytest.mark.usefixtures("frozen")
 def test_contestant_that_does_less_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"lazy came to 0\.0 in 'step'.* do not do the same work"):
         compare(SCENARIOS[0], [Bare, Lazy], rounds=1, steps=8)
@@ -131,14 +188,6 @@ def test_each_callback_is_measured_or_it_is_told_why_not() -> None:
     left_out = {name for names in callbacks.LEFT_OUT.values() for name in names.split()}
     assert measured | left_out == set(trainer_lib.callbacks.__all__)
     assert not measured & left_out
-
-
-@pytest.fixture
-def frozen() -> Iterator[None]:
-    """Keep collections of garbage, of which there is one before each run, from going through all that is there."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("frozen")

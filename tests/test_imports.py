@@ -33,36 +33,32 @@ def handlers():
 
 modules, environment = set(sys.modules), dict(os.environ)
 signals, threads = handlers(), threading.active_count()
-{statement}
-print(json.dumps({{
-    "added": sorted(set(sys.modules) - modules),
-    "environment": dict(os.environ) == environment,
-    "signals": handlers() == signals,
-    "threads": threading.active_count() == threads,
-    "group": not torch.distributed.is_initialized(),
-    "cuda": not torch.cuda.is_initialized(),
-}}))
+for statement in sys.argv[1:]:
+    exec(statement)
+    print(json.dumps({
+        "added": sorted(set(sys.modules) - modules),
+        "environment": dict(os.environ) == environment,
+        "signals": handlers() == signals,
+        "threads": threading.active_count() == threads,
+        "group": not torch.distributed.is_initialized(),
+        "cuda": not torch.cuda.is_initialized(),
+    }))
 """
+STATEMENTS = ["import trainer_lib", "from trainer_lib import Accelerator"]
 
 
-def after(statement: str) -> dict[str, Any]:
-    """Run one import statement in a fresh process and tell what it changed."""
-    command = [sys.executable, "-W", "error", "-c", PROBE.format(statement=statement)]
+@pytest.mark.launch
+def test_imports_add_no_heavy_package_and_leave_the_process_alone() -> None:
+    command = [sys.executable, "-W", "error", "-c", PROBE, *STATEMENTS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1, f"an import prints nothing: {done.stdout}"
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("statement", ["import trainer_lib", "from trainer_lib import Accelerator"])
-def test_import_adds_no_heavy_package_and_leaves_the_process_alone(statement: str) -> None:
-    seen = after(statement)
-    added = {name for name in seen.pop("added") if any(f"{name}.".startswith(f"{heavy}.") for heavy in HEAVY)}
-    assert added == set()
-    assert seen == dict.fromkeys(seen, True)
-
-
-def test_bare_import_leaves_the_public_names_for_later() -> None:
-    added = after("import trainer_lib")["added"]
-    assert "trainer_lib" in added
-    assert "trainer_lib.accelerator" not in added
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(STATEMENTS), f"an import prints nothing: {done.stdout}"
+    after: dict[str, Any] = dict(zip(STATEMENTS, map(json.loads, lines), strict=True))
+    # The public names are left for later.
+    assert "trainer_lib" in after["import trainer_lib"]["added"]
+    assert "trainer_lib.accelerator" not in after["import trainer_lib"]["added"]
+    for statement, seen in after.items():
+        added = {name for name in seen.pop("added") if any(f"{name}.".startswith(f"{heavy}.") for heavy in HEAVY)}
+        assert added == set(), statement
+        assert seen == dict.fromkeys(seen, True), statement

@@ -47,6 +47,8 @@ def _script(command: list[str]) -> None:
     runpy.run_path(command[0], run_name="__main__")
 
 
+@pytest.mark.slow
+@pytest.mark.launch
 def test_a_script_under_the_launcher(
     tmp_path: Path, loop: Loop, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +80,7 @@ def test_automatic_gradient_accumulation(loop: Loop) -> None:
     assert alone["losses"][-1] == close(2.343092918395996, rel=1e-4)  # Accelerate's
 
 
+@pytest.mark.slow
 def test_autoregressive_gradient_accumulation(loop: Loop) -> None:
     alone, together = loop("autoregressive_gradient_accumulation", 1), loop("autoregressive_gradient_accumulation", 2)
     assert together["losses"] == close(alone["losses"])
@@ -146,6 +149,7 @@ def test_ddp_comm_hook(loop: Loop) -> None:
     assert together["losses"] != close(alone["losses"], rel=2e-6)  # the hook did its work
 
 
+@pytest.mark.slow
 def test_fsdp(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = loop("fsdp", 1, "--output_dir", tmp_path / "alone", "--plugin", "--state_dict_type", "FULL_STATE_DICT")
     together = loop("fsdp", 2, "--output_dir", tmp_path / "together", "--plugin")
@@ -177,6 +181,7 @@ def test_fsdp(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert resumed["weights"] == together["weights"]
 
 
+@pytest.mark.slow
 def test_profiler(loop: Loop, tmp_path: Path) -> None:
     alone = loop("profiler", 1, "--output_dir", tmp_path / "alone")
     together = loop("profiler", 2, "--output_dir", tmp_path / "together")
@@ -196,6 +201,7 @@ def test_profiler(loop: Loop, tmp_path: Path) -> None:
         assert all("Input Dims" in event["args"] for event in layers)
 
 
+@pytest.mark.slow
 def test_memory(loop: Loop) -> None:
     alone, together = loop("memory", 1), loop("memory", 2)
     # Each time nine tenths, as with Accelerate.
@@ -209,6 +215,7 @@ def test_memory(loop: Loop) -> None:
     assert together["loss"] == close(2.8182806968688965, rel=1e-4)  # Accelerate's, of its first process
 
 
+@pytest.mark.slow
 def test_cross_validation(loop: Loop) -> None:
     alone, together = loop("cross_validation", 1), loop("cross_validation", 2)
     assert alone["tested"] == together["tested"] == 297

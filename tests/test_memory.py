@@ -1,7 +1,9 @@
 """Memory: what is let go of, what a block needed at its peak, and which batch size fits."""
 
+import gc
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,14 @@ TOO_MUCH = 2**55
 
 def filled(megabytes: int) -> Tensor:
     return torch.ones(megabytes * MEGABYTE // 4)
+
+
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """Let each collection of garbage look at what the test made, not at all that the process has imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Cycle:

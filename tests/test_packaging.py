@@ -84,6 +84,7 @@ def test_callbacks_refuse_to_be_imported_under_another_name() -> None:
         importlib.import_module("callbacks")
 
 
+@pytest.mark.launch
 def test_wheel_holds_the_callbacks_and_the_type_marker_once(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -92,6 +93,7 @@ def test_wheel_holds_the_callbacks_and_the_type_marker_once(wheel: Path) -> None
     assert {name.split("/")[0] for name in names if name.endswith(".py")} == {"trainer_lib"}
 
 
+@pytest.mark.launch
 def test_wheel_holds_what_reports_are_made_of(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith("trainer_lib/runs/page/")}
@@ -99,6 +101,7 @@ def test_wheel_holds_what_reports_are_made_of(wheel: Path) -> None:
     assert "trainer_lib/runs/page/page.html" in names
 
 
+@pytest.mark.launch
 def test_unpacked_wheel_imports_the_callbacks(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -106,6 +109,7 @@ def test_unpacked_wheel_imports_the_callbacks(wheel: Path, tmp_path: Path) -> No
     assert Path(where) == tmp_path / "trainer_lib" / "callbacks" / "__init__.py"
 
 
+@pytest.mark.launch
 def test_sdist_holds_the_callbacks_once(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]

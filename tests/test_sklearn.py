@@ -1,9 +1,10 @@
 """This file is the tests of scikit-learn's estimators: to the bit what a `Trainer` does, and at home over there."""
 
 import dataclasses
+import gc
 import pickle
 import unittest
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from joblib import parallel_config
+from joblib.externals.loky.backend.resource_tracker import _resource_tracker
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -26,6 +28,21 @@ from trainer_lib.callbacks import EMA, EarlyStopping
 from trainer_lib.foundation.errors import SignatureError, UnsupportedError
 
 NAMES = np.array(["left", "middle", "right"])
+
+
+@pytest.fixture(autouse=True)
+def frozen() -> Iterator[None]:
+    """Let each collection of garbage, of which `fit` makes one, look at what the test made and not at all imports."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def untracked() -> Iterator[None]:
+    """End the process that joblib starts to look after temporary files, and keeps until Python ends."""
+    yield
+    _resource_tracker._stop()
 
 
 def task(rows: int = 90, columns: int = 4) -> tuple[Any, Any]:
@@ -238,6 +255,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_the_checks_of_scikit_learn() -> None:
     args = arguments(num_train_epochs=10, per_device_train_batch_size=500, learning_rate=0.3)
     seen: set[str] = set()

@@ -77,13 +77,15 @@ def assert_same(compiled: tuple[list[float], list[Tensor]], eager: tuple[list[fl
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-CASES = [(precision, weighted) for precision in ("no", "bf16", "fp16") for weighted in (False, True)]
+# Each precision and each way to weigh a loss, and then the other way round.
+CASES = [("no", True), ("bf16", False), ("fp16", True)]
+OTHER_CASES = [(precision, not weighted) for precision, weighted in CASES]
 
 
-def compare_all_cases() -> list[tuple[int, int]]:
+def compare_cases(cases: list[tuple[str, bool]]) -> list[tuple[int, int]]:
     """Compare compiled with eager training in each case, and return how many graphs were made and run."""
     seen: list[tuple[int, int]] = []
-    for precision, weighted in CASES:
+    for precision, weighted in cases:
         eager = train(None, precision, weighted)
         for regional in (False, True):
             graphs = Graphs()
@@ -93,13 +95,23 @@ def compare_all_cases() -> list[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_compiled_training_equals_eager_training_and_is_traced_once(processes: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "cases"),
+    [
+        pytest.param(2, CASES, id="two processes"),
+        pytest.param(2, OTHER_CASES, id="two processes, other cases", marks=pytest.mark.slow),
+        pytest.param(1, CASES + OTHER_CASES, id="one process", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_training_equals_eager_training_and_is_traced_once(
+    processes: int, cases: list[tuple[str, bool]]
+) -> None:
     """Micro-batches that stay here and ones that are reduced run one graph: nothing is traced again in between."""
-    for seen in run_world(compare_all_cases, num_processes=processes, timeout=60):
-        assert seen == [(1, 8), (1, 24)] * len(CASES)
+    for seen in run_world(compare_cases, (cases,), processes, timeout=60):
+        assert seen == [(1, 8), (1, 24)] * len(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_A_COMPILER)])
 def test_torchs_own_backends_train_alike(backend: str) -> None:
@@ -133,6 +145,7 @@ def test_buckets_too_small_for_torch_to_cut_by_are_refused() -> None:
         )
 
 
+@pytest.mark.slow
 def test_sharded_models_are_compiled_between_the_gathering_of_weights() -> None:
     def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
         return FullyShardedDataParallelPlugin(
@@ -182,17 +195,20 @@ class Dropping(torch.nn.Module):
 
 
 def test_activations_computed_again_drop_what_the_forward_dropped() -> None:
-    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True)
-    with pytest.raises(ConfigurationError, match=r"'eager'.* wrong gradients"):
-        Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="eager")
-    reset_states()
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="aot_eager")
-    model = accelerator.prepare(torch.nn.Sequential(Dropping(), Dropping()))
-    outputs = model(torch.rand(8, 64)).sum()
-    accelerator.backward(outputs)
-    for parameter in model.parameters():
-        weighed = (parameter.grad * parameter.detach()).full_tensor().sum()  # type: ignore[operator]
-        assert float(weighed) == pytest.approx(float(outputs.detach()), rel=1e-5)
+    def body() -> tuple[float, list[float]]:
+        plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True)
+        with pytest.raises(ConfigurationError, match=r"'eager'.* wrong gradients"):
+            Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="eager")
+        reset_states()
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="aot_eager")
+        model = accelerator.prepare(torch.nn.Sequential(Dropping(), Dropping()))
+        outputs = model(torch.rand(8, 64)).sum()
+        accelerator.backward(outputs)
+        weighed = [(parameter.grad * parameter.detach()).full_tensor().sum() for parameter in model.parameters()]  # type: ignore[operator]
+        return float(outputs.detach()), [float(value) for value in weighed]
+
+    ((outputs, weighed),) = run_world(body, num_processes=1, timeout=60)
+    assert weighed == [pytest.approx(outputs, rel=1e-5)] * 2
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
