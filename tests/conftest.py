@@ -1,7 +1,9 @@
 """What every test starts with: no world, no settings, no launcher's variables, one thread."""
 
+import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -23,6 +25,9 @@ LAUNCHER_VARIABLES = {
     "FORK_LAUNCHED",
 }
 
+_WORLDS = ("run_world", "run_forked")
+_OF_RANKS = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
+
 torch.set_num_threads(1)  # tests with several processes share few cores
 
 
@@ -37,6 +42,31 @@ def pytest_configure(config: pytest.Config) -> None:
     Its folders are in memory, but not in the long run of faults, where processes are killed while they wait for a disk.
     """
     watch_leftovers(config, in_memory=not config.getoption("--soak"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import once what every rank of a world would import by itself, and keep all of it out of garbage collections."""
+    if any(
+        hasattr(item.module, name) for item in session.items if isinstance(item, pytest.Function) for name in _WORLDS
+    ):
+        for module in _OF_RANKS:
+            import_module(module)
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
+    """Keep what the tests of a file import out of the garbage collections of the next file's."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+    return result
+
+
+def _freeze() -> None:
+    # A collection of everything that 250 files import takes half a second, and many tests collect.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

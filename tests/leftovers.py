@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,10 @@ _MEMORY = Path("/dev/shm")
 _ROOM = 4 << 30  # bytes that have to be free there
 _SESSION = "PYTEST_SESSION_FOLDER"  # in the environment of all processes of a session
 _SHARED_MEMORY = re.compile(r"torch_(\d+)_")  # with the process that made it
-_OURS = re.compile(r"pytest-of-")  # the folder of tmp_path, which pytest itself looks after
+# The folder of tmp_path, which pytest looks after, and what this very process removes when it exits.
+_EXPECTED = re.compile(r"pytest-of-|trainer_lib-")
+_HELPERS = "multiprocessing.resource_tracker"  # ends with its parent
+_PATIENCE = 2.0  # seconds for processes that are ending
 
 
 def watch_leftovers(config: pytest.Config, in_memory: bool) -> None:
@@ -74,7 +76,7 @@ class _OfSession:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self._found += [] if session.config.getoption("numprocesses", None) else _of_this_process()
         self._found += [f"process {pid}: {command}" for pid, command in _processes(self._folder)]
-        self._found += [f"file {path}" for path in self._folder.iterdir() if not _OURS.match(path.name)]
+        self._found += [f"file {path}" for path in self._folder.iterdir() if not _EXPECTED.match(path.name)]
         self._found += [f"shared memory {name}" for name in _shared_memory()]
         self._found += [f"file in the repository: {path}" for path in sorted(_untracked() - self._untracked)]
         if self._found and session.exitstatus == 0:
@@ -92,22 +94,24 @@ class _OfSession:
 def _of_this_process() -> list[str]:
     """Return the children and the listening ports of this process, once the worlds that wait for tests are closed."""
     close_worlds()
-    children = [f"child process {child.pid} of a worker" for child in active_children()]
-    children += [f"child process {child.pid}: {' '.join(_command(child))}" for child in psutil.Process().children()]
+    commands = [(child.pid, " ".join(_command(child))) for child in psutil.Process().children()]
+    children = [f"child process {pid}: {command}" for pid, command in commands if _HELPERS not in command]
     connections = psutil.Process().net_connections()
     return children + [f"port {one.laddr.port}" for one in connections if one.status == psutil.CONN_LISTEN]
 
 
 def _processes(folder: Path) -> list[tuple[int, str]]:
-    """Return other processes of the session, by its name in their environment."""
-    found: list[tuple[int, str]] = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(_SESSION) == str(folder):
-                found.append((process.pid, " ".join(_command(process))))
-        except psutil.Error:  # it has ended, or is someone else's
-            continue
-    return found
+    """Return other processes of the session, by its name in their environment; those that are ending may end."""
+    own = [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_of(process, folder)]
+    _, alive = psutil.wait_procs(own, timeout=_PATIENCE)
+    return [(process.pid, " ".join(_command(process))) for process in alive]
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.environ().get(_SESSION) == str(folder)
+    except psutil.Error:  # it has ended, or is someone else's
+        return False
 
 
 def _command(process: psutil.Process) -> list[str]:

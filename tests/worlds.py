@@ -17,6 +17,7 @@ import io
 import logging
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, current_process, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from time import monotonic, time_ns
@@ -50,8 +51,6 @@ from trainer_lib.state import AcceleratorState, GradientState, PartialState
 _OUTPUTS = (1, 2)  # file descriptors
 _OTHERS = 0.05  # seconds that other ranks get to report their failures once one has failed
 _TIMED_OUT = 124  # the exit code of `timeout`, in shells
-# Imported by a pytest worker before it forks, so that not each of its ten or so processes imports them.
-_PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 def run_world(
@@ -149,16 +148,14 @@ class _World:
 
     def __init__(self, size: int) -> None:
         self.is_reusable = True
-        if "PYTEST_XDIST_WORKER" in os.environ:  # a session of many files, which needs them all
-            for module in _PRELOADED:
-                import_module(module)
+        self._folder = tempfile.mkdtemp()  # of all temporary files of its processes, which end without cleaning up
         context = get_context("fork")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        for rank in range(size):
+        for _ in range(size):
             ours, theirs = context.Pipe()
             self._connections.append(ours)
-            process = context.Process(target=_serve, args=(os.getpid(), theirs, rank))
+            process = context.Process(target=_serve, args=(os.getpid(), theirs, self._folder))
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -243,6 +240,7 @@ class _World:
         for process in self._processes:
             process.join()
             process.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _is_patched() -> bool:
@@ -260,12 +258,13 @@ atexit.register(close_worlds)
 # -- in each process of a world ----------------------------------------------------------------------------------------
 
 
-def _serve(parent: int, connection: Connection, rank: int) -> None:
+def _serve(parent: int, connection: Connection, folder: str) -> None:
     for world in _worlds.values():  # those of other sizes, which the parent holds
         for other in world._connections:
             other.close()
     _worlds.clear()
     begin(parent, {}, threads=1)
+    tempfile.tempdir = current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     logging.root.handlers = [logging.NullHandler()]  # pytest's would keep every record
     faulthandler.register(signal.SIGUSR2, file=open(2, "w", closefd=False), chain=False)  # noqa: SIM115
     sys.stdin = open(os.devnull)  # noqa: SIM115, PTH123
