@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from multiprocessing.resource_tracker import _resource_tracker
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -101,6 +102,7 @@ def test_contestants_do_the_same_work_on_two_processes() -> None:
 def test_processes_of_a_comparison_are_started() -> None:
     rows = compare_on_processes(scenario_of("evaluation"), [Bare, Trainer], rounds=1, steps=8).rows
     assert [len(row.samples) for row in rows] == [1, 1]
+    _resource_tracker._stop()  # a process that Python starts for spawned ones, and keeps until it ends
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import pickle
+import tempfile
 import unittest
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -256,7 +257,8 @@ EXPECTED = {
 
 
 @pytest.mark.slow
-def test_the_checks_of_scikit_learn() -> None:
+def test_the_checks_of_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # its files stay until Python ends
     args = arguments(num_train_epochs=10, per_device_train_batch_size=500, learning_rate=0.3)
     seen: set[str] = set()
     failed: dict[str, str] = {}

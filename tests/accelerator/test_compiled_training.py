@@ -1,5 +1,6 @@
 """Compiled training beside eager training: the same numbers, under the same names, traced once."""
 
+import importlib
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -115,7 +116,9 @@ def test_compiled_training_equals_eager_training_and_is_traced_once(
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_A_COMPILER)])
 def test_torchs_own_backends_train_alike(backend: str) -> None:
-    assert_same(train(TorchDynamoPlugin(backend, use_regional_compilation=True)), train(None))
+    # Compiled headers would be kept in the session's folder, and compiling them takes seconds.
+    with importlib.import_module("torch._inductor.config").patch(cpp_cache_precompile_headers=False):
+        assert_same(train(TorchDynamoPlugin(backend, use_regional_compilation=True)), train(None))
 
 
 def test_the_graph_is_cut_by_the_buckets_of_ddp() -> None:
