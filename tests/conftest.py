@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from tests.faults.ledger import Ledger
 from tests.leftovers import watch_leftovers
 from tests.worlds import forget_world, run_world, watch_patches
+from trainer_lib.foundation.interruption import REQUESTS
 from trainer_lib.state import PartialState
 
 LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "TORCHELASTIC_", "TRAINER_LIB_")
@@ -25,6 +27,7 @@ LAUNCHER_VARIABLES = {
     "FORK_LAUNCHED",
 }
 
+_SIGNALS = [getattr(signal, name) for name in REQUESTS]
 _WORLDS = ("run_world", "run_forked")
 _OF_RANKS = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
 
@@ -77,7 +80,11 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.delenv(name)
     watch_patches(monkeypatch)
     forget_world()
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler and handler is not None:
+            signal.signal(number, handler)
     forget_world()
 
 
