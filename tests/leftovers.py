@@ -4,6 +4,7 @@ Each session has a temporary folder of its own, and its processes carry its name
 session on the same machine is not blamed on this one.
 """
 
+import gc
 import getpass
 import os
 import re
@@ -95,6 +96,8 @@ class _OfSession:
 def _of_this_process() -> list[str]:
     """Return the children and the listening ports of this process, once the worlds that wait for tests are closed."""
     close_worlds()
+    gc.unfreeze()
+    gc.collect()  # a group of a test that is only referred to in a cycle
     commands = [(child.pid, " ".join(_command(child))) for child in psutil.Process().children()]
     children = [f"child process {pid}: {command}" for pid, command in commands if _HELPERS not in command]
     connections = psutil.Process().net_connections()

@@ -236,6 +236,7 @@ def test_models_for_evaluation_are_compiled_too() -> None:
     assert graphs.run == 1
 
 
+@pytest.mark.slow
 def test_an_unwrapped_model_is_compiled_or_eager_as_asked() -> None:
     def body() -> list[Any]:
         graphs = Graphs()

@@ -296,6 +296,7 @@ if sys.argv[2] == "raises":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("how", "code", "processes"),

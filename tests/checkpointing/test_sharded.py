@@ -327,16 +327,22 @@ def test_optimizers_that_take_turns_have_no_unfinished_window(
     ],
 )
 def test_words_that_mean_nothing_for_shards_are_refused(tmp_path: Path, words: Any, complaint: str) -> None:
-    accelerator = engine(SHARDED)
-    accelerator.prepare(stack(Stack))
-    with pytest.raises(UnsupportedError, match=complaint):
-        accelerator.save_state(tmp_path / "state", **words)
+    def body() -> None:
+        accelerator = engine(SHARDED)
+        accelerator.prepare(stack(Stack))
+        with pytest.raises(UnsupportedError, match=complaint):
+            accelerator.save_state(tmp_path / "state", **words)
+
+    run_world(body, num_processes=1)
     assert not (tmp_path / "state").exists()
 
 
 def test_weights_are_not_loaded_into_shards_from_behind(tmp_path: Path) -> None:
-    accelerator = engine(SHARDED)
-    model = accelerator.prepare(stack(Stack))
-    accelerator.save_model(model, tmp_path / "model")
-    with pytest.raises(PreparationError, match=r"first.weight is sharded. Load weights before prepare"):
-        load_checkpoint_in_model(model, tmp_path / "model")
+    def body() -> None:
+        accelerator = engine(SHARDED)
+        model = accelerator.prepare(stack(Stack))
+        accelerator.save_model(model, tmp_path / "model")
+        with pytest.raises(PreparationError, match=r"first.weight is sharded. Load weights before prepare"):
+            load_checkpoint_in_model(model, tmp_path / "model")
+
+    run_world(body, num_processes=1)

@@ -200,6 +200,7 @@ def test_a_second_signal_inside_the_save_ends_at_once(
     assert lives(tmp_path / "runs", [None] * processes, processes) == whole(processes)
 
 
+@pytest.mark.slow
 def test_a_deadline_leaves_just_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any) -> None:
     write = Saving.write
 

@@ -172,6 +172,7 @@ def test_process_that_ends_before_its_function_does_is_told() -> None:
         run_forked(os._exit, (0,), num_processes=1, timeout=LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_processes_do_not_outlive_their_parent(tmp_path: Path) -> None:
     parent = """
