@@ -36,7 +36,7 @@ class WeightAverage(Transformer):
         self._weights: list[Any] = []
         self._averages: list[Any] = []
         self._loaded: Mapping[str, Any] | None = None
-        self._is_in_use = False
+        self._is_in_use = self._has_stepped = self._has_moved = False
 
     def mix(self, averages: list[Any], weights: list[Any]) -> None:
         """Take weights into the averages, in place."""
@@ -47,14 +47,21 @@ class WeightAverage(Transformer):
         del run
         return True
 
+    def is_due(self, run: Run) -> bool:
+        """Whether to average at the end of this step; asked once a step."""
+        return self._every.opens_at_end(run.state)
+
     # -- along the run -------------------------------------------------------------------------------------------
 
     def on_fit_begin(self, run: Run) -> None:
         there = {**_trained(run), **(_buffers(run) if self._has_buffers else {})}
-        self._names, self._weights = list(there), [one.detach() for one in there.values()]
+        # The parameters themselves: FSDP2 replaces the local tensors inside them at the first forward.
+        self._names, self._weights = list(there), list(there.values())
+        values = [one.detach() for one in self._weights]
         # In 16 bits an average would stand still: what it moves by is lost in rounding.
-        self._averages = [one.float() if one.dtype in _NARROW else one.clone() for one in self._weights]
+        self._averages = [one.float() if one.dtype in _NARROW else one.clone() for one in values]
         self.updates = 0
+        self._has_stepped = self._has_moved = False
         self._every.begin(run.state)
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
@@ -64,9 +71,20 @@ class WeightAverage(Transformer):
         del folder
         self._every.begin(run.state)
 
+    def on_optimizer_step_end(self, run: Run) -> None:
+        del run
+        self._has_stepped = True
+
+    def on_step_skipped(self, run: Run) -> None:
+        del run
+        self._has_stepped = False  # fp16: the optimizer's step was one in name only
+
     def on_step_end(self, run: Run) -> None:
-        if self._every.opens_at_end(run.state):
+        self._has_moved |= self._has_stepped
+        self._has_stepped = False
+        if self.is_due(run) and self._has_moved:
             self.average()
+            self._has_moved = False
 
     on_epoch_end = on_step_end  # for a pass whose length nobody knew
 
@@ -83,7 +101,7 @@ class WeightAverage(Transformer):
         if self._is_in_use or not self.updates or not self.may_use(run):
             yield
             return
-        kept = [weight.clone() for weight in self._weights]
+        kept = [weight.detach().clone() for weight in self._weights]
         self._put(self._averages)
         self._is_in_use = True
         try:

@@ -6,23 +6,13 @@ things through `run.control`, which all processes come to know, and do nothing t
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from trainer_lib.events import Callback, Run, Transformer
-from trainer_lib.events.callback import EVENTS, overrides
+from trainer_lib.events.callback import EVENTS, UPDATE_EVENTS, overrides
 from trainer_lib.events.gates import AfterAmount, BeforeAmount, EveryAmount, Gate, OnceAmount
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-
-UPDATE_EVENTS = (
-    "on_step_begin",
-    "on_micro_batch_begin",
-    "on_micro_batch_end",
-    "on_backward_end",
-    "on_optimizer_step_begin",
-    "on_optimizer_step_end",
-    "on_step_skipped",
-    "on_step_end",
-)
 
 
 class LambdaCallback(Callback):
@@ -123,6 +113,7 @@ class _Filtered(Callback):
     def __init__(self, callback: Callback, gates: tuple[Gate, ...]) -> None:
         self.listener, self.gates = callback, gates
         self.order, self.key = callback.order, callback.key or type(callback).__name__
+        self.alone_in = callback.alone_in  # type: ignore[misc]  # this class stands for any
         self._is_open = False
         for event in set(EVENTS) - {"on_fit_begin", "on_step_begin"}:
             if overrides(callback, event):
@@ -156,6 +147,10 @@ class _Filtered(Callback):
 
 class _FilteredTransformer(_Filtered, Transformer):
     """The same for one that may change training."""
+
+    def in_use(self, run: Run) -> AbstractContextManager[Any]:
+        assert isinstance(self.listener, Transformer)
+        return self.listener.in_use(run)
 
 
 def _filtered(gate: Gate, listener: Callable[[Run], Any] | Callback) -> Callback:

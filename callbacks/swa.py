@@ -57,12 +57,9 @@ class SWA(WeightAverage):
         super().on_load_end(run, folder)
         self._begin(run)
 
-    def on_step_end(self, run: Run) -> None:
+    def is_due(self, run: Run) -> bool:
         has_begun = self._begins is not None and self._begins.opens_at_end(run.state)
-        if self._every.opens_at_end(run.state) and has_begun:
-            self.average()
-
-    on_epoch_end = on_step_end
+        return super().is_due(run) and has_begun
 
     def mix(self, averages: list[Any], weights: list[Any]) -> None:
         torch._foreach_lerp_(averages, weights, 1 / (self.updates + 1))

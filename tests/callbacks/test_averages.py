@@ -1,16 +1,17 @@
 """This file is the tests of averages of weights: as by hand, in use where they are to be, and resumed to the bit."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, loop, trained, weights
+from tests.callbacks.by_hand import OPTIONS, Named, assert_close, assert_equal, batches, loop, trained, weights
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
@@ -205,6 +206,45 @@ def test_running_statistics_are_made_anew_at_the_end() -> None:
     one, other = run_world(two, (), 2, timeout=60)
     assert_equal(one, other)
     assert one["1.num_batches_tracked"] == 5
+
+
+class WithBadLoss(nn.Module):
+    """A loss that is NaN at one of its calls."""
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return cross_entropy(outputs, targets) + (math.nan if self.calls == self.at else 0.0)
+
+
+def test_skipped_updates_are_not_averaged() -> None:
+    """A run that skips its last update has the average of the run that ends before it."""
+    options: dict[str, Any] = {"lr_scheduler": "constant"}
+    skipping = trained(EMA(0.8), loss_fn=WithBadLoss(10), on_nonfinite="skip", **options)
+    assert_equal(skipping, trained(EMA(0.8), max_steps=9, num_train_epochs=None, **options))
+
+
+def uneven() -> nn.Module:
+    """Return a network with a weight of 9 rows, which two ranks share as 5 and 4."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
+
+
+@pytest.mark.parametrize("average", [EMA, SWA])
+def test_averages_of_uneven_shards_are_those_of_one_process(average: type[EMA | SWA]) -> None:
+    def two() -> Named:
+        plugin = FullyShardedDataParallelPlugin(min_num_params=1, auto_wrap_policy="size_based_wrap")
+        args = arguments(**OPTIONS, per_device_train_batch_size=4, fsdp=plugin)
+        one = trainer(args, model=uneven(), callbacks=[average(0.5)])
+        one.fit()
+        return {name: value.full_tensor() for name, value in one.unwrapped_model.state_dict().items()}
+
+    expected = trained(average(0.5), model=uneven())
+    for actual in run_world(two):
+        assert_close(actual, expected)
 
 
 def test_what_cannot_be() -> None:

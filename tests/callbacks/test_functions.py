@@ -1,17 +1,20 @@
 """This file is the tests of functions as callbacks, and of filters."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from tests.callbacks.loops import go_through, running
-from trainer_lib.callbacks import EarlyStopping, LambdaCallback, after, before, every, once
-from trainer_lib.callbacks.functions import UPDATE_EVENTS
+from tests.trainer.tasks import Recorder, arguments, points, trainer
+from trainer_lib.callbacks import EMA, SWA, EarlyStopping, LabelSmoothing, LambdaCallback, after, before, every, once
 from trainer_lib.events import Callback, Dispatcher, Run, RunState, Transformer
-from trainer_lib.events.callback import EVENTS
+from trainer_lib.events.callback import EVENTS, UPDATE_EVENTS
 from trainer_lib.foundation.errors import ConfigurationError
 
 Filter = Callable[[Any, Any], Callback]
@@ -162,9 +165,51 @@ def test_a_filter_listens_to_what_its_callback_listens_to() -> None:
         "on_step_end",
         "on_log",
     }
-    assert set(UPDATE_EVENTS) == {
-        event for event in EVENTS if "step" in event or "micro" in event or "backward" in event
-    }
+
+
+def test_filters_know_every_event_of_an_update() -> None:
+    """All that a run fires between the first batch of an update and its end, skipped updates included."""
+    recorder = Recorder()
+    fail_at = iter([0.0] * 3 + [math.nan] + [0.0] * 20)
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets) + next(fail_at)
+
+    args = arguments(gradient_accumulation_steps=2, on_nonfinite="skip")
+    trainer(args, loss_fn=loss_fn, callbacks=[recorder]).fit()
+    events = [f"on_{entry.split()[0]}" for entry in recorder.events]
+    inside: set[str] = set()
+    for begin, event in enumerate(events):
+        if event == "on_step_begin":
+            inside |= set(events[begin : events.index("on_step_end", begin) + 1])
+    assert inside - {"on_note"} == set(UPDATE_EVENTS)  # a note is the history's, whenever it is made
+
+
+def test_a_loss_is_changed_behind_a_filter_only_while_it_is_open() -> None:
+    losses: list[list[float]] = []
+    for callbacks in ([], [after("1 epoch", LabelSmoothing(0.2))], [LabelSmoothing(0.2)]):
+        heard: list[float] = []
+        seen = LambdaCallback(on_micro_batch_end=lambda run, heard=heard: heard.append(float(run.loss)))
+        trainer(arguments(optimizer="sgd", learning_rate=1e-9), callbacks=[*callbacks, seen]).fit()
+        losses.append(heard)
+    plain, filtered, smoothed = losses
+    assert filtered[:5] == plain[:5]
+    assert filtered[5:] == pytest.approx(smoothed[5:], abs=1e-6)
+    assert plain[5:] != pytest.approx(smoothed[5:], abs=1e-3)
+
+
+def test_an_average_behind_a_filter_is_evaluated() -> None:
+    def evaluated(*callbacks: Callback) -> dict[str, float]:
+        found: dict[str, float] = {}
+        looks = LambdaCallback(on_evaluate_end=lambda run, metrics: found.update(metrics))
+        trainer(arguments(seed=3, eval_every="1 epoch"), eval_dataset=points(16), callbacks=[*callbacks, looks]).fit()
+        return found
+
+    plain, averaged = evaluated(), evaluated(EMA(0.9, warmup=False))
+    filtered = evaluated(after("1 step", EMA(0.9, warmup=False)))
+    assert filtered["eval_loss"] not in (plain["eval_loss"], averaged["eval_loss"])
+    with pytest.raises(ConfigurationError, match="only one can average the weights"):
+        trainer(callbacks=[EMA(), after("1 epoch", SWA())])
 
 
 def test_a_filter_is_what_its_callback_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from tests.trainer.test_resume import Dies
 from tests.trainer.test_sharded_runs import plugin
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, NonFiniteError, Trainer
+from trainer_lib.callbacks import ClipValue
 from trainer_lib.events import Callback, Run
 
 BAD = 21  # the sample that spoils its update: of batches of 4 the sixth
@@ -69,12 +70,20 @@ def data(left_out: range = range(0), bad: int = BAD) -> tuple[Tensor, Tensor]:
     return x[kept], y[kept]
 
 
-def prepared(how: str = "nothing", points: Any = None, loss_fn: Any = cross_entropy, **options: Any) -> Trainer:
+def prepared(
+    how: str = "nothing",
+    points: Any = None,
+    loss_fn: Any = cross_entropy,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Trainer:
     defaults: dict[str, Any] = {"per_device_train_batch_size": 4, "shuffle": False, "num_train_epochs": 1}
     defaults |= {"log_every": 1, "lr_scheduler": "constant", "optimizer": "sgd", "learning_rate": 0.1}
     callbacks = [Watches(), *options.pop("callbacks", [])]
     args = arguments(**{**defaults, **options})
-    return trainer(args, model=Spoiled(how), train_dataset=points or data(), loss_fn=loss_fn, callbacks=callbacks)
+    return trainer(
+        args, model=model or Spoiled(how), train_dataset=points or data(), loss_fn=loss_fn, callbacks=callbacks
+    )
 
 
 def after(one: Trainer) -> tuple[dict[str, Tensor], Any, Watches]:
@@ -125,6 +134,68 @@ def test_an_update_that_is_left_out_leaves_no_trace(how: str, accumulation: int)
     assert state.epoch == 1
     assert watched.skipped == [6 if accumulation == 1 else 3]
     assert watched.losses == watched_there.losses  # the step that is left out has none
+
+
+class Normalized(Spoiled):
+    """The same behind running statistics, which a forward moves before anyone knows its loss."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        marked = x[:, :1] > 100
+        return super().forward(self.norm(torch.where(marked, math.inf, x)))
+
+
+def normalized(**options: Any) -> Trainer:
+    return prepared(model=Normalized("nothing"), **options)
+
+
+@pytest.mark.fault("a loss that is no number: running statistics are as before")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_skipped_update_leaves_running_statistics_alone(processes: int) -> None:
+    def train() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        size = 4 // processes
+        skipping = normalized(on_nonfinite="skip", per_device_train_batch_size=size)
+        expected, _, _ = after(normalized(points=data(range(20, 24)), per_device_train_batch_size=size))
+        return after(skipping)[0], expected
+
+    for actual, expected in run_world(train, (), processes):
+        assert_equal(actual, expected)
+
+
+@pytest.mark.fault("a loss that is no number ends the run: running statistics are as before")
+def test_a_run_that_ends_leaves_running_statistics_finite() -> None:
+    one = normalized()
+    with pytest.raises(NonFiniteError, match="Weights and buffers are as before this step"):
+        one.fit()
+    expected, _, _ = after(normalized(max_steps=5))
+    assert_equal(one.unwrapped_model.state_dict(), expected)
+
+
+@pytest.mark.fault("gradients that a callback would make finite")
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_gradients_are_judged_before_callbacks_modify_them(policy: str) -> None:
+    one = prepared("gradients", on_nonfinite=policy, callbacks=[ClipValue(0.5)])
+    if policy == "raise":
+        with pytest.raises(NonFiniteError, match="In step 6 the gradients have the norm nan"):
+            one.fit()
+        return
+    actual, state, _ = after(one)
+    expected, _, _ = after(prepared(points=data(range(20, 24)), callbacks=[ClipValue(0.5)]))
+    assert_equal(actual, expected)
+    assert state.skipped == 1
+
+
+@pytest.mark.parametrize("shift", [0.0, -0.5, -100.0])
+def test_losses_around_and_below_zero_are_no_spikes(shift: float) -> None:
+    def shifted(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets) + shift
+
+    options: dict[str, Any] = {"num_train_epochs": 2, "loss_spike": 20, "on_nonfinite": "skip", "loss_fn": shifted}
+    assert after(prepared(points=points(), **options))[1].skipped == 0
+    assert after(prepared("spike", points=data(bad=39), **options))[2].skipped == [20]
 
 
 def test_too_many_updates_that_are_left_out_end_the_run() -> None:
@@ -178,7 +249,7 @@ def test_a_loss_far_beyond_the_usual_is_no_reason_to_learn(accumulation: int) ->
         "gradient_accumulation_steps": accumulation,
         "loss_spike": 20,
     }
-    with pytest.raises(NonFiniteError, match=r"the loss is \d+.*and 0\.\d+ is usual: more than loss_spike=20 times"):
+    with pytest.raises(NonFiniteError, match=r"the loss is \d+.*loss_spike=20 deviations above the usual 0\.\d+ ± 0\."):
         prepared("spike", points=data(bad=bad), **options).fit()
     if accumulation == 1:
         _, state, watched = after(prepared("spike", points=data(bad=bad), on_nonfinite="skip", **options))

@@ -163,6 +163,8 @@ class Transformer(Callback):
 
 
 EVENTS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
+# From the first batch of an update to the update itself: the class lists them one after the other.
+UPDATE_EVENTS = EVENTS[EVENTS.index("on_step_begin") : EVENTS.index("on_step_end") + 1]
 
 
 def overrides(callback: Callback, event: str) -> bool:

@@ -61,6 +61,10 @@ class Dispatcher:
         """Whether anyone listens to `event`; a loop asks once and does not fire what nobody hears."""
         return event in self._handlers
 
+    def modifies(self, event: str) -> bool:
+        """Whether anyone who listens to `event` may change training."""
+        return any(callback.may_change_training for callback, _ in self._handlers.get(event, ()))
+
     @contextmanager
     def in_use(self, run: Run) -> Generator[None]:
         """Return the context in which models evaluate, predict and are saved for use."""

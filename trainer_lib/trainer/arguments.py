@@ -97,7 +97,7 @@ class TrainingArguments:
         on_nonfinite: What follows when a loss or gradients are not finite, which never changes a weight: "raise" ends
             the run, "skip" leaves the update out, "rewind" goes back to the last checkpoint and then leaves it out.
         max_nonfinite: How many updates of a run may be left out.
-        loss_spike: A loss of more than so many times the usual (the median of 50 updates) is treated in the same way.
+        loss_spike: A loss this many deviations above the median of the last 50 updates is treated in the same way.
         hang_timeout: How long no process may move before the run ends, told which one hangs: seconds, or "10 minutes".
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
         keep_best: How many of the best checkpoints to keep besides.

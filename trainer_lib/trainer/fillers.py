@@ -17,6 +17,7 @@ class Buffers:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {id(module): module for model in models for module in model.modules()}
         self._owners = [(one._buffers, name) for one in modules.values() for name in one._buffers]
+        self.exist = bool(self._owners)
         self._there: list[Tensor | None] = []
         self._kept: list[Tensor] = []
 
@@ -42,6 +43,12 @@ class Buffers:
         now = [one for one in self._there if one is not None]
         if now:
             torch._foreach_copy_(now, self._kept)
+
+    @torch.no_grad()
+    def put_back_where(self, flag: Tensor) -> None:
+        """Do the same where a flag on the device is true, without waiting for it."""
+        for buffer, kept in zip((one for one in self._there if one is not None), self._kept, strict=True):
+            buffer.copy_(torch.where(flag, kept, buffer))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ finite, by what they tell each other anyway: the norm of the gradients tells eve
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from trainer_lib.foundation.errors import NonFiniteError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.culprits import Culprits
+from trainer_lib.trainer.fillers import Buffers
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.fitting import Fitting
@@ -52,6 +53,8 @@ class Guard:
         # Fused optimizers skip an update on their device, which is told of later: nothing waits for the norm.
         self._skipping = [] if self.reads_losses or self._is_scaled else _that_can_skip(run.optimizers.values())
         self._found: Tensor | None = None  # on the device: whether an update was skipped
+        self._norm_before: Tensor | None = None  # of the gradients as the backward left them
+        self._buffers = Buffers(fitting.models)
         self.mark: Any = None
         self._losses: deque[float] = deque(maxlen=_REMEMBERED)
         self._in_window = 0.0
@@ -60,8 +63,11 @@ class Guard:
     # -- before an update -----------------------------------------------------------------------------------------
 
     def begin_window(self) -> None:
-        """Note where the averages stand, which a window that is left out is not to be part of."""
+        """Remember the logged means and the buffers: a skipped update leaves no trace in them."""
         self._in_window = 0.0
+        self._norm_before = None
+        if self._buffers.exist:
+            self._buffers.keep()
         self.mark = self._fitting.trainer.averages.mark() if self.policy != "raise" else None
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> float | Tensor:
@@ -78,26 +84,49 @@ class Guard:
 
     def passes(self) -> bool:
         """Whether the update may be made; the same on all processes."""
-        run, optimizers = self._run, self._run.optimizers.values()
+        run = self._run
         if not self._is_norm_there:
             run.accelerator.unscale_gradients()
             run.grad_norm = _norm(self._fitting)
         norm = run.grad_norm
         assert norm is not None
         if self._skipping:
-            found = (~torch.isfinite(norm)).float()
-            self._found = found if self._found is None else torch.maximum(self._found, found)
-            for optimizer in self._skipping:
-                optimizer.found_inf = found
+            self._skip_on_device(norm)
             return True
+        return self._is_finite(norm) and (self._factor is None or not math.isfinite(norm) or self._is_no_spike())
+
+    def passes_unmodified(self) -> bool:
+        """Whether gradients are finite before callbacks modify them; the same on all ranks.
+
+        Clipping by value, for one, makes infinite gradients finite and wrong.
+        """
+        norm = _norm(self._fitting)
+        if self._skipping:
+            self._norm_before = norm
+            return True
+        return self._is_finite(norm)
+
+    def _is_finite(self, norm: Tensor) -> bool:
+        optimizers = self._run.optimizers.values()
         if math.isfinite(norm):
             self._overflows = 0
-            return self._factor is None or self._is_no_spike()
+            return True
         if self._is_scaled and not any(self._is_spoiled(optimizer) for optimizer in optimizers):
             self._overflows += 1  # a scale that was too large; the scaler leaves this one out, and lowers it
             if self._overflows < _OVERFLOWS:
                 return True
         return self._refuse(self._culprits.find(float(norm)))
+
+    def _skip_on_device(self, norm: Tensor) -> None:
+        is_bad = ~torch.isfinite(norm)
+        if self._norm_before is not None:
+            is_bad |= ~torch.isfinite(self._norm_before)
+        if self._buffers.exist:
+            self._buffers.put_back_where(is_bad)
+        found = is_bad.float()
+        self._found = found if self._found is None else torch.maximum(self._found, found)
+        for optimizer in self._skipping:
+            optimizer.found_inf = found
 
     def settle(self) -> None:
         """Tell of what was skipped on a device; where there is time to wait for it, and before anything is saved."""
@@ -129,12 +158,12 @@ class Guard:
 
     def _is_no_spike(self) -> bool:
         loss = self._loss_of_all()
-        usual = statistics.median(self._losses) if len(self._losses) >= _KNOWN else math.inf
+        usual, deviation = _usual(self._losses) if len(self._losses) >= _KNOWN else (math.inf, math.inf)
         assert self._factor is not None
-        if loss > usual * self._factor:
+        if deviation and loss > usual + self._factor * deviation:
             return self._refuse(
-                f"In step {self._run.state.step + 1} the loss is {loss:.6g}, and {usual:.6g} is usual: more than "
-                f"loss_spike={self._factor} times as much{self._culprits.samples()}."
+                f"In step {self._run.state.step + 1} the loss is {loss:.6g}, more than loss_spike={self._factor} "
+                f"deviations above the usual {usual:.6g} ± {deviation:.2g}{self._culprits.samples()}."
             )
         self._losses.append(loss)
         return True
@@ -147,12 +176,14 @@ class Guard:
         return total / float(share.total)
 
     def _refuse(self, what: str) -> bool:
-        """Raise, or note that an update is left out; the weights are as they were."""
+        """Raise, or note that an update is skipped; weights and buffers are as before it."""
         state = self._run.state
+        if self._buffers.exist and not self._skipping:
+            self._buffers.put_back()
         if self.policy == "raise":
             raise NonFiniteError(
-                f'{what} The weights are as they were before. on_nonfinite="skip" leaves out such updates, "rewind" '
-                "goes back to the last checkpoint and leaves out what led here."
+                f'{what} Weights and buffers are as before this step. on_nonfinite="skip" skips such updates, "rewind" '
+                "goes back to the last checkpoint and skips what led here."
             )
         if state.skipped >= self._most:
             raise NonFiniteError(
@@ -165,6 +196,17 @@ class Guard:
         _logger.warning("%s %s (%d of max_nonfinite=%d).", what, does, state.skipped, self._most)
         self._run.note("went_back" if goes_back else "left_out", why=what)
         return False
+
+
+def _usual(losses: Iterable[float]) -> tuple[float, float]:
+    """Return the median of losses and their median distance from it, which is at least a hundredth of it.
+
+    The distance, unlike a multiple of the loss, means the same for losses around zero and below it. Medians, since a
+    spike among the losses must not hide the next one.
+    """
+    known = list(losses)
+    median = statistics.median(known)
+    return median, max(statistics.median(abs(loss - median) for loss in known), 0.01 * abs(median))
 
 
 def _that_can_skip(optimizers: Any) -> list[Any]:

@@ -172,12 +172,16 @@ class Loop:
         run, events, optimizers = self.run, self.events, self.optimizers
         if not self.is_alone:
             self.listen()
-        if events.listens("on_backward_end") or events.listens("on_optimizer_step_begin"):
-            self.accelerator.unscale_gradients()  # who looks at gradients sees their true size
+        steps_itself = any(optimizer.has_stepped for optimizer in optimizers)  # in training_step
+        if (events.listens("on_backward_end") or events.listens("on_optimizer_step_begin")) and not self.show_gradients(
+            steps_itself
+        ):
+            self.leave_out()
+            return
         events.fire("on_backward_end", run)
         if not self.has_gradients:
             self.look_for_gradients()
-        if not any(optimizer.has_stepped for optimizer in optimizers):  # else training_step sees to it
+        if not steps_itself:
             if not self.may_step():
                 self.leave_out()
                 return
@@ -191,6 +195,11 @@ class Loop:
             events.fire("on_step_skipped", run)
         for optimizer in optimizers:
             optimizer.zero_grad()
+
+    def show_gradients(self, steps_itself: bool) -> bool:
+        """Prepare gradients for callbacks, and say whether they may have them: none modifies what is not finite."""
+        self.accelerator.unscale_gradients()  # who looks at gradients sees their true size
+        return steps_itself or not self.events.modifies("on_backward_end") or self.guard.passes_unmodified()
 
     def may_step(self) -> bool:
         """Clip, and say whether the update may be made."""
