@@ -102,7 +102,7 @@ def test_contestants_do_the_same_work_on_two_processes() -> None:
 def test_processes_of_a_comparison_are_started() -> None:
     rows = compare_on_processes(scenario_of("evaluation"), [Bare, Trainer], rounds=1, steps=8).rows
     assert [len(row.samples) for row in rows] == [1, 1]
-    _resource_tracker._stop()  # a process that Python starts for spawned ones, and keeps until it ends
+    _resource_tracker._stop()  # type: ignore[attr-defined]  # which Python starts for spawned processes, and keeps
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ class _World:
             port = free_port()
             for rank, (connection, process) in enumerate(zip(self._connections, self._processes, strict=True)):
                 place = rank_variables(rank, size, port, folder)
-                call = _Call(payload, {**os.environ, **place, **variables}, os.getcwd(), warnings.filters[:])  # noqa: PTH109
+                call = _Call(payload, {**os.environ, **place, **variables}, os.getcwd(), list(warnings.filters))  # noqa: PTH109
                 connection.send(call)
                 for descriptor in _OUTPUTS:
                     send_handle(connection, descriptor, process.pid)
@@ -315,7 +315,7 @@ class _Start:
         os.environ.clear()
         os.environ.update(call.variables)
         os.chdir(call.folder)
-        warnings.filters[:] = call.filters
+        warnings.filters[:] = call.filters  # type: ignore[index]  # it is a list, where tests run
         sys.path[:], sys.argv[:] = self._path, self._argv
         sys.stdout, sys.stderr = (open(descriptor, "w", closefd=False) for descriptor in _OUTPUTS)  # noqa: SIM115
         logging.root.setLevel(self._level)

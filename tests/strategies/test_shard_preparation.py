@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp  # before worlds are forked: else each of their processes imports it
 from torch import nn
 
 from tests.accelerator import toy
