@@ -25,8 +25,8 @@ _ROOM = 4 << 30  # bytes that have to be free there
 _SESSION = "PYTEST_SESSION_FOLDER"  # in the environment of all processes of a session
 _SHARED_MEMORY = re.compile(r"torch_(\d+)_")  # with the process that made it
 # The folder of tmp_path, which pytest looks after; what this very process removes when it exits; and what ranks that a
-# test kills cannot remove: multiprocessing's sockets.
-_EXPECTED = re.compile(r"pytest-of-|trainer_lib[-_]|pymp-")
+# test kills cannot remove: the folders of multiprocessing and of wandb.
+_EXPECTED = re.compile(r"pytest-of-|trainer_lib[-_]|pymp-|tmp\w+wandb-")
 _HELPERS = "multiprocessing.resource_tracker"  # ends with its parent
 _PATIENCE = 2.0  # seconds for processes that are ending
 
