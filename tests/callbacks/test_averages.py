@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -233,16 +234,16 @@ def uneven() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
 
 
-@pytest.mark.parametrize("average", [EMA, SWA])
-def test_averages_of_uneven_shards_are_those_of_one_process(average: type[EMA | SWA]) -> None:
+@pytest.mark.parametrize("average", [lambda: EMA(0.5), lambda: SWA(0.2, every=1)], ids=["EMA", "SWA"])
+def test_averages_of_uneven_shards_are_those_of_one_process(average: Callable[[], Transformer]) -> None:
     def two() -> Named:
         plugin = FullyShardedDataParallelPlugin(min_num_params=1, auto_wrap_policy="size_based_wrap")
         args = arguments(**OPTIONS, per_device_train_batch_size=4, fsdp=plugin)
-        one = trainer(args, model=uneven(), callbacks=[average(0.5)])
+        one = trainer(args, model=uneven(), callbacks=[average()])
         one.fit()
         return {name: value.full_tensor() for name, value in one.unwrapped_model.state_dict().items()}
 
-    expected = trained(average(0.5), model=uneven())
+    expected = trained(average(), model=uneven())
     for actual in run_world(two):
         assert_close(actual, expected)
 
