@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,7 @@ def end_processes(copy: Path) -> None:
 def run_tests(copy: Path, tests: Sequence[str], marker: str | None, limit: float) -> tuple[bool, str]:
     """Run tests in a copy; return whether one went red, and which."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTEST_DEBUG_TEMPROOT": str(copy.parent)}
-    command = [sys.executable, "-m", "pytest", *FLAGS, *(["-m", marker] if marker else []), *tests]
+    command = [sys.executable, "-u", "-m", "pytest", *FLAGS, *(["-m", marker] if marker else []), *tests]
     with (copy.parent / "output").open("w+") as output:
         process = subprocess.Popen(command, cwd=copy, env=environment, stdout=output, stderr=output, process_group=0)
         try:
@@ -111,7 +112,9 @@ def run_tests(copy: Path, tests: Sequence[str], marker: str | None, limit: float
     if "Timeout (" in text:
         return True, "hang"
     if code is None:
-        return False, f"not through in {limit:.0f} s"
+        return False, "not through in time"
+    if code == 4 and "ImportError while loading conftest" not in text:  # a wrong marker, say
+        raise SystemExit(f"pytest refuses its arguments:\n{text}")
     return True, "collection error" if code in (2, 4) else f"exit code {code}"
 
 
@@ -121,9 +124,12 @@ def try_mutant(mutant: Mutant, base: Path, marker: str | None, whole: bool) -> R
         copy = Path(folder) / "tree"
         shutil.copytree(base, copy, symlinks=True)
         (copy / mutant.file).write_text(mutant.broken(copy), encoding="utf-8")
-        is_caught, red = run_tests(copy, mutant.tests, marker, LIMIT)
+        is_caught, red, ends = False, "", time.monotonic() + LIMIT
+        for test in mutant.tests:  # one after the other: pytest would bring them into an order of its own
+            if not is_caught:
+                is_caught, red = run_tests(copy, [test], marker, ends - time.monotonic())
         if whole and not is_caught:
-            is_caught, red = run_tests(copy, (), marker, LIMIT_OF_ALL)
+            is_caught, red = run_tests(copy, [], marker, LIMIT_OF_ALL)
     result = Result(mutant.area, is_caught, red)
     print("caught  " if is_caught else "SURVIVED", f"{mutant.area}: {mutant.name}: {red}", flush=True)
     return result

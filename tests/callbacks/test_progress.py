@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+from tqdm import tqdm
 
 from tests.callbacks.loops import evaluate, go_through, running
 from tests.worlds import run_world
@@ -83,6 +84,8 @@ def at_once(bar: ProgressBar) -> Callable[[Run], None]:
 
 @pytest.fixture
 def screen() -> Iterator[Screen]:
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()  # one that a run with an error left would take a line of this screen
     screen = Screen()
     yield screen
     screen.close()

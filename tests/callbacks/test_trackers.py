@@ -31,6 +31,7 @@ def trainer(callbacks: list[Any], output_dir: Path | None = None, **given: Any) 
     data = (torch.randn(64, 4, generator=generator), torch.randint(2, (64,), generator=generator))
     settings: dict[str, Any] = {"max_steps": 8, "log_every": "2 steps", "eval_every": "4 steps", "use_cpu": True}
     args = TrainingArguments(output_dir=output_dir, progress_bar=False, **{**settings, **given})
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     model.bias.requires_grad_(False)
     return Trainer(model, args, train_dataset=data, eval_dataset=data, loss_fn=cross_entropy, callbacks=callbacks)
