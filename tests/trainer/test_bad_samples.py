@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset
+from torch.utils.data._utils import signal_handling
 
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import Points, arguments, points, trainer
@@ -146,7 +147,9 @@ class Kills(Callback):
 
 @pytest.mark.fault("`SIGKILL` for a worker of the loader")
 @pytest.mark.parametrize("is_reading", [True, False])
-def test_a_killed_worker_is_named_wherever_training_is(is_reading: bool) -> None:
+def test_a_killed_worker_is_named_wherever_training_is(is_reading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch sets its handler of SIGCHLD once in a process, and a test before this one may have replaced it.
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     dataset, callbacks = (Killing(), []) if is_reading else (Samples(), [Kills()])
     args = arguments(shuffle=False, num_workers=2, prefetch_factor=4, per_device_train_batch_size=4)
     with pytest.raises(RuntimeError, match="DataLoader worker") as raised:
