@@ -140,7 +140,7 @@ class Kills(Callback):
     may_change_training = True
 
     def on_optimizer_step_begin(self, run: Run) -> None:
-        max(active_children(), key=lambda child: child.pid or 0).kill()
+        max(active_children(), key=lambda child: child._identity).kill()  # pids start again from 1 at some point
         time.sleep(10)  # which what torch raises cuts short
         raise AssertionError("torch has not noticed")
 
