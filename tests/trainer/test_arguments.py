@@ -174,7 +174,7 @@ def test_a_batch_size_that_fits_is_found_where_batches_make_updates() -> None:
     args = TrainingArguments(per_device_train_batch_size="auto")
     assert (args.train_batch_size_for(4), args.eval_batch_size) == (64, 64)
     for samples, processes, size in ((96, 1, 48), (96, 2, 48), (7, 1, 7), (2 * 67, 2, 67), (2 * 67, 1, 67)):
-        args = TrainingArguments(per_device_train_batch_size="Auto", global_batch_size=samples)
+        args = TrainingArguments(per_device_train_batch_size="Auto", global_batch_size=samples)  # type: ignore[arg-type]
         assert args.train_batch_size_for(processes) == size
     with pytest.raises(ConfigurationError, match="global_batch_size=7 is no multiple of the 2 processes"):
         TrainingArguments(per_device_train_batch_size="auto", global_batch_size=7).train_batch_size_for(2)

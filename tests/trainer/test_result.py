@@ -132,3 +132,15 @@ def test_a_report_that_cannot_be_written_hurts_nobody(tmp_path: Path, monkeypatc
     monkeypatch.setattr("trainer_lib.runs.report.page", fail)
     found = trainer(arguments(output_dir=tmp_path)).fit()
     assert (found.status, found.report) == ("finished", None)
+
+
+def test_a_notebook_shows_a_table_and_a_prompt_one_line() -> None:
+    entries = [{"step": step, "epoch": 1.0, "loss": 1.0} for step in range(200)]
+    state = RunState(run_id="run-<1>", step=4, history=entries, status="finished")
+    found = FitResult(state=state, metrics={"loss": 2.0, "eval_loss": 1 / 3})
+    assert repr(found) == "FitResult(run='run-<1>', status='finished', step=4, loss=2, eval_loss=0.333333)"
+    assert "history" not in repr(state)
+    page = found._repr_html_()
+    assert page.startswith("<table><tr><th")
+    assert "run-&lt;1&gt;, finished" in page
+    assert page.count("<tr>") == len(str(found).splitlines())

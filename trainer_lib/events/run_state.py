@@ -59,8 +59,8 @@ class RunState:
     seconds: float = 0.0
     save_seconds: float | None = None
     best: Best | None = None
-    history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    checkpoints: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], repr=False)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], repr=False)
     status: Status = "new"
     reason: str | None = None
 

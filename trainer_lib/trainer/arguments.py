@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.interruption import STOP_SIGNALS
 from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
+from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import check_choice
 from trainer_lib.options.compilation import TorchDynamoPlugin
@@ -155,7 +156,7 @@ class TrainingArguments:
     deadline: str | float | datetime | None = "auto"
     stop_signals: Sequence[str] = STOP_SIGNALS
 
-    per_device_train_batch_size: int | str = 8
+    per_device_train_batch_size: int | Literal["auto"] = 8
     per_device_eval_batch_size: int | None = None
     gradient_accumulation_steps: int | None = None
     global_batch_size: int | None = None
@@ -171,7 +172,7 @@ class TrainingArguments:
     schedule_steps: int | None = None
     max_grad_norm: float | None = 1.0
 
-    mixed_precision: str | None = None
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
     compile: bool | str | TorchDynamoPlugin = False
     gradient_checkpointing: bool = False
     fsdp: bool | FullyShardedDataParallelPlugin | None = None
@@ -189,8 +190,8 @@ class TrainingArguments:
     eval_on_start: bool = False
     save_every: int | str | timedelta | Every | None = None
     save_in_background: bool = True
-    on_save_error: str = "continue"
-    on_nonfinite: str = "raise"
+    on_save_error: Literal["continue", "raise"] = "continue"
+    on_nonfinite: Literal["raise", "skip", "rewind"] = "raise"
     max_nonfinite: int = 10
     loss_spike: float | None = None
     hang_timeout: str | float | timedelta | None = "10 minutes"
@@ -210,7 +211,7 @@ class TrainingArguments:
     group_by_length: bool = False
     length_column: str = "length"
     sample_weights: Sequence[float] | None = None
-    on_bad_sample: str = "raise"
+    on_bad_sample: Literal["raise", "skip"] = "raise"
     max_bad_samples: int | float = 10
 
     limit_train_batches: int | None = None
@@ -224,6 +225,8 @@ class TrainingArguments:
 
     progress_bar: bool | None = None
     report_to: Sequence[str] = ()
+
+    __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
 
     # Before __init__, which would call an unknown name a TypeError, and know no better one.
     def __new__(cls, *positional: Any, **given: Any) -> Self:

@@ -77,7 +77,7 @@ def _parser(cls: type["TrainingArguments"], defaults: Mapping[str, Any]) -> Any:
         group.add_argument(
             f"--{field.name}",
             type=Union[(*kinds, str)],  # any text passes, so that errors are in the words of the checks
-            metavar=_metavar(kinds),
+            metavar=_metavar(kinds, _choices(hints[field.name])),
             help=(texts.get(field.name, "") + shown).replace("%", "%%"),
         )
     return parser
@@ -133,8 +133,15 @@ def _flags(cls: type) -> list[str]:
     return [name for name, hint in hints.items() if hint is bool or bool in typing.get_args(hint)]
 
 
-def _metavar(kinds: Iterable[Any]) -> str:
-    return "|".join(_METAVARS.get(typing.get_origin(one) or one, "TEXT") for one in kinds if one is not types.NoneType)
+def _metavar(kinds: Iterable[Any], choices: Sequence[str]) -> str:
+    names = [_METAVARS.get(typing.get_origin(kind) or kind, "TEXT") for kind in kinds if kind is not types.NoneType]
+    return "|".join([name for name in names if name != "TEXT"] + list(choices) if choices else names)
+
+
+def _choices(hint: Any) -> list[str]:
+    """Return the texts that an argument is one of."""
+    literals = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is typing.Literal]
+    return [text for literal in literals for text in typing.get_args(literal)]
 
 
 def _kinds(hint: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """This file is what `fit` returns."""
 
+import html
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.runs.sparkline import shows_sparklines, sparkline
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FitResult:
     """What became of a run.
 
@@ -99,8 +100,30 @@ class FitResult:
             axes.legend()
         return axes
 
+    def __repr__(self) -> str:
+        """Return one line: the run, how it ended, its steps and metrics."""
+        facts = [f"run={self.state.run_id!r}"] if self.state.run_id else []
+        facts += [f"status={self.status!r}", f"step={self.state.step}"]
+        facts += [f"{name}={value:.6g}" for name, value in self.metrics.items()]
+        return f"FitResult({', '.join(facts)})"
+
     def __str__(self) -> str:
         """Return it as a small table."""
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _repr_html_(self) -> str:
+        """Return it as a table of HTML, which notebooks show."""
+        left = 'style="text-align: left"'
+        cells = "".join(
+            f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(value)}</td></tr>"
+            for name, value in self._rows()
+        )
+        return f"<table>{cells}</table>"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return the names and values of the table."""
         state = self.state
         rows: list[tuple[str, str]] = [
             (
@@ -119,8 +142,7 @@ class FitResult:
         ):
             if path is not None:
                 rows.append((name, str(path)))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return rows
 
     def _number(self, name: str, value: float) -> str:
         """Return a number, with the way to it where that can be shown."""

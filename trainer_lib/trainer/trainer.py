@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,6 +15,7 @@ from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.interruption import Interrupted, is_interactive
 from trainer_lib.foundation.remote import AnyPath, local_path, path_at
+from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.scheduler import AcceleratedScheduler
@@ -34,6 +35,7 @@ from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
 from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss, is_shifted
 from trainer_lib.trainer.outputs import EvaluationOutput
 from trainer_lib.trainer.places import checkpoint_at, find_place
+from trainer_lib.trainer.predictions import Predictions
 from trainer_lib.trainer.quarantine import leave_out_while_evaluating
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saving import read_arguments, save_model
@@ -47,6 +49,31 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 LossLike = Tensor | tuple[Tensor, Any] | LossResult
+
+# Members of a trainer that the loop and callbacks use; completion does not offer them.
+_INTERNAL = frozenset(
+    (
+        "as_result",
+        "averages",
+        "changed_loss",
+        "default_metric",
+        "describe_loss",
+        "evaluation_interval",
+        "guard",
+        "has_own_step",
+        "is_rehearsing",
+        "is_shifted",
+        "loses_by_default",
+        "make_schedulers",
+        "measures",
+        "objective",
+        "prepare_models",
+        "prepared",
+        "prepared_by_name",
+        "unwrapped_model",
+        "weighs_nothing",
+    )
+)
 
 
 class Trainer:
@@ -79,6 +106,8 @@ class Trainer:
         step 16/16, epoch 2: loss ...
         16
     """
+
+    __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
 
     def __new__(cls, *positional: Any, **named: Any) -> Self:
         """Check the names of what is given."""
@@ -123,6 +152,10 @@ class Trainer:
         self._objective: Objective | None = None
         self.is_rehearsing = False  # while a tool trains to find something out
         self._has_fitted = self._has_checked_loss = False
+
+    def __dir__(self) -> list[str]:
+        """Return what you call and override, for completion; what only the loop uses is left out."""
+        return [name for name in super().__dir__() if name not in _INTERNAL]
 
     @classmethod
     def from_checkpoint(cls, checkpoint: str | AnyPath, model: nn.Module, **options: Any) -> Self:
@@ -240,7 +273,7 @@ class Trainer:
             self.run, self.prepared, {name: self._set(name, loader) for name, loader in loaders.items()}, prefix
         )
 
-    def predict(self, dataset: Any, to: str | Path | None = None) -> Any:
+    def predict(self, dataset: Any, to: str | Path | None = None) -> Predictions:
         """Return the model's predictions, in the dataset's order.
 
         Args:
