@@ -240,3 +240,21 @@ def test_what_cannot_be_split_is_refused() -> None:
             trainer(arguments(**auto, ddp=DistributedDataParallelKwargs(static_graph=True))).fit()
 
     run_world(hooked, (), 2, timeout=60)
+
+
+def joined(samples: list[Any]) -> Any:
+    """Lay all features of all samples side by side: twice as many rows as samples."""
+    inputs, targets = torch.stack([one for one, _ in samples]), torch.stack([one for _, one in samples])
+    return inputs.repeat_interleave(2, dim=0), targets.repeat_interleave(2)
+
+
+@pytest.mark.parametrize("limit", [0, 5])
+def test_batches_whose_rows_are_not_samples_are_not_split(limit: int) -> None:
+    """Rows that belong together would come into different parts, and nothing would tell."""
+    options = {"per_device_train_batch_size": "auto", "global_batch_size": 8} if limit else {}
+    one = Trainer(
+        Hungry({0: limit}), arguments(**options), train_dataset=points(40), collate_fn=joined,
+        loss_fn=nn.functional.cross_entropy,
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match=r"of 8 samples did not fit.*has 16 rows, so collate_fn does not make"):
+        one.fit() if limit else one.evaluate(points(8))

@@ -52,7 +52,7 @@ class BatchSamplerShard(BatchSampler):
         self.shares_samples = iterates_as(batch_sampler, "BatchSampler")
         self.order = order_of(self.sampler if self.shares_samples else batch_sampler)
         self._place: tuple[int, int, int, Ending] | None = None
-        self._reads_for_all = False
+        self._reads_for_all = self._trims = False
         self._evened = num_processes
         self.sharing = self._sharing()
 
@@ -101,6 +101,11 @@ class BatchSamplerShard(BatchSampler):
     def fill_for(self, processes: int) -> None:
         """Fill the last round although a single process reads it: it is cut for several afterwards."""
         self._evened = processes
+        self.sharing = self._sharing()
+
+    def trim_repeats(self) -> None:
+        """Of the samples that fill the last round, read only those that a process needs to take part."""
+        self._trims = True
         self.sharing = self._sharing()
 
     def enter(self, seed: int, epoch: int, position: int, ending: Ending) -> None:
@@ -161,6 +166,7 @@ class BatchSamplerShard(BatchSampler):
             sharing,
             ranks=tuple(range(self.num_processes)) if self._reads_for_all else sharing.ranks,
             fill=self._even_batches and self._evened > 1,
+            trims=self._trims,
         )
 
     def _computed(self, order: ComputedOrder, sample_at: Callable[[Any], Any], position: int) -> Iterator[Any]:
@@ -177,9 +183,10 @@ class BatchSamplerShard(BatchSampler):
                 yield samples[first : first + share] if self.shares_samples else samples[first]
         if sharing.tail_batches(max(0, total - whole)):
             places = np.arange(whole, total)
+            rest = len(places)
             if sharing.fill:
-                places = np.concatenate([places, np.arange(size - len(places)) % total])
-            for _, part in sharing.parts(sample_at(places).tolist()):
+                places = np.concatenate([places, np.arange(size - rest) % total])
+            for _, part in sharing.parts(sample_at(places).tolist(), rest):
                 yield part if self.shares_samples else part[0]
 
     def _replayed(self, start: Callable[[], Replay], position: int, ending: Ending) -> Iterator[Any]:
@@ -213,7 +220,8 @@ class BatchSamplerShard(BatchSampler):
             position += 1
             ending.over = None if upcoming else position
             batches += len(sharing.ranks)
+            rest = len(batch)
             if sharing.fill:
                 batch = completed(list(batch), list(units.opening[0]), sharing.round_size)
-            for _, part in sharing.parts(batch):
+            for _, part in sharing.parts(batch, rest):
                 yield part

@@ -64,6 +64,11 @@ class DataLoaderDispatcher(PreparedLoader):
         share = (cut.batch_size or len(of_all)) // cut.processes
         return of_all[rank * share : rank * share + (share if rows is None else rows.real)]
 
+    def trim_repeats(self) -> None:
+        """Do nothing where the first rank cuts whole batches, since the cut needs all rows."""
+        if self._slicing is None:
+            super().trim_repeats()
+
     def leave_out_bad_samples(self, quarantine: Quarantine) -> None:
         """Raise: the others are sent batches, and not told what is missing in them."""
         raise UnsupportedError(

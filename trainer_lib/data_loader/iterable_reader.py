@@ -87,6 +87,17 @@ class IterableReader(Reader):
         self._shard.share(self._sharing)
 
     @property
+    def counts_alike(self) -> bool:
+        """Whether every rank knows how many samples all of them together read in a round."""
+        return self.total_batch_size is not None and self._split_among == 1
+
+    def trim_repeats(self) -> None:
+        """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
+        if len(self._sharing.ranks) == 1:  # else the parts of several ranks are batched one after the other
+            self._own, self._sharing = replace(self._own, trims=True), replace(self._sharing, trims=True)
+            self._shard.share(self._sharing)
+
+    @property
     def knows_end_of_all(self) -> bool:
         """Whether the end that `open` tells is that of all processes."""
         return self.even_batches or (self._group is None and self.loader.num_workers == 0)

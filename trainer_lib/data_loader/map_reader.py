@@ -81,6 +81,10 @@ class MapReader(Reader):
     def even_batches(self, even_batches: bool) -> None:
         self._shard.even_batches = even_batches
 
+    def trim_repeats(self) -> None:
+        """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
+        self._shard.trim_repeats()
+
     def open(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
         """Return the batches from a place on."""
         self._generator.manual_seed(derived_seed(seed, place.epoch, place.consumed, self.rank, "workers"))

@@ -46,12 +46,15 @@ class PreparedLoader(DataLoader[Any]):
     _is_accelerate_prepared = True
 
     # What `__setattr__` keeps here; everything else is the loader's.
-    _OWN = frozenset({"end_of_dataloader", "others_read_on", "remainder", "rows", "even_batches", "quarantine"})
+    _OWN = frozenset(
+        {"end_of_dataloader", "others_read_on", "remainder", "rows", "samples_in_round", "even_batches", "quarantine"}
+    )
 
     end_of_dataloader: bool
     others_read_on: bool
     remainder: int
     rows: Rows | None
+    samples_in_round: int | None  # of all ranks, without repeats; None: a rank cannot know those of the others
     quarantine: Quarantine | None
     _reader: Reader
     _progress: Progress
@@ -64,6 +67,7 @@ class PreparedLoader(DataLoader[Any]):
         self._skip_is_due = False
         self.end_of_dataloader, self.remainder, self.rows = False, -1, None
         self.others_read_on = False
+        self.samples_in_round = None
         self.quarantine = None
 
     @abstractmethod
@@ -98,14 +102,17 @@ class PreparedLoader(DataLoader[Any]):
     def _delivered(self, batches: Iterator[Any], reading: Pass, ending: Ending) -> Iterator[Any]:
         progress, step, clock = self._progress, self._reader.step, time.perf_counter
         device, non_blocking = self._delivery.device, self._delivery.non_blocking
+        of_round = self.samples_in_round = self._reader.total_batch_size if self._reader.counts_alike else None
         counted = False
         asked = clock()
         for handed_out, batch in enumerate(batches, 1):
             if type(batch) is Counted:
                 batch, self.rows, self.remainder = batch
+                self._count_round(of_round)
                 counted = True
             elif counted:
-                self.rows, self.remainder, counted = None, ending.remainder, False
+                self.rows, self.remainder, self.samples_in_round = None, ending.remainder, of_round
+                counted = False
             if device is not None:
                 batch = send_to_device(batch, device, non_blocking)
             reading.consumed += step
@@ -124,8 +131,12 @@ class PreparedLoader(DataLoader[Any]):
         reading.finished = not self.others_read_on
         if self._reader.unit == "samples":
             self.remainder = max(self.remainder, ending.remainder)
+            self._count_round(self.samples_in_round)
         if self.rows is None:
             self.rows = self._reader.rows_of(batch, ending.rows.get(self._reader.rank))
+
+    def _count_round(self, whole: int | None) -> None:
+        self.samples_in_round = self.remainder if whole is not None and self.remainder > 0 else whole
 
     def _starting_place(self) -> Place:
         place = self._progress.following
@@ -182,6 +193,24 @@ class PreparedLoader(DataLoader[Any]):
         """
         self._reader.leave_out(quarantine)
         self.quarantine = quarantine
+
+    def trim_repeats(self) -> None:
+        """Read repeated samples no further than a rank needs them to take part in a round without samples of its own.
+
+        For a caller that gives repeated samples no weight: no rows have to be cut from a batch, whatever `collate_fn`
+        makes of its samples. Batches that come ready are repeated as they are.
+
+        Example:
+            >>> from trainer_lib.data_loader import prepare_data_loader
+            >>> data = DataLoader(range(5), batch_size=4)
+            >>> for rank in range(2):
+            ...     loader = prepare_data_loader(data, num_processes=2, process_index=rank)
+            ...     loader.trim_repeats()
+            ...     print([batch.tolist() for batch in loader])
+            [[0, 1, 2, 3]]
+            [[4]]
+        """
+        self._reader.trim_repeats()
 
     def name_dead_workers(self, error: Exception) -> bool:
         """Note on an error which workers died and what they had to read, if any did: torch raises it at any moment."""
@@ -287,6 +316,14 @@ class PreparedLoader(DataLoader[Any]):
     def total_batch_size(self) -> int | None:
         """The samples of a round over all processes; `None` where that is not known."""
         return self._reader.total_batch_size
+
+    @property
+    def samples_in_batch(self) -> int | None:
+        """The samples that the batch in hand is made of on this rank, with repeats; `None` where that is not known."""
+        of_round = self._reader.total_batch_size
+        if self.rows is not None:
+            return self.rows.total
+        return None if of_round is None else of_round // self._processes
 
     @property
     def total_dataset_length(self) -> int:

@@ -73,6 +73,14 @@ class Reader(ABC):
     def even_batches(self, even_batches: bool) -> None: ...
 
     @property
+    def counts_alike(self) -> bool:
+        """Whether every rank knows how many samples all of them together read in a round."""
+        return self.total_batch_size is not None
+
+    def trim_repeats(self) -> None:  # noqa: B027 - nothing to do where samples are not dealt out one by one
+        """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
+
+    @property
     def knows_end_of_all(self) -> bool:
         """Whether the end that `open` tells is that of all processes."""
         return True

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.state.gradients import Rows
 
+_TAKING_PART = 2  # samples that a process without any of its own computes: BatchNorm wants two
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
@@ -22,6 +24,8 @@ class Sharing:
         ranks: The processes whose parts are read here: this one, or all where one process reads for all.
         drop_last: Leave out a last round that is not complete.
         fill: Complete it with the first units of the pass.
+        trims: Of the units that complete it, give a process none but the one or two that it needs to take part
+            where it has no units of its own.
     """
 
     share: int = 1
@@ -29,6 +33,7 @@ class Sharing:
     ranks: tuple[int, ...] = (0,)
     drop_last: bool = False
     fill: bool = False
+    trims: bool = False
 
     @classmethod
     def of_batches(
@@ -76,19 +81,35 @@ class Sharing:
             return 0
         return len(self.ranks) if self.fill else sum(rest > rank * self.share for rank in self.ranks)
 
-    def parts(self, units: list[Any]) -> Iterator[tuple[int, list[Any]]]:
-        """Yield each process read here with its part of a round, unless that is empty."""
+    def parts(self, units: list[Any], rest: int | None = None) -> Iterator[tuple[int, list[Any]]]:
+        """Yield each process read here with its part of a round, unless that is empty.
+
+        Args:
+            units: The units of the round.
+            rest: How many of them are no repeats; `None`: all.
+        """
         for rank in self.ranks:
-            part = units[rank * self.share : (rank + 1) * self.share]
+            start = rank * self.share
+            held = self.share if rest is None or not self.trims else self._held(self._real(rest, rank))
+            part = units[start : start + held]
             if part:
                 yield rank, part
 
     def rows(self, rest: int, rank: int) -> Rows | None:
         """Return what a process's part of a last round of `rest` units holds, if it is not simply a full batch."""
-        real = min(max(rest - rank * self.share, 0), self.share)
+        real = self._real(rest, rank)
         if real == self.share:
             return None
-        return Rows(total=self.share if self.fill else real, real=real, full=self.share)
+        return Rows(total=self._held(real), real=real, full=self.share)
+
+    def _real(self, rest: int, rank: int) -> int:
+        return min(max(rest - rank * self.share, 0), self.share)
+
+    def _held(self, real: int) -> int:
+        """Return how many units a process gets of a round in which `real` ones are its own."""
+        if not self.fill:
+            return real
+        return real or min(_TAKING_PART, self.share) if self.trims else self.share
 
 
 @dataclass
@@ -147,7 +168,7 @@ def deal(
         units = upcoming
     if sharing.tail_batches(len(units)):
         filled = completed(units, opening(), size) if sharing.fill else units
-        for rank, part in sharing.parts(filled):
+        for rank, part in sharing.parts(filled, len(units)):
             yield rank, part, len(units)
 
 

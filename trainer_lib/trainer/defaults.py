@@ -192,7 +192,7 @@ def _reading(trainer: "Trainer") -> dict[str, Any]:
 def prepared_for_evaluation(trainer: "Trainer", loader: DataLoader[Any]) -> Any:
     """Return a loader shared out to the processes, which is no part of what checkpoints hold."""
     accelerator = trainer.accelerator
-    return prepare_data_loader(
+    prepared = prepare_data_loader(
         loader,
         accelerator.device,
         num_processes=accelerator.num_processes,
@@ -201,6 +201,8 @@ def prepared_for_evaluation(trainer: "Trainer", loader: DataLoader[Any]) -> Any:
         even_batches=True,
         non_blocking=accelerator.non_blocking,
     )
+    prepared.trim_repeats()  # which are not counted
+    return prepared
 
 
 def evaluation_output(trainer: "Trainer", model: Any, batch: Any) -> EvaluationOutput:

@@ -75,6 +75,7 @@ class Fitting:
         loader = preflight.train_loader(trainer)
         self.models: list[nn.Module] = trainer.prepare_models()
         self.loader: Any = accelerator.prepare_data_loader(loader)
+        self.loader.trim_repeats()
         preflight.check_order(accelerator.group, self.loader)
         optimizers = _named("configure_optimizer", trainer.configure_optimizer())
         prepared = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}

@@ -16,7 +16,7 @@ from trainer_lib.trainer.failures import add_note
 from trainer_lib.trainer.fillers import buffers_kept
 from trainer_lib.trainer.loss_checks import check_result, no_gradients
 from trainer_lib.trainer.losses import LossResult
-from trainer_lib.trainer.rows import take_rows
+from trainer_lib.trainer.rows import real_rows
 from trainer_lib.trainer.unused import check_all_used
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Loop:
         self.parameters = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
         self.max_norm = self.run.args.max_grad_norm
         self.is_alone = self.accelerator.num_processes == 1
-        self.samples_a_round: int | None = self.loader.total_batch_size
+        self.uncounted = 0  # samples of this rank that no rank has counted yet, where none knows those of the others
         self.guard = fitting.guard
         self.compute = fitting.splitting.step if fitting.splitting.is_on else self.trainer.training_step
         self.began = 0  # the samples before this window
@@ -105,22 +105,26 @@ class Loop:
 
     def micro_batch(self, batch: Any) -> None:
         """Add the gradients of a batch to those of its window, and update with the last one."""
-        run, events, rows = self.run, self.events, self.loader.rows
+        run, events, loader = self.run, self.events, self.loader
+        rows, of_round = loader.rows, loader.samples_in_round
         is_filler = False
+        if of_round is None:
+            self.uncounted += (loader.samples_in_batch or batch_size(batch)) if rows is None else rows.real
         if rows is not None and rows.real < rows.total:  # the rest repeats samples, to make the processes even
             is_filler = rows.real == 0
-            batch = take_rows(batch, 0, rows.real or 2)  # to run along: BatchNorm wants two
+            batch = real_rows(batch, rows)
         run.batch = batch
         with self.accelerator.accumulate(*self.models):
             if self.window.size == 1:
                 self.begin_window()
             if self.is_left_out:
-                self.count(batch)
+                self.count(of_round)
                 return
             events.fire("on_micro_batch_begin", run)
             if self.gradients.sync_gradients and not self.is_alone:
-                is_end = float(self.loader.end_of_dataloader)
-                self.window.notes, self.window.heard = [*run.control.send(), is_end], ()
+                is_end = float(loader.end_of_dataloader)
+                uncounted = [] if of_round is not None else [float(self.uncounted)]
+                self.window.notes, self.window.heard = [*run.control.send(), is_end, *uncounted], ()
             if is_filler:
                 self.run_along()
             else:
@@ -132,7 +136,7 @@ class Loop:
                 self.note(result)
             if self.gradients.sync_gradients:
                 self.update()
-        self.count(batch)
+        self.count(of_round)
 
     def begin_window(self) -> None:
         """Begin an update, unless it is one of the samples that are left out."""
@@ -231,6 +235,8 @@ class Loop:
             control.unsend()
         elif (not self.hears_late or self.loader.end_of_dataloader) and 0 < heard[control.COUNT] < 1:
             self.end_apart(float(heard[control.COUNT]))
+        if heard and self.loader.samples_in_round is None:
+            self.count_all(float(heard[control.COUNT + 1]))
         if self.hears_late:
             heard, self.heard = self.heard, heard
         control.hear([float(number) for number in heard])
@@ -248,14 +254,22 @@ class Loop:
                 "its own says so by an attribute is_split_between_processes = True."
             )
 
-    def count(self, batch: Any) -> None:
-        """Count a batch."""
-        state, loader = self.run.state, self.loader
+    def count(self, of_round: int | None) -> None:
+        """Count a micro-batch, with the samples of all ranks where each rank knows how many these are."""
+        state = self.run.state
         state.micro_batches += 1
-        of_round = self.samples_a_round
-        if loader.end_of_dataloader and loader.remainder > 0:
-            of_round = loader.remainder
-        state.samples += of_round or batch_size(batch) * self.accelerator.num_processes
+        if of_round is not None:
+            state.samples += of_round
+        elif self.is_alone:
+            self.count_all(self.uncounted)
+        elif self.is_left_out and self.gradients.sync_gradients:  # no gradients take the number to the others
+            counts = self.accelerator.group.all_gather_objects(self.uncounted)
+            self.count_all(sum(counts) / len(counts))
+
+    def count_all(self, mean: float) -> None:
+        """Count the samples of all ranks by their mean over the ranks."""
+        self.run.state.samples += round(mean * self.accelerator.num_processes)
+        self.uncounted = 0
 
     def finish_step(self) -> None:
         """Count an update, and do what was asked for."""

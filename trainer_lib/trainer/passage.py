@@ -9,7 +9,7 @@ from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError
 from trainer_lib.memory.batch_size import is_out_of_memory, let_go
 from trainer_lib.trainer.outputs import EvaluationOutput
-from trainer_lib.trainer.rows import count_rows, take_rows
+from trainer_lib.trainer.rows import check_splits, count_rows, real_rows, take_rows
 
 Step = Callable[[Any, Any], EvaluationOutput]
 
@@ -26,6 +26,7 @@ class Passage:
     def __init__(self, dispatcher: Dispatcher, step: Step, in_lockstep: bool) -> None:
         self._dispatcher, self._step, self._in_lockstep = dispatcher, step, in_lockstep
         self.is_left = False  # whether the last one was left before its end
+        self._whole: tuple[Any, int | None] = None, None  # the batch in hand, and of how many samples it is made
         self._fits: int | None = None  # rows; None: everything did so far
 
     def outputs(
@@ -55,12 +56,14 @@ class Passage:
                     break
                 rows = loader.rows
                 if rows is None or rows.real == rows.total:
+                    self._whole = batch, loader.samples_in_batch
                     yield batch
                 elif rows.real:
-                    yield take_rows(batch, 0, rows.real, rows.total)
+                    self._whole = real_rows(batch, rows), rows.real
+                    yield self._whole[0]
                 elif self._in_lockstep:
-                    # The others need this process for their forward; what it computes itself is dropped.
-                    self._step(model, _shortest(batch, rows.total))
+                    # The others need this rank for their forward; what it computes itself is dropped.
+                    self._step(model, real_rows(batch, rows))
                 if number == limit:
                     break
 
@@ -78,6 +81,7 @@ class Passage:
         return self._split(run, model, batch)
 
     def _split(self, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
+        check_splits(*self._whole)
         rows, at_once = count_rows(batch) or 1, self._fits or 1
         cuts = range(0, rows, at_once)
         return [p for cut in cuts for p in self._parts(run, model, take_rows(batch, cut, min(cut + at_once, rows)))]
@@ -92,7 +96,7 @@ class Passage:
             ) from error
         if rows is None or rows < 2:
             raise error
-        take_rows(batch, 0, 1)  # or raise, if it cannot be cut
+        check_splits(*self._whole)
         return -(-rows // 2)
 
 
@@ -118,14 +122,6 @@ def _tell(run: Run, parts: Sequence[EvaluationOutput]) -> None:
     losses = [part.loss_sum for part in parts if part.loss_sum is not None]
     run.loss_sum = sum(losses[1:], start=losses[0]) if losses else None
     run.weight = sum((part.weight for part in parts[1:]), start=parts[0].weight)
-
-
-def _shortest(batch: Any, total: int) -> Any:
-    """Return as little of a batch as can be told apart."""
-    try:
-        return take_rows(batch, 0, 1, total)
-    except ConfigurationError:
-        return batch
 
 
 def _checked(output: Any) -> EvaluationOutput:

@@ -6,7 +6,7 @@ others wait where gradients are put together.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.checkpointing.generators import Generators
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError, UnsupportedError
@@ -15,12 +15,20 @@ from trainer_lib.memory.batch_size import is_out_of_memory, let_go
 from trainer_lib.trainer.argument_values import AUTO
 from trainer_lib.trainer.fillers import Buffers
 from trainer_lib.trainer.losses import LossResult
-from trainer_lib.trainer.rows import count_rows, take_rows
+from trainer_lib.trainer.rows import check_splits, count_rows, take_rows
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.fitting import Fitting
 
 _logger = get_logger(__name__)
+
+
+class _Taken(NamedTuple):
+    """A batch of a window."""
+
+    batch: Any
+    weighs_nothing: bool  # this rank only takes part with it
+    samples: int | None  # that it is made of; None: not known
 
 
 class Splitting:
@@ -44,7 +52,7 @@ class Splitting:
         self.size: int | None = None
         self._generators = Generators(run.accelerator.device)
         self._buffers = Buffers(fitting.models)
-        self._batches: list[tuple[Any, bool]] = []  # of this window; with whether it only runs along
+        self._batches: list[_Taken] = []  # of this window
         self._drawn: dict[str, Any] = {}
         self._mark: Any = None
         self._is_fresh = True
@@ -56,10 +64,11 @@ class Splitting:
         """Do what `training_step` does, in parts if need be; with the last batch of a window put it together."""
         if self._window.size == 1:
             self._begin()
-        self._batches.append((batch, self._trainer.weighs_nothing))
+        taken = _Taken(batch, self._trainer.weighs_nothing, self._samples())
+        self._batches.append(taken)
         self._window.is_alone = True  # parts tell the others nothing
         try:
-            result = self._computed(model, batch)
+            result = self._computed(model, taken)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -96,7 +105,13 @@ class Splitting:
         self._buffers.keep()
         self._is_fresh = self._window.is_fresh
 
-    def _computed(self, model: Any, batch: Any) -> LossResult:
+    def _samples(self) -> int | None:
+        loader = self._fitting.loader
+        has_repeats = loader.rows is not None and loader.rows.real < loader.rows.total
+        return None if has_repeats else loader.samples_in_batch
+
+    def _computed(self, model: Any, taken: "_Taken") -> LossResult:
+        batch = taken.batch
         rows, size = count_rows(batch), self.size
         with ExitStack() as local:
             for one in self._fitting.models:
@@ -104,6 +119,7 @@ class Splitting:
             if size is None or rows is None or rows <= size:
                 self._at_once = rows or 1
                 return self._step(model, batch)
+            check_splits(batch, taken.samples)
             self._at_once = size
             cuts = range(0, rows, size)
             return self._summed([self._step(model, take_rows(batch, at, min(at + size, rows), rows)) for at in cuts])
@@ -145,10 +161,10 @@ class Splitting:
                 error = failure
 
     def _again(self, model: Any) -> LossResult:
-        *earlier, (last, _) = self._batches
-        for batch, runs_along in earlier:
-            result = self._computed(model, batch)
-            if not runs_along:
+        *earlier, last = self._batches
+        for taken in earlier:
+            result = self._computed(model, taken)
+            if not taken.weighs_nothing:
                 self._fitting.trainer.averages.add_sum("loss", result.loss.detach(), result.weight or 0.0)
                 for name, value in (result.logs or {}).items():
                     self._trainer.averages.add(name, value, result.weight or 0.0)
@@ -176,7 +192,7 @@ class Splitting:
                 "shorter or smaller samples, gradient_checkpointing=True, mixed_precision, or several processes with "
                 "fsdp=True."
             ) from error
-        take_rows(self._batches[-1][0], 0, 1)  # or raise, if it cannot be cut
+        check_splits(self._batches[-1].batch, self._batches[-1].samples)
         of_round: int | None = self._fitting.loader.total_batch_size
         size = self.size or (of_round or 0) // self._accelerator.num_processes or tried
         while size >= tried:
