@@ -48,6 +48,7 @@ class AcceleratedOptimizer(Optimizer):
         self._backwards_at_step = self.window.backwards
         self._stepped_in = 0  # the micro-batch of the last call of step
         self._zeroes_first_in = 0  # the window that began with zero_grad before step
+        self._last_mode: str | None = None
         if device_placement and optimizer.state:
             # torch knows which state belongs on the device and which stays on the host.
             optimizer.load_state_dict(optimizer.state_dict())
@@ -88,6 +89,22 @@ class AcceleratedOptimizer(Optimizer):
     def holds_gradients(self) -> bool:
         """Whether a loss was differentiated since the last update."""
         return self._backwards_at_step != self.window.backwards
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the wrapped optimizer has a mode of training and one of evaluation (schedule-free ones)."""
+        return all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the wrapped optimizer is in the mode of training; one without modes always is.
+
+        The groups or the optimizer say so as `train_mode`; where neither does, the last switch made here counts.
+        """
+        if not self.has_modes:
+            return True
+        marks = [group["train_mode"] for group in self.param_groups if "train_mode" in group]
+        return any(marks) if marks else bool(getattr(self.optimizer, "train_mode", self._last_mode == "train"))
 
     @property
     def has_stepped(self) -> bool:
@@ -225,6 +242,6 @@ class AcceleratedOptimizer(Optimizer):
                 parameter.grad = None
 
     def _switch(self, mode: str) -> None:
-        switch = getattr(self.optimizer, mode, None)
-        if callable(switch):
-            switch()
+        if self.has_modes:
+            getattr(self.optimizer, mode)()
+            self._last_mode = mode

@@ -98,12 +98,17 @@ def test_modes_of_schedule_free_optimizers_are_passed_on() -> None:
             self.mode = "eval"
 
     _, _, optimizer = _prepared(Moded)
+    assert not optimizer.is_training  # what has modes begins in none of them
     optimizer.train()
-    assert optimizer.mode == "train"
+    assert (optimizer.mode, optimizer.is_training) == ("train", True)
     optimizer.eval()
-    assert optimizer.mode == "eval"
+    assert (optimizer.mode, optimizer.is_training) == ("eval", False)
+    optimizer.param_groups[0]["train_mode"] = True  # what the groups say counts
+    assert optimizer.is_training
     _, _, plain = _prepared()
     plain.train()  # an optimizer without modes has nothing to switch
+    plain.eval()
+    assert (plain.has_modes, plain.is_training) == (False, True)
 
 
 def test_it_can_be_copied_and_pickled() -> None:

@@ -16,6 +16,7 @@ from trainer_lib.foundation.remote import AnyPath, RemotePath
 from trainer_lib.foundation.trees import map_tensors, send_to_device, slice_tensors, tensors
 from trainer_lib.modules.forwards import unwrap_forward
 from trainer_lib.trainer.defaults import named_sets
+from trainer_lib.trainer.optimizer_modes import weights_in_use
 from trainer_lib.trainer.together import together
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def export(trainer: "Trainer", path: AnyPath, format: str | None, example: Any, 
             program = _program(_bare_copy(trainer), call, dynamic)
             _put(path, lambda file: write(program, file))
 
-    with trainer.events.in_use(trainer.run):  # on all processes: each puts an average in place
+    with weights_in_use(trainer):  # on all processes: each puts an average in place
         together(group, run)
 
 

@@ -20,7 +20,7 @@ from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import HISTORY_FILE, RunFolder
 from trainer_lib.seeding import set_seed
-from trainer_lib.trainer import banner, differences, history, preflight
+from trainer_lib.trainer import banner, differences, history, optimizer_modes, preflight
 from trainer_lib.trainer.adapters import Adapters
 from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.deadline import AUTO, Deadline, check_ahead, deadline_in
@@ -79,6 +79,7 @@ class Fitting:
         preflight.check_order(accelerator.group, self.loader)
         optimizers = _named("configure_optimizer", trainer.configure_optimizer())
         prepared = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}
+        optimizer_modes.train(prepared.values())
         state = RunState(run_id="" if folder is None else folder.run_id, status="running")
         self._set_limits(state)
         self.schedule_length = args.schedule_steps or state.max_steps
@@ -291,6 +292,7 @@ class Fitting:
         fresh = Fresh(self.run)
         with differences.told_of_groups(changed):
             self.run.accelerator.load_state(checkpoint)
+        optimizer_modes.train(self.run.optimizers.values())
         if self.folder is not None:  # another one than the checkpoint's, if that is of another run
             self.run.state.run_id = self.folder.run_id
         self.saves.find(self.folder)
@@ -357,6 +359,8 @@ class Fitting:
         run.state.status = status
         run.batch = run.outputs = run.loss_sum = None
         self.saves.close()
+        if status != "failed":
+            optimizer_modes.evaluate(run.optimizers.values())
         try:
             self.events.fire("on_fit_end", run)
         finally:

@@ -33,6 +33,7 @@ from trainer_lib.trainer.loop import Loop
 from trainer_lib.trainer.loss_checks import check_loss, check_weight
 from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
 from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss, is_shifted
+from trainer_lib.trainer.optimizer_modes import weights_in_use
 from trainer_lib.trainer.outputs import EvaluationOutput
 from trainer_lib.trainer.places import checkpoint_at, find_place
 from trainer_lib.trainer.predictions import Predictions
@@ -370,7 +371,7 @@ class Trainer:
     def save_model(self, output_dir: str | AnyPath) -> None:
         """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
         self.prepare_models()
-        with self.events.in_use(self.run):
+        with weights_in_use(self):
             save_model(self, path_at(output_dir))
 
     def model_card(

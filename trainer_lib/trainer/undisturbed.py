@@ -1,14 +1,14 @@
 """This file is what an evaluation leaves as it was: modes, generators, and what the run tells of its last batch."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_lib.checkpointing.generators import Generators
 from trainer_lib.events import Run
+from trainer_lib.trainer import optimizer_modes
 
 _OF_A_BATCH = ("batch", "outputs", "loss_sum", "weight")
 
@@ -26,7 +26,7 @@ def undisturbed(run: Run, models: Sequence[nn.Module], device: torch.device) -> 
     drawn = generators.state_dict()
     of_batch = {name: getattr(run, name) for name in _OF_A_BATCH}
     try:
-        with _optimizers_evaluating(run.optimizers.values()), _evaluating(models), torch.no_grad():
+        with optimizer_modes.evaluating(run.optimizers.values()), _evaluating(models), torch.no_grad():
             yield
     finally:
         generators.load_state_dict(drawn)
@@ -47,16 +47,3 @@ def _evaluating(models: Sequence[nn.Module]) -> Generator[None]:
             for module, was in modules:
                 if module.training != was:  # one that was frozen, such as a BatchNorm
                     module.training = was
-
-
-@contextmanager
-def _optimizers_evaluating(optimizers: Iterable[Any]) -> Generator[None]:
-    # Schedule-free optimizers keep their mode in their groups; others have none, and nothing happens.
-    training = [one for one in optimizers if any(group.get("train_mode", True) for group in one.param_groups)]
-    try:
-        for optimizer in training:
-            optimizer.eval()
-        yield
-    finally:
-        for optimizer in training:
-            optimizer.train()

@@ -1,0 +1,232 @@
+"""Tests of schedule-free optimizers: the right mode at each moment of a run, on one process and two."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, resumed, weights
+from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
+from trainer_lib import FullyShardedDataParallelPlugin
+from trainer_lib.events import Run, Transformer
+
+RATE = 0.3
+BETA = 0.9
+
+
+class Unmarked(torch.optim.Optimizer):
+    """Schedule-free SGD as in the package `schedulefree`: a model has y in training, and the average x elsewhere.
+
+    It does not say which mode it is in, so that each switch moves the weights.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = RATE, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "k": 0})
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self.move(1 - 1 / BETA)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self.move(1 - BETA)
+
+    def move(self, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (BETA * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+class ScheduleFree(Unmarked):
+    """One whose groups say which mode it is in: switching twice does nothing, and it refuses to step unprepared."""
+
+    def __init__(self, params: Iterable[Any], lr: float = RATE, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay)
+        self.mark(training=False)
+
+    def eval(self) -> None:
+        if self.is_marked:
+            super().eval()
+        self.mark(training=False)
+
+    def train(self) -> None:
+        if not self.is_marked:
+            super().train()
+        self.mark(training=True)
+
+    @property
+    def is_marked(self) -> bool:
+        return self.param_groups[0]["train_mode"]
+
+    def mark(self, *, training: bool) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = training
+
+    def step(self, closure: Any = None) -> None:
+        if not self.is_marked:
+            raise RuntimeError("Optimizer was not in train mode when step is called.")
+        super().step(closure)
+
+
+OPTIONS: dict[str, Any] = {"learning_rate": RATE, "lr_scheduler": "constant", "max_grad_norm": None, "shuffle": False}
+SHARDED = FullyShardedDataParallelPlugin(min_num_params=1, auto_wrap_policy="size_based_wrap")
+
+
+class Looks(Transformer):
+    """Keeps the weights while a model is trained, evaluated and saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.evaluated: dict[int, Named] = {}
+        self.trained: dict[int, Named] = {}
+        self.saved: Named = {}
+
+    def on_step_begin(self, run: Run) -> None:
+        self.trained[run.state.step] = weights(run.trainer.unwrapped_model)
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == 4:
+            run.trainer.save_model(self.folder)
+            self.saved = load_file(self.folder / "model.safetensors")
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        del metrics
+        self.evaluated[run.state.step] = weights(run.trainer.unwrapped_model)
+
+
+def by_hand() -> tuple[list[Named], list[Named]]:
+    """Return the weights that are trained and their averages, at the start and after each update."""
+    model = network()
+    optimizer = ScheduleFree(model.parameters())
+    optimizer.train()
+    raw, averages = [weights(model)], [weights(model)]
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        raw.append(weights(model))
+        averages.append(weights(model))
+        for name, p in model.named_parameters():
+            averages[-1][name].lerp_(optimizer.state[p]["z"], 1 - 1 / BETA)
+    return raw, averages
+
+
+def looked_at(folder: Path, kind: str = "ScheduleFree", **options: Any) -> tuple[Looks, Named, Named]:
+    """Return what a run with evaluations shows, and its weights after it, before and after another evaluation."""
+    looks = Looks(folder)
+    args = arguments(optimizer=f"{__name__}.{kind}", eval_every=3, **OPTIONS, **options)
+    one = trainer(args, callbacks=[looks], eval_dataset=points(16))
+    one.fit()
+    final = weights(one.unwrapped_model)
+    one.evaluate()
+    one.predict(points(16))
+    one.save_model(folder)
+    return looks, final, weights(one.unwrapped_model)
+
+
+def check(looks: Looks, final: Named, after: Named) -> None:
+    """Compare with what was computed by hand: training has y, and all else x."""
+    raw, averages = by_hand()
+    assert float((averages[-1]["0.weight"] - raw[-1]["0.weight"]).abs().max()) > 5e-3  # else nothing is compared
+    assert sorted(looks.evaluated) == [3, 6, 9, 10]
+    for step, value in looks.evaluated.items():
+        assert_close(value, averages[step])
+    for step, value in looks.trained.items():
+        assert_close(value, raw[step])
+    assert_close(looks.saved, averages[4])
+    assert_close(final, averages[-1])
+    assert_equal(after, final)
+
+
+@pytest.mark.parametrize("kind", ["ScheduleFree", "Unmarked"])
+def test_the_average_is_evaluated_saved_and_left_after_fit(kind: str, tmp_path: Path) -> None:
+    check(*looked_at(tmp_path, kind))
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
+def test_two_processes_are_in_the_same_modes_as_one(sharded: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"per_device_train_batch_size": 4, **({"fsdp": SHARDED} if sharded else {})}
+    for told in run_world(lambda: looked_at(tmp_path, **options)):
+        check(*told)
+
+
+def test_an_evaluation_leaves_the_weights_of_training_to_the_bit(tmp_path: Path) -> None:
+    looks, final, _ = looked_at(tmp_path)
+    args = arguments(optimizer=f"{__name__}.ScheduleFree", **OPTIONS)
+    alone = Looks(tmp_path)
+    one = trainer(args, callbacks=[alone])
+    one.fit()
+    for step, value in alone.trained.items():
+        assert_equal(looks.trained[step], value)
+    assert_equal(final, weights(one.unwrapped_model))
+
+
+@pytest.mark.parametrize("kind", ["ScheduleFree", "Unmarked"])
+def test_a_checkpoint_has_the_weights_of_training_and_resumes_to_the_bit(kind: str, tmp_path: Path) -> None:
+    whole, parts = resumed_as(kind, tmp_path)
+    assert_equal(parts, whole)
+
+
+def test_two_processes_resume_to_the_bit(tmp_path: Path) -> None:
+    for whole, parts in run_world(lambda: resumed_as("ScheduleFree", tmp_path, per_device_train_batch_size=4)):
+        assert_equal(parts, whole)
+
+
+def resumed_as(kind: str, folder: Path, **options: Any) -> tuple[Named, Named]:
+    """Return the weights of a run, and of one that died after an evaluation and went on."""
+    return resumed(
+        lambda: Looks(folder),
+        folder,
+        optimizer=f"{__name__}.{kind}",
+        learning_rate=RATE,
+        eval_dataset=points(16),
+        eval_every=3,
+        **options,
+    )
+
+
+def test_another_fit_goes_on_from_the_weights_of_training(tmp_path: Path) -> None:
+    looks = Looks(tmp_path)
+    model = network()
+    optimizer = ScheduleFree(model.parameters())
+    one = trainer(arguments(num_train_epochs=1, **OPTIONS), model=model, optimizer=optimizer, callbacks=[looks])
+    one.fit()
+    one.fit()
+    _, averages = by_hand()
+    assert_close(weights(model), averages[-1])
+
+
+def test_a_run_that_loads_its_best_ends_with_the_average_of_then(tmp_path: Path) -> None:
+    looks = Looks(tmp_path)
+    args = arguments(
+        optimizer=f"{__name__}.ScheduleFree",
+        output_dir=tmp_path,
+        eval_every=3,
+        load_best_at_end=True,
+        metric_for_best="loss",
+        greater_is_better=True,
+        **OPTIONS,
+    )
+    one = trainer(args, callbacks=[looks], eval_dataset=points(16))
+    result = one.fit()
+    assert result.state.best is not None
+    assert result.state.best.step == 3
+    assert_close(weights(one.unwrapped_model), looks.evaluated[3])
