@@ -111,7 +111,7 @@ class WeightAverage(Transformer):
             self._put(kept)
 
     def on_fit_end(self, run: Run) -> None:
-        if run.state.status in ("finished", "stopped") and self.updates:
+        if run.state.has_ended and self.updates:
             self._put(self._averages)
         self._names, self._weights, self._averages = [], [], []
 

@@ -81,7 +81,7 @@ class ProgressBar(Callback):
         was_shown = self._train is not None
         self._close(run)
         file = self._file or sys.stderr
-        if was_shown and run.state.status in ("finished", "stopped") and shows_sparklines(file):
+        if was_shown and run.state.has_ended and shows_sparklines(file):
             print_curves(run, file)
 
     def on_exception(self, run: Run, error: BaseException) -> None:

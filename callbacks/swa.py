@@ -68,7 +68,7 @@ class SWA(WeightAverage):
         return not _normalizing(run)
 
     def on_fit_end(self, run: Run) -> None:
-        is_used = run.state.status in ("finished", "stopped") and self.updates > 0
+        is_used = run.state.has_ended and self.updates > 0
         super().on_fit_end(run)
         layers = _normalizing(run)
         if is_used and layers:

@@ -151,7 +151,7 @@ class TrackerCallback(Callback):
         for one in others:
             one.hand_over_artifact(run)
         groups = [group for one in others if (group := one.release()) is not None]
-        for name, points in finish_groups(groups, run.state.status).items():
+        for name, points in finish_groups(groups, _outcome(run)).items():
             run.note("points_missing", tracker=name, points=points)
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,6 +318,11 @@ def _final_checkpoint(run: Run) -> Path | None:
         best = [one for one in checkpoints if one["step"] == run.state.best.step]
         checkpoints = best or checkpoints
     return Path(checkpoints[-1]["path"]) if checkpoints and "://" not in checkpoints[-1]["path"] else None
+
+
+def _outcome(run: Run) -> str:
+    """Return how a run ended, as trackers know it."""
+    return "failed" if run.state.status == "unsaved" else run.state.status
 
 
 def _model_of(checkpoint: Path) -> Path:

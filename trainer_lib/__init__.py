@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainer_lib.foundation.errors import PreparationError as PreparationError
     from trainer_lib.foundation.errors import StateError as StateError
     from trainer_lib.foundation.errors import TrainerLibError as TrainerLibError
+    from trainer_lib.foundation.errors import UnsavedError as UnsavedError
     from trainer_lib.foundation.errors import UnsupportedError as UnsupportedError
     from trainer_lib.foundation.errors import WorldError as WorldError
     from trainer_lib.foundation.interruption import Interrupted as Interrupted
@@ -102,6 +103,7 @@ _HOMES = {
     "TrainerRegressor": "trainer_lib.sklearn",
     "TrainingArguments": "trainer_lib.trainer.arguments",
     "Transformer": "trainer_lib.events",
+    "UnsavedError": "trainer_lib.foundation.errors",
     "UnsupportedError": "trainer_lib.foundation.errors",
     "WorldError": "trainer_lib.foundation.errors",
     "debug_launcher": "trainer_lib.launchers",
@@ -153,6 +155,7 @@ __all__ = [
     "TrainerLibError",
     "TrainingArguments",
     "Transformer",
+    "UnsavedError",
     "UnsupportedError",
     "WorldError",
     "debug_launcher",

@@ -1,5 +1,6 @@
 """Disks that take nothing: full, failing, read-only, of others. What is wrong is told, and nothing is lost."""
 
+import json
 import logging
 import os
 import re
@@ -15,13 +16,14 @@ from tests.faults.conftest import SmallDisk
 from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.ledger import Ledger
 from tests.faults.trainings import digest, one_run, sharded, state_of, train, trained
-from tests.trainer.tasks import arguments, points, trainer
+from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
-from trainer_lib import CheckpointError, ConfigurationError
+from trainer_lib import CheckpointError, ConfigurationError, UnsavedError
 from trainer_lib.checkpointing.agreement import together
 from trainer_lib.checkpointing.reader import verify_state
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.errors import UnwritableError
+from trainer_lib.foundation.interruption import exit_code_of
 
 # -- an engine -------------------------------------------------------------------------------------------------------
 
@@ -255,6 +257,9 @@ class FullDisk(Transformer):
                 self._empty()
         run.accelerator.wait_for_everyone()
 
+    def on_fit_end(self, run: Run) -> None:
+        self._empty()
+
 
 def goes_on(folder: Path, in_background: bool, disk: FullDisk) -> tuple[list[int], list[str]]:
     """Train on a disk that is full for a while; return the steps that were saved, and what was warned of."""
@@ -328,6 +333,40 @@ def test_a_full_disk_ends_a_run_that_says_so(in_background: bool, small_disk: Sm
     )
 
 
+def ends_unsaved(output: Path, in_background: bool) -> tuple[str, int]:
+    """Train on a disk that takes no last checkpoint; return what was raised, and the exit code of a program."""
+    disk = FullDisk(8, 0)
+    args = arguments(output_dir=output, save_every=3, max_steps=8, save_in_background=in_background)
+    one = trainer(args, train_dataset=points(64), callbacks=[disk])
+    try:
+        one.fit()
+    except UnsavedError as error:  # not pytest.raises, which keeps frames, and so the process group
+        result = error.result
+        assert (result.status, result.state.step) == ("unsaved", 8)
+        assert [entry["step"] for entry in result.state.checkpoints] == [3, 6]
+        return str(error), exit_code_of(error)
+    return "", 0
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_run_whose_end_is_not_on_disk_is_not_finished(in_background: bool, tmp_path: Path) -> None:
+    for said, code in run_world(ends_unsaved, (tmp_path / "runs", in_background), 1, timeout=60):
+        assert code == 1
+        assert "trained to its end at step 8, and its last checkpoint could not be written" in said
+        assert "File too large" in said
+        assert "The newest checkpoint: step 6" in said
+    (file,) = tmp_path.glob("runs/*/run.json")
+    assert json.loads(file.read_text())["status"] == "unsaved"
+
+    def resumed() -> list[int]:
+        args = arguments(output_dir=tmp_path / "runs", save_every=3, max_steps=8, resume="auto")
+        result = trainer(args, train_dataset=points(64)).fit()
+        return [result.state.step, *(entry["step"] for entry in result.state.checkpoints)]
+
+    assert run_world(resumed, (), 1, timeout=60) == [[8, 3, 6, 8]]
+    assert json.loads(file.read_text())["status"] == "finished"
+
+
 def test_a_run_is_gone_on_with_while_the_disk_is_full(small_disk: SmallDisk, ledger: Ledger) -> None:
     output = small_disk.folder / "runs"
     (whole,) = run_world(one_run, (small_disk.folder / "whole",), 1, timeout=60)
@@ -337,8 +376,10 @@ def test_a_run_is_gone_on_with_while_the_disk_is_full(small_disk: SmallDisk, led
     small_disk.fill()
 
     def body() -> tuple[Any, list[str]]:
-        with warned() as said:
-            return one_run(output, resume="auto"), said
+        model = network(dropout=0.3)
+        with warned() as said, pytest.raises(UnsavedError, match="step 10, and its last checkpoint could not be"):
+            one_run(output, model=model, resume="auto")
+        return [parameter.detach().tolist() for parameter in model.parameters()], said
 
     ((made, said),) = run_world(body, (), 1, timeout=60)
     assert made == whole

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Status = Literal["new", "running", "finished", "stopped", "interrupted", "failed"]
+Status = Literal["new", "running", "finished", "stopped", "unsaved", "interrupted", "failed"]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class RunState:
         history: What was logged, each with the step and the epoch at which it was.
         checkpoints: The folders saved and still there, the oldest first, each with its step, epoch, samples and
             seconds, and its metrics.
-        status: How the run stands.
+        status: How the run stands. "unsaved": training ended, and its last checkpoint could not be written.
         reason: Why it ended.
     """
 
@@ -63,6 +63,11 @@ class RunState:
     checkpoints: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], repr=False)
     status: Status = "new"
     reason: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether training came to its end, whether or not its last checkpoint could be written."""
+        return self.status in ("finished", "stopped", "unsaved")
 
     @property
     def epochs(self) -> float:

@@ -5,6 +5,7 @@ Each is also the built-in error a caller would expect, so `except ValueError` ke
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class TrainerLibError(Exception):
@@ -45,6 +46,16 @@ class DamagedError(CheckpointError):
 
 class UnwritableError(CheckpointError):
     """A state that the disk does not take: it is full, read-only, failing or not there."""
+
+
+class UnsavedError(UnwritableError):
+    """A run that trained to its end and whose last checkpoint could not be written, so that it is not finished.
+
+    Attributes:
+        result: The result of the run.
+    """
+
+    result: Any = None
 
 
 class UnreachableError(CheckpointError):

@@ -138,7 +138,7 @@ def _datasets_of(trainer: "Trainer") -> list[str]:
 def _metrics(trainer: "Trainer") -> dict[str, float]:
     """Return the metrics of the weights that the model has: the last ones, or those of the best that was loaded."""
     state = trainer.state
-    if not (trainer.args.load_best_at_end and state.best is not None and state.status in ("finished", "stopped")):
+    if not (trainer.args.load_best_at_end and state.best is not None and state.has_ended):
         return dict(trainer.run.metrics)
     of_best = [entry for entry in state.history if entry["step"] == state.best.step and state.best.metric in entry]
     return {key: value for key, value in of_best[-1].items() if key.startswith("eval_")} if of_best else {}

@@ -341,9 +341,12 @@ class Fitting:
         reason = run.control.reason
         state.status, state.reason = ("stopped" if reason else "finished"), reason
         is_best = trainer.args.keep_best > 0 and state.best is not None and state.best.step == state.step
-        if self.folder is not None and (trainer.args.save_interval is not None or is_best):
+        saves_the_end = self.folder is not None and (trainer.args.save_interval is not None or is_best)
+        if saves_the_end:
             self.save()
         self.saves.settle()
+        if saves_the_end and self.saves.failure is not None:
+            state.status = "unsaved"
         if trainer.args.load_best_at_end and state.best is not None:
             self._load_best()
         self.interruption = self.heard_of()  # too late to leave anything undone; but whoever asked for the end gets it
@@ -457,8 +460,18 @@ class Fitting:
 
     def _load_best(self) -> None:
         best = self.result().best_checkpoint
-        if best is None:
+        if best is None and self.trainer.args.keep_best == 0:
             raise ConfigurationError("load_best_at_end=True: the best evaluation was not saved. Leave keep_best at 1.")
+        if best is None:
+            found = self.run.state.best
+            assert found is not None
+            if found.step != self.run.state.step:  # else these are its weights
+                _logger.warning(
+                    "load_best_at_end=True: the checkpoint of the best evaluation, of step %d, could not be written. "
+                    "The weights are those of the last step.",
+                    found.step,
+                )
+            return
         state = self.run.state.state_dict()
         self.run.accelerator.load_state(best)
         self.run.state.load_state_dict(state)

@@ -71,7 +71,7 @@ class AdaptedCallback(Transformer):
         self._tell("on_train_begin", run)
 
     def _on_fit_end(self, run: Run) -> None:
-        totals = _totals(run) if run.state.status in ("finished", "stopped") else None
+        totals = _totals(run) if run.state.has_ended else None
         if totals is not None:
             self._tell("on_log", run, totals, logs=totals)
         self._tell("on_train_end", run, totals)

@@ -3,7 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.foundation.errors import CheckpointError, UnwritableError
+from trainer_lib.foundation.errors import CheckpointError, UnsavedError, UnwritableError
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import RunFolder
@@ -11,6 +11,7 @@ from trainer_lib.trainer.present import checkpoints_there
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.fitting import Fitting
+    from trainer_lib.trainer.result import FitResult
 
 _logger = get_logger(__name__)
 
@@ -24,6 +25,7 @@ class Saves:
     Attributes:
         pending: The entry of a checkpoint that is being written, or that was and has not been told of.
         reasons: Why the last checkpoint was saved.
+        failure: Why the checkpoint saved last could not be written; `None` if it could.
     """
 
     def __init__(self, fitting: "Fitting") -> None:
@@ -32,11 +34,12 @@ class Saves:
         self._began = 0.0  # the last one, by time.monotonic
         self.pending: dict[str, Any] | None = None
         self.reasons: set[str] = set()
+        self.failure: str | None = None  # not the error, whose traceback would keep the process group alive
 
     def save(self, target: AnyPath, metrics: dict[str, float]) -> None:
         """Save a checkpoint; in the background it is told of later, by `settle`."""
         self.settle()
-        self._began = time.monotonic()
+        self._began, self.failure = time.monotonic(), None
         run = self._fitting.run
         state = run.state
         there = [one for one in state.checkpoints if one["path"] != str(target)]
@@ -85,6 +88,19 @@ class Saves:
             self._fitting.events.fire("on_save_end", self._fitting.run, path_at(entry["path"]))
             self._fitting.put_up_logs()
 
+    def unsaved(self, result: "FitResult") -> UnsavedError:
+        """Return the error of a run that trained to its end and whose last checkpoint could not be written."""
+        checkpoints = result.state.checkpoints
+        newest = f"step {checkpoints[-1]['step']}, {checkpoints[-1]['path']}" if checkpoints else "none"
+        error = UnsavedError(
+            f"The run trained to its end at step {result.state.step}, and its last checkpoint could not be written, so "
+            f"it is not finished. {self.failure} The newest checkpoint: {newest}. The weights are in memory still: "
+            "catch this error and call save_model with a folder that can be written to; or make room, and fit with "
+            'resume="auto" trains the missing steps again.'
+        )
+        error.result = result
+        return error
+
     def close(self) -> None:
         """Wait, however the run ended, and give back the memory; callbacks hear of nothing after an error."""
         if self.pending is not None:
@@ -97,15 +113,17 @@ class Saves:
     def _go_on_after(self, error: UnwritableError) -> None:
         if self._fitting.run.args.on_save_error == "raise":
             raise error
+        self.failure = str(error)
         self._fitting.forget_save()
-        _logger.warning('%s Training goes on; on_save_error="raise" would end it.', error)
+        if not self._fitting.run.state.has_ended:  # else `Fitting.finish` says so
+            _logger.warning('%s Training goes on; on_save_error="raise" would end it.', error)
         self._fitting.run.note("not_saved", why=str(error))
 
     def _reasons(self) -> set[str]:
         run = self._fitting.run
         reasons = set(run.control.save_reasons)
         run.control.save_reasons.clear()
-        return reasons | ({"end"} if run.state.status in ("finished", "stopped") else set())
+        return reasons | ({"end"} if run.state.has_ended else set())
 
     def _position(self) -> dict[str, Any]:
         run, state = self._fitting.run, self._fitting.run.state

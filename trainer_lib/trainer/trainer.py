@@ -210,6 +210,7 @@ class Trainer:
 
         Raises:
             Interrupted: If a signal or a deadline ended it early, when it is saved; in a notebook it returns then too.
+            UnsavedError: If it trained to its end and the last checkpoint could not be written.
         """
         preflight.check(self)
         place = find_place(
@@ -254,6 +255,8 @@ class Trainer:
             signals.hand_on()
             raise Interrupted(fitting.interruption, result)
         signals.hand_on()
+        if result.status == "unsaved":
+            raise fitting.saves.unsaved(result)
         return result
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
