@@ -12,6 +12,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.metric_names import greater_is_better_for, read_metric
 from trainer_lib.foundation.remote import path_at
+from trainer_lib.foundation.shown import shown
 
 
 class Checkpoint(Callback):
@@ -139,4 +140,4 @@ def _check_number(name: str, value: Any, least: int, may_be_none: bool = False) 
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         or_none = ", or None to keep all" if may_be_none else ""
-        raise ConfigurationError(f"{name}={value!r} must be a number of checkpoints, {least} or more{or_none}.")
+        raise ConfigurationError(f"{name}={shown(value)} must be a number of checkpoints, {least} or more{or_none}.")

@@ -7,6 +7,7 @@ import torch
 
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 from trainer_lib.modules.patterns import matching
 
 
@@ -75,5 +76,5 @@ def _trained(run: Run) -> list[Any]:
 
 def _positive(told_as: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigurationError(f"{told_as}: {value!r} must be a number above 0.")
+        raise ConfigurationError(f"{told_as}: {shown(value)} must be a number above 0.")
     return value

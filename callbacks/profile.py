@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 from trainer_lib.options.profiling import ProfileKwargs
 
 
@@ -37,7 +38,7 @@ class Profile(Callback):
     ) -> None:
         for name, value, least in (("after", after, 0), ("steps", steps, 1), ("top", top, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ConfigurationError(f"Profile({name}={value!r}): give a whole number from {least} on.")
+                raise ConfigurationError(f"Profile({name}={shown(value)}): give a whole number from {least} on.")
         self._options = options or ProfileKwargs()
         if self._options.schedule_option is not None or self._options.output_trace_dir is not None:
             raise ConfigurationError(

@@ -9,6 +9,7 @@ from trainer_lib.callbacks.averages import interval
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.batches import as_mapping, replaced
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 
 
 class SequenceLengthWarmup(Transformer):
@@ -30,7 +31,7 @@ class SequenceLengthWarmup(Transformer):
     def __init__(self, start: int, full: int, until: Any, multiple_of: int = 8, names: Sequence[str] = ()) -> None:
         for name, value in {"start": start, "full": full, "multiple_of": multiple_of}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"SequenceLengthWarmup({name}={value!r}): give a length, 1 or more.")
+                raise ConfigurationError(f"SequenceLengthWarmup({name}={shown(value)}): give a length, 1 or more.")
         if start >= full:
             raise ConfigurationError(f"SequenceLengthWarmup(start={start}, full={full}): it has to grow.")
         self.start, self.full, self.multiple_of, self.names = start, full, multiple_of, tuple(names)

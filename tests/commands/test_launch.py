@@ -420,6 +420,8 @@ def test_help_is_quick_and_grouped() -> None:
     ("arguments", "message"),
     [
         (["--num_procceses", "2"], "Unknown option '--num_procceses'. Did you mean '--num_processes'?"),
+        (["--nproc_per_node", "2"], "Unknown option '--nproc_per_node'. Give --num_processes N"),
+        (["--nproc-per-node=2"], "Give --num_processes N"),
         (["--num_processes", "two"], "--num_processes: must be a whole number of at least 1, got 'two'"),
         (["--num_processes", "0"], "must be a whole number of at least 1, got '0'"),
         (["--num_processes"], "--num_processes: expected one argument"),

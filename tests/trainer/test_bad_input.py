@@ -859,7 +859,7 @@ def test_predict_says_what_it_was_given_and_needs_no_labels(tmp_path: Path) -> N
 
 def test_fit_takes_no_data_and_knows_what_resume_may_be(tmp_path: Path) -> None:
     one = trainer(output_dir=str(tmp_path))
-    refused(ConfigurationError, "resume must be a path, got (", lambda: one.fit(DATA))
+    refused(SignatureError, "go to the constructor…train_dataset=", lambda: MAKE.fit(one, DATA))
     refused(ConfigurationError, 'resume="auto"', lambda: one.fit(resume=True))
     refused(ConfigurationError, "'atuo'…Did you mean 'auto'", lambda: one.fit(resume="atuo"))
     refused(ConfigurationError, "Give output_dir", lambda: trainer().fit(resume="auto"))

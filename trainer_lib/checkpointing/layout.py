@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
+from trainer_lib.foundation.shown import shown
 
 _Path = TypeVar("_Path", bound=AnyPath)
 
@@ -78,7 +79,7 @@ def path_of(given: str | AnyPath) -> AnyPath:
     try:
         return path_at(given)
     except TypeError as error:
-        raise ConfigurationError(f"A state is in a folder, given by its path; got {given!r}.") from error
+        raise ConfigurationError(f"A state is in a folder, given by its path; got {shown(given)}.") from error
 
 
 def state_folder(given: str | AnyPath) -> AnyPath:

@@ -24,6 +24,7 @@ from trainer_lib.foundation.errors import (
     UnsupportedError,
 )
 from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
+from trainer_lib.foundation.shown import shown
 from trainer_lib.foundation.sizes import convert_bytes, convert_file_size_to_int
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
@@ -232,8 +233,8 @@ def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise UnsupportedError(
-                f"load_checkpoint_in_model({name}={value!r}): this version loads whole weights into a model on one "
-                "device." + (' Give {"": device}, or leave it out.' if name == "device_map" else " Leave it out.")
+                f"load_checkpoint_in_model({name}={shown(value)}): this version loads whole weights into a model on "
+                "one device." + (' Give {"": device}, or leave it out.' if name == "device_map" else " Leave it out.")
             )
 
 
@@ -242,7 +243,7 @@ def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
         return None
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
-        raise ConfigurationError(f"dtype={given!r} is no type of torch. Give torch.float16, 'bfloat16' or such.")
+        raise ConfigurationError(f"dtype={shown(given)} is no type of torch. Give torch.float16, 'bfloat16' or such.")
     return found
 
 

@@ -44,6 +44,23 @@ _NOT_SUPPORTED = {
     "zero_stage": "DeepSpeed",
 }
 
+# Options of torchrun and of other launchers, and what they are here.
+_ELSEWHERE = {
+    "nproc_per_node": "--num_processes N, which counts the processes of all machines",
+    "nproc": "--num_processes N",
+    "num_gpus": "--num_processes N",
+    "devices": "--num_processes N",
+    "nnodes": "--num_machines N",
+    "num_nodes": "--num_machines N",
+    "node_rank": "--machine_rank K",
+    "master_addr": "--main_process_ip ADDRESS",
+    "master_port": "--main_process_port PORT",
+    "rdzv_endpoint": "--main_process_ip ADDRESS --main_process_port PORT",
+    "standalone": "nothing: one machine is the default",
+    "max_restart": "--max_restarts N",
+    "include": "--gpu_ids 0,1",
+}
+
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of the launcher, and the script with its own arguments as they were given.
@@ -181,6 +198,8 @@ def _refuse(name: str, parser: argparse.ArgumentParser) -> NoReturn:
     for known, what in _NOT_SUPPORTED.items():
         if plain == known or (known.endswith("_") and plain.startswith(known)):
             raise UnsupportedError(f"{name} is not supported: this version does not have {what}. Leave it out.")
+    if plain in _ELSEWHERE:
+        raise ConfigurationError(f"Unknown option {name!r}. Give {_ELSEWHERE[plain]}.")
     near = did_you_mean(_underscored(name), parser._option_string_actions)
     raise ConfigurationError(f"Unknown option {name!r}.{near} `trainer-lib launch -h` lists the options.")
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+from trainer_lib.foundation.shown import shown
+
 
 class TrainerLibError(Exception):
     """The base of all errors of this library."""
@@ -78,6 +80,10 @@ class SignatureError(TrainerLibError, TypeError):
     """A function that cannot be called with what it would be given."""
 
 
+class UnknownMemberError(TrainerLibError, AttributeError):
+    """A method or attribute that an object does not have."""
+
+
 class NoExecutableBatchSizeError(TrainerLibError, RuntimeError):
     """No batch size fits into memory, not even 1."""
 
@@ -88,10 +94,11 @@ class MissingPackageError(TrainerLibError, ImportError):
 
 def did_you_mean(given: object, known: Iterable[object]) -> str:
     """Return ` Did you mean 'x'?` for the known name nearest to `given`, or an empty string."""
+    given = str(given) if len(str(given)) <= 100 else ""  # what is longer is no name
     names = [str(name) for name in known]
     in_small = {name.lower(): name for name in names}
-    nearest = get_close_matches(str(given), names, n=1) or [
-        in_small[name] for name in get_close_matches(str(given).lower(), list(in_small), n=1)
+    nearest = get_close_matches(given, names, n=1) or [
+        in_small[name] for name in get_close_matches(given.lower(), list(in_small), n=1)
     ]
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
@@ -104,4 +111,14 @@ def unknown(kind: str, given: object, known: Iterable[object]) -> str:
         "Unknown precision 'bf61'. Known: bf16, fp16, no. Did you mean 'bf16'?"
     """
     names = sorted(str(name) for name in known)
-    return f"Unknown {kind} {given!r}. Known: {', '.join(names)}.{did_you_mean(given, names)}"
+    return f"Unknown {kind} {shown(given)}. Known: {', '.join(names)}.{did_you_mean(given, names)}"
+
+
+def nearest(given: object, known: Iterable[object], count: int = 3) -> list[str]:
+    """Return the known names that are most like `given`, the nearest first, however far they are.
+
+    Example:
+        >>> nearest("gradient_norm", ["seed", "max_grad_norm", "gradient_checkpointing"], 2)
+        ['max_grad_norm', 'gradient_checkpointing']
+    """
+    return get_close_matches(str(given), [str(name) for name in known], n=count, cutoff=0.0)

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.shown import shown
 
 Unit = Literal["steps", "epochs", "samples", "seconds"]
 
@@ -101,11 +102,11 @@ class Every:
 def _amount(amount: float, unit: Unit, given: Any, field: str) -> float:
     """Return the amount, whole where it is, or say why it is none."""
     if not 0 < amount < float("inf"):
-        raise ConfigurationError(f"{field}={given!r} must be more than nothing, and finite.")
+        raise ConfigurationError(f"{field}={shown(given)} must be more than nothing, and finite.")
     if amount == int(amount):
         return int(amount)
     if unit in ("steps", "samples"):
-        raise ConfigurationError(f"{field}={given!r}: there are no parts of {unit}. Give a whole number.")
+        raise ConfigurationError(f"{field}={shown(given)}: there are no parts of {unit}. Give a whole number.")
     return amount
 
 
@@ -116,13 +117,13 @@ def _unit(word: str, given: str, field: str) -> tuple[Unit, int]:
     if name not in _UNITS:
         known = [f"{one}s" for one in _UNITS]
         raise ConfigurationError(
-            f"{field}={given!r}: unknown unit {word!r}. Known: {', '.join(known)}.{did_you_mean(word, known)}"
+            f"{field}={shown(given)}: unknown unit {word!r}. Known: {', '.join(known)}.{did_you_mean(word, known)}"
         )
     return _UNITS[name]
 
 
 def _no_amount(value: Any, field: str) -> ConfigurationError:
     return ConfigurationError(
-        f'{field}={value!r} is no amount of training. Give a number and a unit, such as "500 steps", "1 epoch", '
+        f'{field}={shown(value)} is no amount of training. Give a number and a unit, such as "500 steps", "1 epoch", '
         '"100_000 samples" or "10 minutes".'
     )

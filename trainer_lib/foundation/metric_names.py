@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.shown import shown
 
 _MORE_IS_BETTER = """
     accuracy acc f1 fbeta precision recall sensitivity specificity auc auroc auprc ap map mrr ndcg hits exact_match em
@@ -40,7 +41,9 @@ def greater_is_better_for(metric: str, given: bool | None = None) -> bool:
     """
     if given is not None:
         if not isinstance(given, bool):
-            raise ConfigurationError(f"greater_is_better={given!r} must be True, False, or None to go by the name.")
+            raise ConfigurationError(
+                f"greater_is_better={shown(given)} must be True, False, or None to go by the name."
+            )
         return given
     words = re.findall(r"[a-z0-9]+", metric.lower())
     while words:

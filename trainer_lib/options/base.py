@@ -8,6 +8,7 @@ from enum import EnumMeta, StrEnum
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.shown import shown
 
 
 class _ContainsValues(EnumMeta):
@@ -55,19 +56,19 @@ def check_choice(option: str, value: object, known: Iterable[object]) -> None:
 def check_count(option: str, value: object, at_least: int = 1) -> None:
     """Raise unless `value` is a whole number of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigurationError(f"{option} must be a whole number of at least {at_least}, got {value!r}.")
+        raise ConfigurationError(f"{option} must be a whole number of at least {at_least}, got {shown(value)}.")
 
 
 def check_positive(option: str, value: object) -> None:
     """Raise unless `value` is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigurationError(f"{option} must be a finite number above 0, got {value!r}.")
+        raise ConfigurationError(f"{option} must be a finite number above 0, got {shown(value)}.")
 
 
 def check_flag(option: str, value: object) -> None:
     """Raise unless `value` is true or false."""
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{option} must be True or False, got {value!r}.")
+        raise ConfigurationError(f"{option} must be True or False, got {shown(value)}.")
 
 
 def check_fields_are_default(options: Any, names: Iterable[str], why: str) -> None:

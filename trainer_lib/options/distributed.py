@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.shown import shown
 from trainer_lib.options.base import KwargsHandler, check_choice, check_count, check_flag, check_positive
 from trainer_lib.options.kinds import DDPCommunicationHookType
 
@@ -100,7 +101,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 def _check_epsilon(option: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigurationError(f"{option} must be a finite number of at least 0, got {value!r}.")
+        raise ConfigurationError(f"{option} must be a finite number of at least 0, got {shown(value)}.")
 
 
 _POWER_SGD_OPTIONS: dict[str, Callable[[str, object], None]] = {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.shown import shown
 
 _STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "_HYBRID_SHARD_ZERO2"}
 _STATE_DICT_TYPES = {1: "FULL_STATE_DICT", 2: "LOCAL_STATE_DICT", 3: "SHARDED_STATE_DICT"}
@@ -93,7 +94,7 @@ def offload(value: Any) -> Offload:
         return Offload(True, bool(value.pin_memory))
     if kind == "OffloadPolicy":
         return Offload()
-    raise ConfigurationError(f"cpu_offload must be True, False or a CPUOffloadPolicy, got {value!r}.")
+    raise ConfigurationError(f"cpu_offload must be True, False or a CPUOffloadPolicy, got {shown(value)}.")
 
 
 def state_dict_type(value: Any) -> Any:
@@ -124,7 +125,7 @@ def mixed_precision(value: Any) -> Any:
     else:
         raise ConfigurationError(
             f"mixed_precision_policy must be a MixedPrecisionPolicy, its fields in a dict, or a name (bf16, fp16, "
-            f"fp32), got {value!r}."
+            f"fp32), got {shown(value)}."
         )
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -153,7 +154,7 @@ def wrap_policy(value: Any) -> Any:
         return list(value)
     raise ConfigurationError(
         f"auto_wrap_policy must be one of {', '.join(_POLICIES)}, classes or their names, or a function of "
-        f"(module, recurse, nonwrapped_numel), got {value!r}."
+        f"(module, recurse, nonwrapped_numel), got {shown(value)}."
     )
 
 
@@ -170,7 +171,7 @@ def _reshard(value: Any) -> Strategy | bool | int | None:
     if isinstance(value, int):
         if value < 2:
             raise ConfigurationError(
-                f"reshard_after_forward must be True, False or a number of processes of at least 2, got {value!r}."
+                f"reshard_after_forward must be True, False or a number of processes of at least 2, got {shown(value)}."
             )
         return value
     if isinstance(value, str) and value.lower() in _TEXT_FLAGS:

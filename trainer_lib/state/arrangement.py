@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 
@@ -66,4 +67,4 @@ def _check_types(fsdp_plugin: Any, parallelism_config: Any) -> None:
         ("parallelism_config", parallelism_config, ParallelismConfig),
     ):
         if value is not None and not isinstance(value, kind):
-            raise ConfigurationError(f"{name} must be a {kind.__name__}, got {value!r}.")
+            raise ConfigurationError(f"{name} must be a {kind.__name__}, got {shown(value)}.")

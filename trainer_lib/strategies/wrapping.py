@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.shown import shown
 from trainer_lib.modules.blocks import repeated_blocks
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 
@@ -51,7 +52,7 @@ def ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | None) -
         if not named:
             names = [name for name, _ in model.named_modules() if name]
             raise ConfigurationError(
-                f"ignored_modules={given!r} matches no module's name.{did_you_mean(given, names)} Known: "
+                f"ignored_modules={shown(given)} matches no module's name.{did_you_mean(given, names)} Known: "
                 f"{', '.join(names[:20])}{', …' if len(names) > 20 else ''}."
             )
     else:

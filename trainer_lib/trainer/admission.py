@@ -9,14 +9,21 @@ from torch.optim import Optimizer
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
+from trainer_lib.foundation.shown import shown
 from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.deadline import check_ahead
 from trainer_lib.trainer.foreign_callbacks import adapted, is_transformers_kind
+from trainer_lib.trainer.foreign_calls import check_overrides
+from trainer_lib.trainer.foreign_names import CONSTRUCTOR, RENAMED
 from trainer_lib.trainer.losses import summed
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
+_NO_NAME = (
+    "accelerator must be a trainer_lib.Accelerator, got a str. An accelerator of the machine is found without a name; "
+    "TrainingArguments(use_cpu=True) stays on the CPU."
+)
 _VERBS = {
     "compute_loss": ("model", "batch"),
     "training_step": ("model", "batch"),
@@ -28,30 +35,11 @@ _VERBS = {
     "eval_dataloader": ("dataset",),
 }
 
-# What other trainers call it.
-_ELSEWHERE = {
-    "data_collator": "collate_fn",
-    "tokenizer": "processing_class",
-    "optimizers": "optimizer and scheduler",
-    "compute_loss_func": "loss_fn",
-    "criterion": "loss_fn",
-    "loss_func": "loss_fn",
-    "train_data": "train_dataset",
-    "train_dataloader": "train_dataset, which takes a DataLoader too",
-    "train_dataloaders": "train_dataset, which takes a DataLoader too",
-    "val_dataset": "eval_dataset",
-    "valid_dataset": "eval_dataset",
-    "val_dataloaders": "eval_dataset, which takes a DataLoader too",
-    "eval_dataloader": "eval_dataset, which takes a DataLoader too",
-    "lr_scheduler": "scheduler, or TrainingArguments(lr_scheduler=…) for one by name",
-    "training_args": "args",
-    "arguments": "args",
-}
 
-
-def check(trainer: "Trainer") -> None:
-    """Check what is given, where no subclass has a way of its own with it."""
+def check(trainer: "Trainer", base: "type[Trainer]") -> None:
+    """Check what is given, where no subclass of `base` has a way of its own with it."""
     check_verbs(trainer)
+    check_overrides(trainer, base, _VERBS, inspect.signature(base).parameters)
     if trainer.loss_fn is not None and trainer.loses_by_default:
         check_loss_function(trainer.loss_fn)
     check_collate(trainer.collate_fn)
@@ -80,9 +68,9 @@ def check_names(init: Callable[..., None], positional: Sequence[Any], named: Map
     if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):  # somebody wrapped it
         return
     known = [one.name for one in parameters]
-    for name in named:
-        if name not in known:
-            raise SignatureError(f"Trainer takes no {name!r}.{_instead(name, known)}")
+    if strange := [name for name in named if name not in known]:
+        lines = [f"Trainer takes no {name!r}.{_instead(name, known)}" for name in strange]
+        raise SignatureError("\n".join([*lines, *([_NO_NAME] if isinstance(named.get("accelerator"), str) else [])]))
     in_order = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     if len(positional) > len(in_order):
         raise SignatureError(
@@ -171,7 +159,9 @@ def check_collate(collate_fn: Any) -> None:
             f"collate_fn is the class {collate_fn.__name__}. Give an object: {collate_fn.__name__}(…)."
         )
     if collate_fn is not None and not callable(collate_fn):
-        raise ConfigurationError(f"collate_fn={collate_fn!r} must be a function from a list of samples to a batch.")
+        raise ConfigurationError(
+            f"collate_fn={shown(collate_fn)} must be a function from a list of samples to a batch."
+        )
     if collate_fn is not None and (problem := cannot_take(collate_fn, "samples")) is not None:
         raise SignatureError(
             f"collate_fn is called with a list of samples, and {_called(collate_fn)}{problem}. What else it needs is "
@@ -241,6 +231,8 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
     """
     if not isinstance(accelerator, Accelerator):
         hint = " Give an object: Accelerator(…)." if isinstance(accelerator, type) else ""
+        if isinstance(accelerator, str):
+            raise ConfigurationError(_NO_NAME)
         raise ConfigurationError(
             f"accelerator must be a trainer_lib.Accelerator, got a {type(accelerator).__name__}.{hint}"
         )
@@ -250,8 +242,8 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
     for name, value in asked.items():
         if value is not None and value != there.get(name):
             raise ConfigurationError(
-                f"{name}={value!r} is for an engine that is made from the arguments, and accelerator=… gives one that "
-                f"is made{f' with {there[name]!r}' if name in there else ''}. Say it there: Accelerator(…)."
+                f"{name}={shown(value)} is for an engine that is made from the arguments, and accelerator=… gives one "
+                f"that is made{f' with {there[name]!r}' if name in there else ''}. Say it there: Accelerator(…)."
             )
     steps = accelerator.gradient_accumulation_steps
     if steps > 1 and args.gradient_accumulation_steps is None and args.global_batch_size is None:
@@ -290,10 +282,11 @@ def _called(function: Any) -> str:
 
 
 def _instead(name: str, known: Sequence[str]) -> str:
-    if name in _ELSEWHERE:
-        return f" That is {_ELSEWHERE[name]} here."
-    if name in TrainingArguments.__dataclass_fields__:
-        return f" It is one of the arguments: Trainer(model, TrainingArguments({name}=…))."
+    if name in CONSTRUCTOR:
+        return f" That is {CONSTRUCTOR[name]} here."
+    ours = RENAMED.get(name, name)
+    if ours in TrainingArguments.__dataclass_fields__:
+        return f" It is one of the arguments: Trainer(model, TrainingArguments({ours}=…))."
     return did_you_mean(name, known) or f" It takes: {', '.join(known)}."
 
 

@@ -4,14 +4,16 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, unknown
+from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, nearest, unknown
 from trainer_lib.foundation.metric_names import greater_is_better_for
+from trainer_lib.foundation.shown import shown
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer import argument_values as values
 from trainer_lib.trainer.argument_values import NEVER, Check, optional
 from trainer_lib.trainer.foreign_arguments import convert, explain, is_foreign, renamed
+from trainer_lib.trainer.foreign_names import OF_LAUNCHERS
 from trainer_lib.trainer.optimizers import optimizer_names
 from trainer_lib.trainer.parameter_groups import ParameterGroup
 from trainer_lib.trainer.schedules import NAMES as SCHEDULES
@@ -157,9 +159,13 @@ def check_agreement(arguments: "TrainingArguments") -> None:
 
 
 def _unknown(cls: type, name: str, value: Any, known: list[str]) -> str:
-    nearest = renamed(name) or ""
-    hint = f" Did you mean {nearest!r}?" if nearest else did_you_mean(name, known)
-    return f"{cls.__name__} has no argument {name!r} (given: {value!r}).{hint or ' Known: ' + ', '.join(known) + '.'}"
+    said = f"{cls.__name__} has no argument {name!r} (given: {shown(value)})."
+    if name in OF_LAUNCHERS:
+        return f"{said} It is for the launcher, before the script: trainer-lib launch --num_processes N script.py."
+    closest = renamed(name)
+    hint = f" Did you mean {closest!r}?" if closest else did_you_mean(name, known)
+    near = ", ".join(nearest(name, known))
+    return said + (hint or f" The nearest are {near}; help({cls.__name__}) lists all {len(known)}.")
 
 
 def _batch_size(args: "TrainingArguments") -> None:

@@ -15,6 +15,7 @@ import yaml
 
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, unknown
 from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
+from trainer_lib.foundation.shown import shown
 from trainer_lib.options.compilation import TorchDynamoPlugin
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
@@ -177,7 +178,7 @@ def _plain(value: Any, path: str) -> Any:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(cast("Any", value))}
         return {name: _plain(one, f"{path}.{name}") for name, one in fields.items() if one is not None}
     raise ConfigurationError(
-        f"{path} is {value!r}, which cannot be written down: files hold numbers, texts, lists and mappings."
+        f"{path} is {shown(value)}, which cannot be written down: files hold numbers, texts, lists and mappings."
     )
 
 

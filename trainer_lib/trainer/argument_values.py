@@ -18,6 +18,7 @@ from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.interruption import REQUESTS
 from trainer_lib.foundation.remote import RemotePath, is_url, path_at
+from trainer_lib.foundation.shown import shown
 from trainer_lib.options.base import check_flag
 from trainer_lib.options.compilation import TorchDynamoPlugin
 
@@ -117,7 +118,7 @@ def name_of(argument: str) -> Check:
 def texts(name: str, value: Any) -> list[str]:
     """Several texts."""
     if isinstance(value, str):
-        raise _refusal(name, value, "a list of texts", f" Give {name}=[{value!r}].")
+        raise _refusal(name, value, "a list of texts", f" Give {name}=[{shown(value)}].")
     if not isinstance(value, Sequence) or not all(isinstance(one, str) and one for one in value):
         raise _refusal(name, value, "a list of texts")
     return [str(one) for one in value]
@@ -148,7 +149,7 @@ def kind(expected: type, or_flag: bool = False) -> Check:
         if isinstance(value, expected) or (or_flag and isinstance(value, bool)):
             return value
         allowed = f"a {expected.__name__}" + (", True or False" if or_flag else "")
-        hint = f" Give {name}={expected.__name__}(**{value!r})." if isinstance(value, Mapping) else ""
+        hint = f" Give {name}={expected.__name__}(**{shown(value)})." if isinstance(value, Mapping) else ""
         raise _refusal(name, value, allowed, hint)
 
     return check
@@ -200,14 +201,16 @@ def interval(name: str, value: Any) -> str | int | float:
     if isinstance(value, str) and value == NEVER:
         return NEVER
     if value is None or value is False or (isinstance(value, str) and value.lower() in _ALSO_NEVER):
-        raise ConfigurationError(f'{name}={value!r}: for never, give {name}="{NEVER}".')
+        raise ConfigurationError(f'{name}={shown(value)}: for never, give {name}="{NEVER}".')
     return amount(name, value)
 
 
 def amount(name: str, value: Any) -> str | int | float:
     """How often: amounts of training."""
     if isinstance(value, str) and value.lower().removesuffix("s") in ("epoch", "step"):
-        raise ConfigurationError(f'{name}={value!r} has no number. Give {name}="1 {value.lower().removesuffix("s")}".')
+        raise ConfigurationError(
+            f'{name}={shown(value)} has no number. Give {name}="1 {value.lower().removesuffix("s")}".'
+        )
     every = Every.parse(value, name)
     return value if isinstance(value, (str, int)) else str(every)
 
@@ -225,14 +228,18 @@ def read_duration(name: str, value: Any) -> float:
     seconds = _number(value)
     every = Every(seconds, "seconds") if seconds is not None and 0 < seconds < math.inf else Every.parse(value, name)
     if every.unit != "seconds":
-        raise ConfigurationError(f'{name}={value!r} is no time. Give one, such as "90 minutes", "1-12:00:00" or 3600.')
+        raise ConfigurationError(
+            f'{name}={shown(value)} is no time. Give one, such as "90 minutes", "1-12:00:00" or 3600.'
+        )
     return float(every.amount)
 
 
 def moment(name: str, value: Any) -> str | float:
     """A point in time, or "auto"."""
     if isinstance(value, timedelta) or (isinstance(value, str) and _is_duration(value)):
-        raise ConfigurationError(f"{name}={value!r} is a length of time. Give max_time, or when: datetime.now() + ….")
+        raise ConfigurationError(
+            f"{name}={shown(value)} is a length of time. Give max_time, or when: datetime.now() + …."
+        )
     if isinstance(value, str):
         if value.lower() == "auto":
             return "auto"
@@ -249,7 +256,7 @@ def moment(name: str, value: Any) -> str | float:
 def signals(name: str, value: Any) -> list[str]:
     """Signals that a process can catch, by name."""
     if isinstance(value, (str, int)):
-        raise _refusal(name, value, "a list of signals", f" Give {name}=[{value!r}].")
+        raise _refusal(name, value, "a list of signals", f" Give {name}=[{shown(value)}].")
     if not isinstance(value, Iterable):
         raise _refusal(name, value, "a list of signals")
     return list(dict.fromkeys(_signal(name, one) for one in value))
@@ -299,8 +306,8 @@ def read_warmup(name: str, value: Any) -> int | float:
             if every.unit == "steps":
                 return int(every.amount)
     raise ConfigurationError(
-        f'{name}={value!r} is no warm-up. Give steps ("100 steps" or 100), or a part of all steps below 1 (0.05 or '
-        '"5%").'
+        f'{name}={shown(value)} is no warm-up. Give steps ("100 steps" or 100), or a part of all steps below 1 (0.05 '
+        'or "5%").'
     )
 
 
@@ -312,7 +319,7 @@ def compilation(name: str, value: Any) -> Any:
         raise _refusal(name, value, "True, False, the name of a backend or a TorchDynamoPlugin")
     if value in _MODES:
         raise ConfigurationError(
-            f'{name}={value!r} is a mode. Give {name}=TorchDynamoPlugin(backend="inductor", mode="{value}").'
+            f'{name}={shown(value)} is a mode. Give {name}=TorchDynamoPlugin(backend="inductor", mode="{value}").'
         )
     TorchDynamoPlugin(backend=value)  # says which backends are gone
     return value
@@ -329,8 +336,8 @@ def eval_batch_size(name: str, value: Any) -> int:
     """Batch sizes of evaluations."""
     if isinstance(value, str) and value.lower() == AUTO:
         raise ConfigurationError(
-            f"{name}={value!r}: an evaluation computes a batch that does not fit into memory in parts by itself. Give "
-            "a number, or leave it out."
+            f"{name}={shown(value)}: an evaluation computes a batch that does not fit into memory in parts by itself. "
+            "Give a number, or leave it out."
         )
     return whole()(name, value)
 
@@ -367,7 +374,7 @@ def weights(name: str, value: Any) -> list[float]:
 
 
 def _refusal(name: str, value: Any, allowed: str, hint: str = "") -> ConfigurationError:
-    return ConfigurationError(f"{name} must be {allowed}, got {value!r}.{hint}")
+    return ConfigurationError(f"{name} must be {allowed}, got {shown(value)}.{hint}")
 
 
 def _number(value: Any) -> float | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 from trainer_lib.process_group import ProcessGroup
 
 Weight = float | Tensor
@@ -49,7 +50,7 @@ class Averages:
                 raise ConfigurationError(f"log({name!r}, …) takes one number, got a tensor of {tuple(value.shape)}.")
             value = value.detach().reshape(())
         elif not isinstance(value, (int, float)):
-            raise ConfigurationError(f"log({name!r}, …) takes a number or a tensor of one, got {value!r}.")
+            raise ConfigurationError(f"log({name!r}, …) takes a number or a tensor of one, got {shown(value)}.")
         self.add_sum(name, value * weight, weight)
 
     def add_sum(self, name: str, total: float | Tensor, weight: Weight) -> None:

@@ -6,6 +6,7 @@ import math
 from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.trainer.parameter_groups import ParameterGroup
 
@@ -68,8 +69,8 @@ def _layers(model: nn.Module, given: str | None) -> tuple[str, int]:
     if given is not None:
         if given not in lists:
             raise ConfigurationError(
-                f"layerwise_learning_rates(layers={given!r}) is no list of layers of {type(model).__name__}. There "
-                f"are: {', '.join(lists) or 'none'}."
+                f"layerwise_learning_rates(layers={shown(given)}) is no list of layers of {type(model).__name__}. "
+                f"There are: {', '.join(lists) or 'none'}."
             )
         return lists[given]
 

@@ -12,6 +12,7 @@ from trainer_lib.data_loader.randomness import RandomStream, derived_seed, posit
 from trainer_lib.data_loader.samplers import SeedableRandomSampler
 from trainer_lib.data_loader.stream import is_split_already
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.shown import shown
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer.collation import PaddingCollate, collate
 from trainer_lib.trainer.limits import limited_dataset, limited_loader
@@ -246,7 +247,9 @@ def _check_whole_batch(data: Any, round_size: int, drop_last: bool, option: str)
 def _collate(collate_fn: Collate | None, processing_class: Any) -> Callable[..., Any]:
     if collate_fn is not None:
         if not callable(collate_fn):  # pyright: ignore[reportUnnecessaryComparison]
-            raise ConfigurationError(f"collate_fn={collate_fn!r} must be a function from a list of samples to a batch.")
+            raise ConfigurationError(
+                f"collate_fn={shown(collate_fn)} must be a function from a list of samples to a batch."
+            )
         return collate_fn
     return collate if processing_class is None else PaddingCollate(processing_class)
 

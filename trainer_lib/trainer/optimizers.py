@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.foundation.shown import shown
 from trainer_lib.trainer.dotted import check_options, load, parameters_of, takes_anything
 
 # torch has fused kernels of several more, but those of SGD and Adagrad cannot do with the sparse gradients of
@@ -167,5 +168,5 @@ def _implementation(
 def _not_an_amount(**values: Any) -> str | None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            return f"{name}={value!r}"
+            return f"{name}={shown(value)}"
     return None

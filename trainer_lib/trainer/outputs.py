@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _number(name: str, value: Any) -> float:
         # Not float() alone, which would read a text.
         return float(value.item() if hasattr(value, "item") else value + 0)
     except (TypeError, ValueError, RuntimeError):
-        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else f" ({value!r})"
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else f" ({shown(value)})"
         raise ConfigurationError(
             f"The metric {name!r} is a {type(value).__name__}{shape}, and a metric is one number, or a dict of "
             "numbers. Average it, or name its parts."

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.patterns import no_match
 
@@ -47,7 +48,7 @@ class ParameterGroup:
         for name, value in settings.items():
             if value is not None and not _is_amount(value):
                 raise ConfigurationError(
-                    f"ParameterGroup({self.pattern!r}, {name}={value!r}): give a finite number of at least 0."
+                    f"ParameterGroup({self.pattern!r}, {name}={shown(value)}): give a finite number of at least 0."
                 )
         given = [name for name, value in settings.items() if value is not None]
         if self.frozen and given:

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 from trainer_lib.options.base import check_choice, check_count
 
 
@@ -58,7 +59,7 @@ class PlateauSchedule(LRScheduler):
             ("min_lr", min_lr, math.inf),
         ):
             if not 0 <= value < top:
-                raise ConfigurationError(f"{name}={value!r} must lie between 0 and {top:g}.")
+                raise ConfigurationError(f"{name}={shown(value)} must lie between 0 and {top:g}.")
         self._warmup, self._sign = warmup_steps, 1.0 if mode == "min" else -1.0
         self._factor, self._patience, self._cooldown, self._min_lr = factor, patience, cooldown, min_lr
         self._threshold, self._is_relative = threshold, threshold_mode == "rel"

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.shown import shown
 from trainer_lib.options.base import check_choice, check_count, check_positive
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.trainer import shapes
@@ -204,7 +205,7 @@ def _phases(name: str, told_as: str, fixed: dict[str, Any], options: dict[str, A
 
 def _part(told_as: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ConfigurationError(f"{told_as}: {name}={value!r} must lie between 0 and 1.")
+        raise ConfigurationError(f"{told_as}: {name}={shown(value)} must lie between 0 and 1.")
     return float(value)
 
 

@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Callback, Control, Dispatcher, Run, RunState
-from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError, unknown
 from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.interruption import Interrupted, is_interactive
 from trainer_lib.foundation.remote import AnyPath, local_path, path_at
+from trainer_lib.foundation.shown import shown
 from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
@@ -28,6 +29,7 @@ from trainer_lib.trainer.deadline import AUTO
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
 from trainer_lib.trainer.fitting import Fitting
+from trainer_lib.trainer.foreign_calls import in_our_terms, missing_member
 from trainer_lib.trainer.guard import Guard
 from trainer_lib.trainer.loop import Loop
 from trainer_lib.trainer.loss_checks import check_loss, check_weight
@@ -139,7 +141,7 @@ class Trainer:
         self.loss_fn, self.collate_fn, self.processing_class = loss_fn, collate_fn, processing_class
         self.metrics, self.compute_metrics = metrics, compute_metrics
         self.optimizer, self.scheduler = optimizer, scheduler
-        admission.check(self)
+        admission.check(self, Trainer)
         self.events = Dispatcher(defaults.callbacks(self.args, admission.checked_callbacks(callbacks)))
         self.measures = defaults.measures(eval_dataset, metrics, compute_metrics)
         if accelerator is not None:
@@ -153,6 +155,14 @@ class Trainer:
         self._objective: Objective | None = None
         self.is_rehearsing = False  # while a tool trains to find something out
         self._has_fitted = self._has_checked_loss = False
+
+    if not TYPE_CHECKING:  # where it would let every misspelt name pass
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what to use for a name of another trainer."""
+            if hasattr(type(self), name):  # a property that raised AttributeError: raise that one
+                return object.__getattribute__(self, name)
+            raise UnknownMemberError(missing_member(type(self), name, dir(self)))
 
     def __dir__(self) -> list[str]:
         """Return what you call and override, for completion; what only the loop uses is left out."""
@@ -199,6 +209,7 @@ class Trainer:
 
     # -- what one calls ------------------------------------------------------------------------------------------
 
+    @in_our_terms
     def fit(self, resume: str | AnyPath | None = None) -> FitResult:
         """Train.
 
@@ -259,6 +270,7 @@ class Trainer:
             raise fitting.saves.unsaved(result)
         return result
 
+    @in_our_terms
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluate; the metrics are the same on all processes.
 
@@ -267,7 +279,7 @@ class Trainer:
             prefix: What the names of the metrics begin with.
         """
         if not isinstance(prefix, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"prefix={prefix!r} must be a text, which the names of metrics begin with.")
+            raise ConfigurationError(f"prefix={shown(prefix)} must be a text, which the names of metrics begin with.")
         given, told_as = (self.eval_dataset, "eval_dataset") if dataset is None else (dataset, "evaluate(dataset)")
         if given is None:
             raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
@@ -277,6 +289,7 @@ class Trainer:
             self.run, self.prepared, {name: self._set(name, loader) for name, loader in loaders.items()}, prefix
         )
 
+    @in_our_terms
     def predict(self, dataset: Any, to: str | Path | None = None) -> Predictions:
         """Return the model's predictions, in the dataset's order.
 
