@@ -333,6 +333,36 @@ def test_a_full_disk_ends_a_run_that_says_so(in_background: bool, small_disk: Sm
     )
 
 
+class FileInTheWay(Transformer):
+    """Puts a plain file where a checkpoint of one step is to be."""
+
+    def __init__(self, save: int) -> None:
+        self._save = save
+
+    def on_save_begin(self, run: Run, folder: Path) -> None:
+        if run.state.step == self._save and run.is_main_process:
+            folder.parent.mkdir(exist_ok=True, parents=True)
+            folder.write_text("not a checkpoint")
+        run.accelerator.wait_for_everyone()
+
+
+def goes_around_a_file(output: Path) -> tuple[list[int], list[str]]:
+    """Train where plain files have the names of two checkpoints, the last one among them."""
+    files = [FileInTheWay(4), FileInTheWay(8)]
+    one = trainer(arguments(output_dir=output, save_every=2, max_steps=8), train_dataset=points(64), callbacks=files)
+    with warned() as said, pytest.raises(UnsavedError, match=r"00000008 is a file, and a state is a folder"):
+        one.fit()
+    return [entry["step"] for entry in one.state.checkpoints], said
+
+
+def test_a_plain_file_of_the_name_of_a_checkpoint_costs_that_checkpoint(tmp_path: Path) -> None:
+    for process, (steps, said) in enumerate(run_world(goes_around_a_file, (tmp_path,), 2)):
+        assert steps == [2, 6]
+        assert any("checkpoint-00000004 is a file" in line for line in said) == (process == 0)
+    (file,) = tmp_path.glob("*/checkpoints/checkpoint-00000004")
+    assert file.read_text() == "not a checkpoint"
+
+
 def ends_unsaved(output: Path, in_background: bool) -> tuple[str, int]:
     """Train on a disk that takes no last checkpoint; return what was raised, and the exit code of a program."""
     disk = FullDisk(8, 0)

@@ -82,6 +82,16 @@ def test_auto_leaves_the_runs_of_other_models_and_data_alone(tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_what_a_kill_inside_a_save_left_goes_when_the_run_is_resumed(tmp_path: Path) -> None:
+    run(tmp_path, {}, points(), dies_at=7)
+    (checkpoints,) = tmp_path.glob("*/checkpoints")
+    for name in ("checkpoint-00000008.partial", "checkpoint-00000002.deleted", "mine.partial"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "model.safetensors").write_bytes(bytes(8))
+    run(tmp_path, {}, points(), resume="auto")
+    assert sorted(path.name for path in checkpoints.iterdir() if "." in path.name) == ["mine.partial"]
+
+
 def test_by_path(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", {}, points())
     run(tmp_path / "parts", {}, points(), dies_at=7)

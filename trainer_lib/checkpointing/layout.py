@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, OccupiedError
 from trainer_lib.foundation.remote import AnyPath, RemotePath, path_at
 from trainer_lib.foundation.shown import shown
 
@@ -21,6 +21,8 @@ ENGINE_NAME = "engine"
 AUTOMATIC_FOLDER = "checkpoints"  # in a project's folder
 
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
+_NUMBERED = re.compile(r"checkpoint[-_]\d+(\.replaced)?")  # of a project, or of a run of a Trainer
+_ON_THE_WAY = (".partial", ".deleted")
 
 
 def numbered(stem: str, index: int) -> str:
@@ -37,6 +39,17 @@ def automatic_number(name: str) -> int | None:
     """Return the number in such a name, or of what stands beside such a folder; `None` if it is another name."""
     found = _AUTOMATIC.fullmatch(name.removesuffix(".replaced"))
     return int(found[1]) if found else None
+
+
+def is_debris(name: str) -> bool:
+    """Whether a folder of this name is left of a save or a deletion that was cut short, if neither is under way.
+
+    Example:
+        >>> is_debris("checkpoint-00000500.partial"), is_debris("checkpoint_3.deleted"), is_debris("mine.partial")
+        (True, True, False)
+    """
+    stem, dot, ending = name.rpartition(".")
+    return dot + ending in _ON_THE_WAY and _NUMBERED.fullmatch(stem) is not None
 
 
 def partial_beside(folder: Path) -> Path:
@@ -87,6 +100,7 @@ def state_folder(given: str | AnyPath) -> AnyPath:
 
     Raises:
         ConfigurationError: If it cannot be a folder of its own.
+        OccupiedError: If a plain file has its name.
     """
     folder = path_of(given).resolve()
     if isinstance(folder, RemotePath):
@@ -96,7 +110,7 @@ def state_folder(given: str | AnyPath) -> AnyPath:
             )
         return folder
     if folder.is_file():
-        raise ConfigurationError(f"{folder} is a file, and a state is a folder. Give another name.")
+        raise OccupiedError(f"{folder} is a file, and a state is a folder. Give another name.")
     if Path.cwd().is_relative_to(folder):
         raise ConfigurationError(
             f"{folder} is the working directory or above it, and a state takes a folder of its own, which is replaced "

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from trainer_lib.checkpointing.layout import automatic_number, deleted_beside
+from trainer_lib.checkpointing.layout import deleted_beside, is_debris
 from trainer_lib.foundation.checksums import checksum_of
 from trainer_lib.foundation.files import replace_file, sync
 from trainer_lib.foundation.remote import AnyPath
@@ -142,8 +142,7 @@ class LocalStorage(Storage):
     def delete_debris(self) -> None:
         """Delete what has the name of a state that is on its way in or out."""
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            name, _, ending = path.name.rpartition(".")
-            if ending in ("partial", "deleted") and automatic_number(name) is not None:
+            if is_debris(path.name):
                 remove(path)
 
     def growing(self) -> Path:

@@ -50,6 +50,10 @@ class UnwritableError(CheckpointError):
     """A state that the disk does not take: it is full, read-only, failing or not there."""
 
 
+class OccupiedError(UnwritableError, ConfigurationError):
+    """A state that cannot be written to its folder because a plain file has that name."""
+
+
 class UnsavedError(UnwritableError):
     """A run that trained to its end and whose last checkpoint could not be written, so that it is not finished.
 
