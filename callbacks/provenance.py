@@ -79,7 +79,7 @@ class Provenance(Callback):
             )
         self._batches.append(_short(samples))
         self._place = {"pass": run.state.epoch}
-        if getattr(loader._reader, "_seeds_samples", False):
+        if loader.seeds_samples:
             self._place["seed"] = loader._seed
 
     def on_step_skipped(self, run: Run) -> None:
@@ -147,8 +147,8 @@ def replay_batch(
 ) -> Any:
     """Return the samples that an update was made from as one batch: those of process 0 first, in their order.
 
-    What a dataset draws at random is drawn again as it was where samples were seeded one by one, by an accelerator with
-    `DataLoaderConfiguration(seed_each_sample=True)`; else it is drawn anew.
+    What a dataset draws at random is drawn a second time, exactly, where the run had `seed_each_sample=True`; elsewhere
+    it draws other random numbers.
 
     Args:
         run_folder: The run's folder.

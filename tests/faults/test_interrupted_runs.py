@@ -151,7 +151,9 @@ CASES = {
     "two workers, and none then": Case(options={"num_workers": 2}, then={"num_workers": 0}),
     "no workers, and two then": Case(then={"num_workers": 2}),
     "data that draws random numbers": Case(data=Drawing, processes=BOTH),
-    "the same in workers, each sample seeded": Case(options={"num_workers": 2}, data=Drawing, parts=seeded),
+    "the same in workers, each sample seeded": Case(
+        options={"num_workers": 2, "seed_each_sample": True}, data=Drawing, processes=BOTH
+    ),
     "the same, and without workers then": Case(
         options={"num_workers": 2}, then={"num_workers": 0}, data=Drawing, parts=seeded, processes=BOTH
     ),

@@ -1,16 +1,20 @@
 """A run that ends before its end goes on as if it had not: bitwise, on one process and on two."""
 
+import contextlib
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
-from trainer_lib import ConfigurationError, StateError, Trainer
+from trainer_lib import Accelerator, ConfigurationError, StateError, Trainer, UnsupportedError
 from trainer_lib.callbacks import EarlyStopping
 from trainer_lib.trainer.result import FitResult
 
@@ -90,6 +94,59 @@ def test_what_a_kill_inside_a_save_left_goes_when_the_run_is_resumed(tmp_path: P
         (checkpoints / name / "model.safetensors").write_bytes(bytes(8))
     run(tmp_path, {}, points(), resume="auto")
     assert sorted(path.name for path in checkpoints.iterdir() if "." in path.name) == ["mine.partial"]
+
+
+class Drawing(Dataset[tuple[Tensor, Tensor]]):
+    """Points that move a little each time they are read."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = points()
+        return inputs[index] + 0.1 * torch.rand(1), targets[index]
+
+
+def resumed(folder: Path, **options: Any) -> tuple[Any, Any, str]:
+    """Return the outcomes of a run, and of one that died in the middle of an epoch and went on, and its banner."""
+    told = io.StringIO()
+    whole = run(folder / "whole", options, Drawing())
+    run(folder / "parts", options, Drawing(), dies_at=7)
+    with contextlib.redirect_stderr(told):
+        return whole, run(folder / "parts", options, Drawing(), resume="auto"), told.getvalue()
+
+
+@pytest.mark.slow
+def test_data_that_draws_in_workers_resumes_exactly_where_samples_are_seeded(tmp_path: Path) -> None:
+    whole, parts, told = resumed(tmp_path, num_workers=1, seed_each_sample=True)
+    assert parts == whole
+    assert "  resume" not in told
+
+
+@pytest.mark.slow
+def test_a_resumed_run_says_that_draws_in_workers_may_differ(tmp_path: Path) -> None:
+    whole, parts, told = resumed(tmp_path, num_workers=1)
+    assert parts != whole
+    assert told.count("exact, unless the dataset draws random numbers: in workers (num_workers=1) it draws other") == 1
+    _, parts, told = resumed(tmp_path, num_workers=0)
+    assert "unless the dataset draws" not in told
+
+
+def test_streams_have_no_samples_to_seed() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(zip(*points(), strict=True))
+
+    model = network()
+    with pytest.raises(UnsupportedError, match="seed_each_sample=True needs samples that have an index"):
+        trainer(arguments(seed_each_sample=True), model=model, train_dataset=Stream()).fit()
+    one = trainer(arguments(seed_each_sample=True), eval_dataset=Stream())  # evaluated as always
+    assert one.fit().metrics["eval_loss"] > 0
+
+
+def test_an_engine_that_does_not_seed_samples_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="seed_each_sample=True is for an engine that is made from the arg"):
+        trainer(arguments(seed_each_sample=True), accelerator=Accelerator(cpu=True))
 
 
 def test_by_path(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class MapReader(Reader):
     def __init__(self, loader: DataLoader[Any], name: str, shard: BatchSamplerShard, seeds_samples: bool) -> None:
         super().__init__(loader, shard.process_index)
         self.unit = "samples" if shard.shares_samples else "batches"
-        self._name, self._seeds_samples = name, seeds_samples
+        self._name, self.seeds_samples = name, seeds_samples
         self._quarantine: Quarantine | None = None
         self._use(shard)
         self._samples = GuardedSamples(
@@ -180,10 +180,10 @@ class MapReader(Reader):
     def _use(self, shard: BatchSamplerShard) -> None:
         self._shard = shard
         by_batches = self._name == "batch_sampler"
-        self._keys = SeededKeys(shard, by_batches) if self._seeds_samples else None
+        self._keys = SeededKeys(shard, by_batches) if self.seeds_samples else None
         source: Any = self._keys or shard
         if self._quarantine is not None:
-            source = self._marks = MarkedKeys(source, by_batches, self._seeds_samples)
+            source = self._marks = MarkedKeys(source, by_batches, self.seeds_samples)
         self.swap(self._name, source)
 
     def _guard_collate(self, collate: Any) -> None:

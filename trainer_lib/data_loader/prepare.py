@@ -99,7 +99,7 @@ def prepare_data_loader(
     seed = split.agreed_seed(_seed(dataloader) if data_seed is None else positive_seed(data_seed))
     reader, slicing = (
         _iterable_reader(dataloader, split, seed_each_sample)
-        if isinstance(dataloader.dataset, IterableDataset)
+        if not has_indices(dataloader)
         else _map_reader(dataloader, split, seed_each_sample)
     )
     if not split.dispatches:
@@ -107,6 +107,24 @@ def prepare_data_loader(
     if slicing is None and split.index == 0:
         reader.read_for_all()
     return DataLoaderDispatcher.around(reader, delivery, seed, group, slicing)
+
+
+def has_indices(loader: DataLoader[Any]) -> bool:
+    """Whether the dataset of a loader is read by index (map-style), and not iterated."""
+    return not isinstance(loader.dataset, IterableDataset)
+
+
+def check_can_seed(loader: DataLoader[Any]) -> None:
+    """Check that `seed_each_sample` can be used with a loader.
+
+    Raises:
+        UnsupportedError: If its dataset is iterable.
+    """
+    if not has_indices(loader):
+        raise UnsupportedError(
+            "seed_each_sample=True needs samples that have an index, and an iterable dataset has none. Leave it out: "
+            "such a dataset draws from (seed, epoch) anyway, in the same way on all processes and after a resume."
+        )
 
 
 @overload
@@ -226,10 +244,7 @@ def _map_reader(loader: DataLoader[Any], split: _Split, seed_each_sample: bool) 
 
 def _iterable_reader(loader: DataLoader[Any], split: _Split, seed_each_sample: bool) -> tuple[Reader, Slicing | None]:
     if seed_each_sample:
-        raise UnsupportedError(
-            "seed_each_sample=True needs samples that have an index, and an iterable dataset has none. Leave it out: "
-            "such a dataset draws from (seed, epoch) anyway, in the same way on all processes and after a resume."
-        )
+        check_can_seed(loader)
     is_batched = loader.batch_sampler is not None
     sharing = split.sharing(loader.batch_size if is_batched else None, loader.drop_last)
     slicing = split.slicing(loader.batch_size if is_batched else None, come_ready=not is_batched)

@@ -168,6 +168,16 @@ class PreparedLoader(DataLoader[Any]):
         kept = None if self.quarantine is None else self.quarantine.kept
         return samples if samples is None or kept is None else [samples[at] for at in kept if at < len(samples)]
 
+    @property
+    def seeds_samples(self) -> bool:
+        """Whether the generators are seeded before each sample, so that what samples draw depends on nothing else."""
+        return self._reader.seeds_samples
+
+    @property
+    def may_draw_in_workers(self) -> bool:
+        """Whether what samples draw at random goes by the workers: then it is not the same after a resume mid-pass."""
+        return self._reader.style == "map" and bool(self._reader.loader.num_workers) and not self.seeds_samples
+
     def first_samples(self) -> list[Any] | None:
         """Return which samples the first process reads first, as this one sees it; see `sample_ids`."""
         return self._reader.samples(self._seed, 0, 0, 0, None)

@@ -32,6 +32,7 @@ class Reader(ABC):
 
     style: str
     unit: str  # what positions count: "samples", or "batches" that come ready
+    seeds_samples: bool = False
 
     def __init__(self, loader: DataLoader[Any], rank: int) -> None:
         self.loader = copied(loader)

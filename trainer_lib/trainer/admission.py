@@ -236,8 +236,13 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
         raise ConfigurationError(
             f"accelerator must be a trainer_lib.Accelerator, got a {type(accelerator).__name__}.{hint}"
         )
-    there = {"mixed_precision": accelerator.mixed_precision, "use_cpu": accelerator.device.type == "cpu"}
-    asked = {"mixed_precision": args.mixed_precision, "use_cpu": args.use_cpu or None}
+    there = {
+        "mixed_precision": accelerator.mixed_precision,
+        "use_cpu": accelerator.device.type == "cpu",
+        "seed_each_sample": accelerator.dataloader_config.seed_each_sample,
+    }
+    asked = {"mixed_precision": args.mixed_precision}
+    asked |= {name: getattr(args, name) or None for name in ("use_cpu", "seed_each_sample")}
     asked |= {name: getattr(args, name) or None for name in ("compile", "fsdp", "parallelism", "ddp")}
     for name, value in asked.items():
         if value is not None and value != there.get(name):

@@ -113,6 +113,7 @@ CHECKS: dict[str, Check] = {
     "pin_memory": optional(values.flag),
     "prefetch_factor": optional(values.whole()),
     "persistent_workers": values.flag,
+    "seed_each_sample": values.flag,
     "drop_last": values.flag,
     "group_by_length": values.flag,
     "length_column": values.text,

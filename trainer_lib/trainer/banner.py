@@ -27,6 +27,7 @@ def banner(fitting: "Fitting") -> str:
         "loss": fitting.trainer.describe_loss(),
         "evaluation": _evaluation(fitting),
         "output": _output(fitting),
+        **_resume(fitting),
         "ends early": _ends_early(fitting),
     }
     width = max(map(len, lines))
@@ -117,6 +118,19 @@ def _output(fitting: "Fitting") -> str:
     return f"{fitting.folder.path}, " + (
         "no checkpoints" if interval is None else f"a checkpoint every {_interval(interval)}"
     )
+
+
+def _resume(fitting: "Fitting") -> dict[str, str]:
+    """Return what of a resumed run may differ from an uninterrupted one; workers start afresh with each epoch."""
+    loader, state = fitting.loader, fitting.run.state
+    is_within = state.steps_in_epoch or (state.step and loader.persistent_workers)
+    if not is_within or not loader.may_draw_in_workers:
+        return {}
+    workers = f"num_workers={loader.num_workers}"
+    return {
+        "resume": f"exact, unless the dataset draws random numbers: in workers ({workers}) it draws other ones than "
+        "without the interruption. seed_each_sample=True makes that exact too"
+    }
 
 
 def _ends_early(fitting: "Fitting") -> str:

@@ -16,6 +16,7 @@ from trainer_lib.callbacks.printer import Printer
 from trainer_lib.callbacks.progress import ProgressBar
 from trainer_lib.callbacks.throughput import Throughput
 from trainer_lib.data_loader import prepare_data_loader
+from trainer_lib.data_loader.prepare import has_indices
 from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.metric_names import greater_is_better_for
@@ -200,6 +201,7 @@ def prepared_for_evaluation(trainer: "Trainer", loader: DataLoader[Any]) -> Any:
         put_on_device=True,
         even_batches=True,
         non_blocking=accelerator.non_blocking,
+        seed_each_sample=accelerator.dataloader_config.seed_each_sample and has_indices(loader),
     )
     prepared.trim_repeats()  # which are not counted
     return prepared

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.callbacks.early_stopping import EarlyStopping
 from trainer_lib.data_loader.order import iterates_as
+from trainer_lib.data_loader.prepare import check_can_seed
 from trainer_lib.data_loader.prepared import PreparedLoader
 from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, did_you_mean
@@ -61,6 +62,8 @@ def train_loader(trainer: "Trainer") -> DataLoader[Any]:
     group = trainer.accelerator.group
     loader = together(group, lambda: checked_loader("train_dataloader", trainer.train_dataloader()))
     check_can_leave_out(trainer.args, loader, "train_dataset")
+    if trainer.args.seed_each_sample:
+        check_can_seed(loader)
     is_stream = isinstance(loader.dataset, IterableDataset)  # of which each process may have its own part
     facts = {"the samples to train on": None if is_stream else length_of(loader.dataset)}
     check_same(group, facts if is_stream or group.size == 1 else facts | _order(loader))
