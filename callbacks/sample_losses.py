@@ -55,7 +55,7 @@ class SampleLosses(Callback):
         self._compare: Callable[[Tensor, Tensor], Tensor] = by_kind
         self._seen: dict[Any, float] = {}
         self._waiting: list[tuple[list[Any], Tensor]] = []  # what is not read from the device yet
-        self._has_outputs = self._is_shifted = False
+        self._has_outputs = False
 
     def top(self, count: int) -> list[tuple[Any, float]]:
         """Return the samples of the largest losses on this process, the largest first, each with its loss."""
@@ -64,7 +64,6 @@ class SampleLosses(Callback):
 
     def on_fit_begin(self, run: Run) -> None:
         self._seen, self._waiting, self._has_outputs = {}, [], False
-        self._is_shifted = bool(getattr(run.trainer, "is_shifted", False))
         loss_fn = getattr(run.trainer, "loss_fn", None)
         if self._losses is None and loss_fn is not None:
             self._compare = unreduced(loss_fn)
@@ -104,7 +103,7 @@ class SampleLosses(Callback):
         outputs = run.outputs if named is None else named.get("logits")
         if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor):
             raise ConfigurationError(f"SampleLosses: outputs and targets are not one tensor each, so that {_YOURS}")
-        if self._is_shifted:  # the model compares each token with the next
+        if getattr(run.trainer, "is_shifted", False):  # the model compares each token with the next
             outputs, targets = outputs[:, :-1], targets[:, 1:]
         return mean_of_each(self._compare(outputs, targets), targets)
 

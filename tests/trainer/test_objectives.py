@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from trainer_lib import LossResult
 from trainer_lib.trainer.batches import count_items
-from trainer_lib.trainer.objectives import LossFunction, OwnLoss, is_shifted
+from trainer_lib.trainer.label_shift import is_shifted_by_name
+from trainer_lib.trainer.objectives import LossFunction, OwnLoss
 
 INPUTS, TARGETS = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, -100, 2])
 BATCH = {"inputs": INPUTS, "labels": TARGETS}
@@ -157,8 +158,8 @@ def test_causal_models_are_known_in_adapters_too() -> None:
         def get_base_model(self) -> nn.Module:
             return causal
 
-    assert is_shifted(causal)
-    assert is_shifted(Adapted())
-    assert not is_shifted(nn.Linear(2, 2))
+    assert is_shifted_by_name(causal)
+    assert is_shifted_by_name(Adapted())
+    assert not is_shifted_by_name(nn.Linear(2, 2))
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    assert not is_shifted(BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, vocab_size=13)))
+    assert not is_shifted_by_name(BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, vocab_size=13)))

@@ -11,7 +11,7 @@ from trainer_lib.foundation.trees import is_dataclass_value
 
 _NAMELESS = frozenset({Tensor, list, tuple})
 LABEL_NAMES = ("labels", "label", "targets", "target", "y")
-_SPAN = ["start_positions", "end_positions"]  # what models that answer questions find
+SPAN = ["start_positions", "end_positions"]  # what models that answer questions find
 
 
 def as_mapping(batch: Any) -> Mapping[str, Any] | None:
@@ -65,7 +65,7 @@ def label_names_in(named: Mapping[str, Any], label_names: Sequence[str] | None) 
     if label_names:
         return [name for name in label_names if name in named]
     first = [name for name in LABEL_NAMES if name in named][:1]
-    return first or (list(_SPAN) if all(name in named for name in _SPAN) else [])
+    return first or (list(SPAN) if all(name in named for name in SPAN) else [])
 
 
 def with_targets(batch: Any, targets: Any, label_names: Sequence[str] | None = None) -> Any:

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Unpack, get_args, get_origin
 
+import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.batches import LABEL_NAMES, as_mapping, label_names_in, split, targets_of
+from trainer_lib.foundation.batches import LABEL_NAMES, SPAN, as_mapping, label_names_in, split, targets_of
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
-from trainer_lib.trainer.losses import Weight, count_valid
+from trainer_lib.trainer.losses import IGNORED, Weight, count_valid
 from trainer_lib.trainer.rows import count_rows
 
 __all__ = [
@@ -50,7 +51,18 @@ def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: b
     labels = targets_of(batch, label_names)
     if isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex() and labels.ndim:
         return count_valid(labels[..., 1:] if shifted and labels.ndim > 1 else labels)
+    if isinstance(labels, dict) and list(labels) == SPAN:
+        return _count_spans(labels, batch)
     return float(batch_size(batch))
+
+
+def _count_spans(spans: dict[str, Any], batch: Any) -> Weight:
+    """Count the answers inside their text: models ignore positions behind its end."""
+    tokens = (as_mapping(batch) or {}).get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+        return float(batch_size(batch))
+    inside = [count_valid(torch.where(spans[name] < tokens.shape[1], 0, IGNORED)) for name in SPAN]
+    return (inside[0] + inside[1]) / 2
 
 
 def batch_size(batch: Any) -> int:

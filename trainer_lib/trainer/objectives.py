@@ -1,6 +1,7 @@
 """This file is where the loss of a batch comes from: a loss function beside the model, or the model itself."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -20,8 +21,10 @@ from trainer_lib.trainer.batches import (
     split,
     targets_of,
 )
+from trainer_lib.trainer.label_shift import is_from_transformers
 from trainer_lib.trainer.loss_checks import check_compared, check_loss, explained
 from trainer_lib.trainer.losses import IGNORED, LossResult, SummedLoss, Weight, sum_from_mean, summed
+from trainer_lib.trainer.mean_check import MeanCheck
 
 CountItems = Callable[[Any], Weight]
 
@@ -50,10 +53,18 @@ class LossFunction:
             several values); any other gets the outputs as they are.
         bare: The user's model.
         label_names: Which names of a batch are targets.
+        check_mean: Warns where the loss is not a mean over items.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Any], bare: nn.Module, label_names: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        bare: nn.Module,
+        label_names: Sequence[str] | None,
+        check_mean: MeanCheck | None = None,
+    ) -> None:
         self._loss_fn, self._bare, self._label_names = loss_fn, bare, label_names
+        self._check_mean = check_mean
         self._summed = summed(loss_fn)
         self._is_checked = self._has_compared = False
 
@@ -62,6 +73,8 @@ class LossFunction:
         inputs, targets = split(batch, self._label_names)
         if not self._is_checked:
             self._check(inputs)
+            if self._check_mean is not None and self._summed is None:
+                self._check_mean(self._plain_loss, self._name, batch, masks=False)
         outputs = call_model(model, inputs)
         if self._summed is not None:
             predictions = outputs if type(outputs) is Tensor else predictions_of(outputs)
@@ -93,6 +106,11 @@ class LossFunction:
         function = getattr(self._loss_fn, "func", self._loss_fn)
         return getattr(function, "__name__", type(function).__name__)
 
+    def _plain_loss(self, batch: Any) -> Any:
+        inputs, targets = split(batch, self._label_names)
+        loss = self._loss_fn(call_model(self._bare, inputs), targets)
+        return math.nan if isinstance(loss, LossResult) else loss  # a LossResult says itself what it is a mean over
+
     def _compared(self, loss: SummedLoss, predictions: Any, targets: Any) -> tuple[Tensor, Weight]:
         if not self._has_compared:
             function, options = getattr(self._loss_fn, "func", self._loss_fn), getattr(self._loss_fn, "keywords", {})
@@ -123,10 +141,11 @@ class OwnLoss:
     Args:
         bare: The user's model.
         count: Counts the items of a batch.
+        check_mean: Warns where the loss is not a mean over items.
     """
 
-    def __init__(self, bare: nn.Module, count: CountItems) -> None:
-        self._bare, self._count = bare, count
+    def __init__(self, bare: nn.Module, count: CountItems, check_mean: MeanCheck | None = None) -> None:
+        self._bare, self._count, self._check_mean = bare, count, check_mean
         self._is_checked = False
         self._divides = None if _may_take_items(bare) else False  # None: not known yet
 
@@ -146,6 +165,9 @@ class OwnLoss:
             check_values(self._bare, batch)
             self._is_checked = True
         weight = self._count(batch)
+        if self._check_mean is not None:
+            self._check_mean(self._plain_loss, type(self._bare).__name__, batch, is_from_transformers(self._bare))
+            self._check_mean = None
         if self._divides is False or not torch.is_grad_enabled():
             outputs = call_model(model, batch)
             return outputs, _summed(outputs, weight)
@@ -166,12 +188,8 @@ class OwnLoss:
         """Return, in a few words, what the loss is a mean over."""
         return "the mean that the model returns"
 
-
-def is_shifted(bare: nn.Module) -> bool:
-    """Whether a model compares each token with the next by itself, as transformers' causal models do."""
-    inner = bare.get_base_model() if hasattr(bare, "get_base_model") else bare  # type: ignore[operator]  # PEFT's
-    name = type(inner).__name__
-    return getattr(inner, "loss_type", None) == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel"))
+    def _plain_loss(self, batch: Any) -> Any:
+        return _loss_of(call_model(self._bare, batch))
 
 
 def _depends(loss: Tensor, items: Tensor) -> bool:

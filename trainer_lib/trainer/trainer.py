@@ -1,6 +1,7 @@
 """This file is the `Trainer`: the verbs that a training is made of, each to be overridden in a few lines."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -31,10 +32,12 @@ from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
 from trainer_lib.trainer.fitting import Fitting
 from trainer_lib.trainer.foreign_calls import in_our_terms, missing_member
 from trainer_lib.trainer.guard import Guard
+from trainer_lib.trainer.label_shift import LabelShift
 from trainer_lib.trainer.loop import Loop
 from trainer_lib.trainer.loss_checks import check_loss, check_weight
 from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
-from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss, is_shifted
+from trainer_lib.trainer.mean_check import MeanCheck
+from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss
 from trainer_lib.trainer.optimizer_modes import weights_in_use
 from trainer_lib.trainer.outputs import EvaluationOutput
 from trainer_lib.trainer.places import checkpoint_at, find_place
@@ -566,7 +569,7 @@ class Trainer:
 
     def num_items(self, batch: Any) -> Weight:
         """Return how many items the mean loss of a batch is over: labels that count, else samples."""
-        return count_items(batch, self.args.label_names, self.is_shifted)
+        return count_items(batch, self.args.label_names, self.label_shift(batch))
 
     def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:
         """Return the optimizer of what is trained, or several by name."""
@@ -696,10 +699,15 @@ class Trainer:
             return "eval_loss" if names == [""] else f"eval_{names[0]}_loss"
         return named if named.startswith("eval_") else f"eval_{named}"
 
+    @functools.cached_property
+    def label_shift(self) -> LabelShift:
+        """Whether the model compares each position with the label of the next."""
+        return LabelShift(self.unwrapped_model, self.loss_fn is not None, self.args.label_names)
+
     @property
     def is_shifted(self) -> bool:
-        """Whether the model compares each token with the next by itself."""
-        return is_shifted(self.accelerator.unwrap_model(self.prepare_models()[0]))
+        """Whether the model compares each position with the label of the next; it is asked at its first batch."""
+        return self.label_shift.answer
 
     # -- private -------------------------------------------------------------------------------------------------
 
@@ -713,8 +721,18 @@ class Trainer:
         if self.loss_fn is not None:
             if isinstance(self.loss_fn, nn.Module):
                 self.loss_fn.to(self.accelerator.device)
-            return LossFunction(self.loss_fn, bare, self.args.label_names)
-        return OwnLoss(bare, self.num_items)
+            return LossFunction(self.loss_fn, bare, self.args.label_names, self._mean_check(bare))
+        return OwnLoss(bare, self.num_items, self._mean_check(bare))
+
+    def _mean_check(self, bare: nn.Module) -> MeanCheck:
+        accelerator = self.accelerator
+
+        def is_needed() -> bool:
+            batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
+            # Ranks of a sharded model would have to ask as often as one another.
+            return batches > 1 and not accelerator.strategy.needs_lockstep
+
+        return MeanCheck(bare, self.num_items, self.args.label_names, is_needed)
 
     def _optimizers(self, names: str | Sequence[str] | None) -> list[AcceleratedOptimizer]:
         there = self.run.optimizers

@@ -26,7 +26,7 @@ def undisturbed(run: Run, models: Sequence[nn.Module], device: torch.device) -> 
     drawn = generators.state_dict()
     of_batch = {name: getattr(run, name) for name in _OF_A_BATCH}
     try:
-        with optimizer_modes.evaluating(run.optimizers.values()), _evaluating(models), torch.no_grad():
+        with optimizer_modes.evaluating(run.optimizers.values()), evaluating(models), torch.no_grad():
             yield
     finally:
         generators.load_state_dict(drawn)
@@ -35,7 +35,8 @@ def undisturbed(run: Run, models: Sequence[nn.Module], device: torch.device) -> 
 
 
 @contextmanager
-def _evaluating(models: Sequence[nn.Module]) -> Generator[None]:
+def evaluating(models: Sequence[nn.Module]) -> Generator[None]:
+    """Return the context in which models are in evaluation mode; afterwards each module has the mode it had."""
     before = [(model, model.training, [(m, m.training) for m in model.modules()]) for model in models]
     try:
         for model in models:
