@@ -191,7 +191,7 @@ def test_a_finished_run_is_extended(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert short.state.step == 20
     same = small("auto", output_dir=tmp_path / "parts", num_train_epochs=4, **LONG)
     assert same.state == short.state
-    assert 'To go on with it, give resume="extend" and more steps or epochs' in caplog.text
+    assert 'To train it further, give resume="extend" and more steps or epochs' in caplog.text
     longer = small("extend", output_dir=tmp_path / "parts", num_train_epochs=4, **LONG)
     assert "num_train_epochs: 2 → 4" in caplog.text
     assert longer.state.run_id == short.state.run_id

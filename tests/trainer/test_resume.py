@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from tests.faults.injuries import spoil
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import Accelerator, ConfigurationError, StateError, Trainer, UnsupportedError
-from trainer_lib.callbacks import EarlyStopping
+from trainer_lib.callbacks import EMA, EarlyStopping
 from trainer_lib.trainer.result import FitResult
 
 
@@ -62,12 +64,41 @@ def test_auto_begins_where_there_is_nothing(tmp_path: Path) -> None:
 
 def test_a_finished_run_stays_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = trainer(arguments(output_dir=tmp_path), eval_dataset=points(8)).fit()
-    model = network()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    again = trainer(arguments(output_dir=tmp_path, resume="auto"), model=model, eval_dataset=points(8)).fit()
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = trainer(arguments(output_dir=tmp_path, resume="auto"), eval_dataset=points(8)).fit()
     assert "is finished: there is nothing to train" in caplog.text
     assert (again.state, again.metrics, again.best_checkpoint) == (first.state, first.metrics, first.best_checkpoint)
-    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert again.report == first.report is not None
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == written
+
+
+@pytest.mark.parametrize("load_best", [False, True])
+def test_a_finished_run_that_is_opened_again_has_its_final_weights(load_best: bool, tmp_path: Path) -> None:
+    """More of the loss is called better here, so that the best evaluation is not the last one."""
+    options: dict[str, Any] = {"metric_for_best": "loss", "greater_is_better": True, "load_best_at_end": load_best}
+
+    def opened(resume: str) -> tuple[Any, ...]:
+        model = network()
+        args = arguments(output_dir=tmp_path, resume=resume, **options)
+        one = trainer(args, model=model, eval_dataset=points(16), callbacks=[EMA(0.5)])
+        result = one.fit()
+        one.save_model(tmp_path.with_name(f"{tmp_path.name}-model"))
+        saved = load_file(tmp_path.with_name(f"{tmp_path.name}-model") / "model.safetensors")
+        return result.state, one.state, one.evaluate(), model.state_dict(), saved
+
+    first, again = opened("never"), opened("auto")
+    assert first[:3] == again[:3]
+    for before, after in zip(first[3:], again[3:], strict=True):
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_trains_its_last_steps_again(tmp_path: Path) -> None:
+    first = trainer(arguments(output_dir=tmp_path, save_every=4)).fit()
+    assert first.last_checkpoint is not None
+    spoil(Path(str(first.last_checkpoint)) / "model.safetensors")
+    again = trainer(arguments(output_dir=tmp_path, save_every=4, resume="auto")).fit()
+    assert [entry["step"] for entry in again.state.checkpoints] == [4, 8, 10]
+    assert again.status == "finished"
 
 
 def test_a_new_run_tells_of_an_unfinished_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,8 +223,6 @@ def test_a_trainer_from_a_checkpoint_has_its_weights_and_goes_on(tmp_path: Path)
         **options,
     )
     assert one.args.gradient_accumulation_steps == 2
-    from safetensors.torch import load_file
-
     saved = load_file(folder / "checkpoints" / "checkpoint-00000008" / "model.safetensors")
     assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
     assert outcome(one.fit(), model) == whole

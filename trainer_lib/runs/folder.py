@@ -5,7 +5,6 @@ output_dir/RUN_ID/history.jsonl
 output_dir/RUN_ID/checkpoints/checkpoint-00000500/
 """
 
-import json
 import re
 import secrets
 import time
@@ -13,19 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.checkpointing.codec import Encoded, decode, encode
 from trainer_lib.checkpointing.layout import committed
 from trainer_lib.checkpointing.manifest import read_manifest
 from trainer_lib.checkpointing.storage import storage_of
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError
 from trainer_lib.foundation.remote import AnyPath
-from trainer_lib.foundation.strict_json import read_json
 from trainer_lib.logging import get_logger
+from trainer_lib.runs.facts import facts_as_bytes
 
 _logger = get_logger(__name__)
 
 _NAME = re.compile(r"checkpoint-\d+(\.replaced)?")
 RUN_FILE, HISTORY_FILE, CHECKPOINTS = "run.json", "history.jsonl", "checkpoints"
+IDENTITY_FILE = "run_identity.json"  # in a checkpoint
 
 
 @dataclass
@@ -97,45 +96,23 @@ class RunFolder:
     def write(self, **facts: Any) -> None:
         """Write down what is known of the run; one process does."""
         self.facts.update({"run_id": self.run_id, **facts})
-        text = json.dumps(encode(self.facts, told_as=RUN_FILE).tree, indent=1, allow_nan=False) + "\n"
-        storage_of(self.path).write(RUN_FILE, text.encode())
+        storage_of(self.path).write(RUN_FILE, facts_as_bytes(self.facts))
+
+    def identity(self) -> bytes:
+        """Return what each checkpoint has a copy of, so that a run that lost its file is known all the same."""
+        known = {name: self.facts[name] for name in ("created", "number", "what") if name in self.facts}
+        return facts_as_bytes({"run_id": self.run_id, **known})
 
 
-def new_run(root: AnyPath, name: str | None, what: dict[str, Any]) -> RunFolder:
+def new_run(root: AnyPath, name: str | None, what: dict[str, Any], number: int = 1) -> RunFolder:
     """Return the folder of a new run; nothing is made yet.
 
     Args:
         root: Where runs are kept.
         name: What the user calls it.
         what: What it trains, by which `resume="auto"` knows it.
+        number: Its place among the runs there, which orders them where clocks differ.
     """
     run_id = f"{name or time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    return RunFolder(root.resolve() / run_id, {"run_id": run_id, "created": time.time(), "what": what})
-
-
-def runs_in(output_dir: AnyPath, what: dict[str, Any]) -> list[RunFolder]:
-    """Return the runs that train the same, the oldest first."""
-    found: list[RunFolder] = []
-    for file in output_dir.glob(f"*/{RUN_FILE}"):
-        try:
-            facts = _facts(file)
-        except (OSError, ValueError, CheckpointError) as error:
-            raise CheckpointError(
-                f"{file} cannot be read ({error}). Move its folder away, or resume by path."
-            ) from error
-        if facts.get("what") == what:
-            found.append(RunFolder(file.parent, facts))
-    return sorted(found, key=lambda run: run.facts.get("created", 0.0))
-
-
-def read_run(folder: AnyPath, what: Any) -> RunFolder:
-    """Return the run of a folder, which may have lost the file that tells of it."""
-    file = folder / RUN_FILE
-    return RunFolder(folder, _facts(file) if file.is_file() else {"what": what})
-
-
-def _facts(file: AnyPath) -> dict[str, Any]:
-    facts = decode(Encoded(read_json(file.read_text())))
-    if not isinstance(facts, dict):
-        raise CheckpointError(f"it holds a {type(facts).__name__}")
-    return facts
+    facts = {"run_id": run_id, "created": time.time(), "number": number, "what": what}
+    return RunFolder(root.resolve() / run_id, facts)

@@ -1,15 +1,14 @@
 """This file is how a run stands: it runs, it ended, or whoever trained it is gone without a word."""
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.checkpointing.codec import Encoded, decode
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.runs.environment import is_alive
+from trainer_lib.runs.facts import read_facts
 from trainer_lib.runs.folder import HISTORY_FILE, RUN_FILE, RunFolder
 
 _SILENT_AFTER = 600.0  # seconds without a line, of a process that cannot be asked
@@ -30,10 +29,9 @@ def history_file(folder: AnyPath) -> Path:
 def facts_of(folder: AnyPath) -> dict[str, Any]:
     """Return what a run's file says; nothing if it cannot be read, since looking on must not need it."""
     try:
-        facts = decode(Encoded(json.loads((folder / RUN_FILE).read_text("utf-8"))))
-    except (OSError, ValueError, CheckpointError):
+        return read_facts(folder / RUN_FILE)
+    except (OSError, CheckpointError):
         return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def standing(facts: Mapping[str, Any], last: Mapping[str, Any], heard: float) -> str:

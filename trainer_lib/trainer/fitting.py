@@ -18,7 +18,7 @@ from trainer_lib.foundation.interruption import Interruption
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
-from trainer_lib.runs import HISTORY_FILE, RunFolder
+from trainer_lib.runs import HISTORY_FILE, IDENTITY_FILE, RunFolder
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import banner, differences, history, optimizer_modes, preflight
 from trainer_lib.trainer.adapters import Adapters
@@ -354,9 +354,7 @@ class Fitting:
     def close(self, status: Any) -> None:
         """Write down how it ended, however that was, and let the callbacks know."""
         run = self.run
-        self._watching.close()
-        for handle in self._handles:
-            handle.remove()
+        self.release()
         self.tell_time()
         self.bad_samples.tell()
         run.state.status = status
@@ -374,6 +372,12 @@ class Fitting:
                 except (OSError, UnreachableError) as error:  # what was trained is there all the same
                     _logger.warning("How the run ended could not be written to %s: %s.", self.folder.path, error)
                 self.put_up_logs()
+
+    def release(self) -> None:
+        """Take back what was registered with the engine, and stop the watchdog."""
+        self._watching.close()
+        for handle in self._handles:
+            handle.remove()
 
     def leave_together(self) -> None:
         """Wait for the others: who ends first may be taken for one that failed, and the others be ended for it."""
@@ -455,6 +459,8 @@ class Fitting:
         if self.run.is_main_process:
             try:
                 write_beside(self.trainer, Path(folder))
+                if self.folder is not None:
+                    Path(folder, IDENTITY_FILE).write_bytes(self.folder.identity())
             except OSError as error:
                 raise UnwritableError(f"{folder} could not be written: {error.strerror or error}.") from error
 

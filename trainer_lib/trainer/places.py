@@ -11,7 +11,8 @@ from trainer_lib.foundation.errors import ConfigurationError, DamagedError, Unre
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.runs import CHECKPOINTS, RunFolder, new_run, read_run, runs_in
+from trainer_lib.runs import CHECKPOINTS, RUN_FILE, FoundRun, RunFolder, find_runs, new_run, read_run
+from trainer_lib.trainer.endings import final_checkpoint, is_finished, tell_of_others
 
 _logger = get_logger(__name__)
 
@@ -43,8 +44,8 @@ class Place:
 
     Attributes:
         folder: Its folder; `None`: nothing is written.
-        checkpoint: What it goes on from; `None`: it begins.
-        is_through: It ended before, and there is nothing to do.
+        checkpoint: The checkpoint to resume from, or of a finished run the one to load; `None`: it begins.
+        is_through: It ended before, and there is nothing to train.
     """
 
     folder: RunFolder | None
@@ -83,7 +84,7 @@ def find_place(root: AnyPath | None, name: str | None, resume: str, group: Proce
             damage.append(f"{error} It is now called {aside.name}.")
     if damage:
         _logger.warning("%s Going on from %s.", " ".join(damage), place.checkpoint or "the beginning")
-    if group.rank == 0 and place.folder is not None and place.checkpoint is not None:
+    if group.rank == 0 and place.folder is not None and place.checkpoint is not None and not place.is_through:
         _delete_debris(place.folder.path / CHECKPOINTS)
     return place
 
@@ -108,28 +109,55 @@ def _look(root: AnyPath | None, name: str | None, resume: str, what: Any) -> Pla
             raise ConfigurationError(f'resume="{resume}" looks for a run in output_dir. Give output_dir.')
         return Place(None, checkpoint)
     _check_writable(root)
+    found = find_runs(root)
+    number = 1 + max((candidate.run.facts.get("number", 0) for candidate in found), default=0)
     if checkpoint is not None:
-        return Place(_continued(checkpoint, root, what) or new_run(root, name, what), checkpoint)
-    runs = runs_in(root, what)
-    unfinished = [run for run in runs if not run.is_finished and run.newest_checkpoint() is not None]
+        return Place(_continued(checkpoint, root, what) or new_run(root, name, what, number), checkpoint)
+    runs = [candidate.run for candidate in found if candidate.mismatch(what) is None]
+    unfinished = [run for run in runs if not is_finished(run) and run.newest_checkpoint() is not None]
     if resume == "never":
-        if unfinished:
-            _logger.warning(
-                'The run %s is not finished. This is a new one; resume="auto" would go on with that.',
-                unfinished[-1].path,
-            )
-    elif runs and runs[-1].is_finished and resume == "extend":
-        return Place(runs[-1], _checkpoint_of_finished(runs[-1]))
-    elif runs and runs[-1].is_finished:
-        _logger.warning(
-            'The run %s is finished: there is nothing to train. To go on with it, give resume="extend" and more steps '
-            'or epochs; for a new run give resume="never".',
-            runs[-1].path,
-        )
-        return Place(runs[-1], is_through=True)
+        _tell_of_unfinished(unfinished)
+    elif runs and is_finished(runs[-1]):
+        return _at_finished(runs[-1], resume, unfinished)
     elif unfinished:
+        _tell_of_rebuilt(found, unfinished[-1])
         return Place(unfinished[-1], unfinished[-1].newest_checkpoint())
-    return Place(new_run(root, name, what))
+    else:
+        tell_of_others(found, what)
+    return Place(new_run(root, name, what, number))
+
+
+def _at_finished(run: RunFolder, resume: str, unfinished: list[RunFolder]) -> Place:
+    """Return the place of a run that is finished: extended, or with the weights it ended with."""
+    if resume == "extend":
+        return Place(run, _checkpoint_of_finished(run))
+    _logger.warning(
+        'The run %s is finished: there is nothing to train. To train it further, give resume="extend" and more steps '
+        'or epochs; for a new run give resume="never".%s',
+        run.path,
+        f" An older run is not finished: resume={str(unfinished[-1].path)!r} continues it." if unfinished else "",
+    )
+    return Place(run, final_checkpoint(run), is_through=True)
+
+
+def _tell_of_unfinished(unfinished: list[RunFolder]) -> None:
+    if unfinished:
+        _logger.warning(
+            'The run %s is not finished. This is a new one; resume="auto" would resume that one.',
+            unfinished[-1].path,
+        )
+
+
+def _tell_of_rebuilt(found: list[FoundRun], run: RunFolder) -> None:
+    """Warn where the file of the run to resume could not be used."""
+    for candidate in found:
+        if candidate.run is run and candidate.problem is not None:
+            _logger.warning(
+                "%s could not be used: %s. What it said is taken from the run's newest checkpoint, and it is written "
+                "again.",
+                run.path / RUN_FILE,
+                candidate.problem,
+            )
 
 
 def _continued(checkpoint: AnyPath, root: AnyPath, what: Any) -> RunFolder | None:

@@ -27,6 +27,7 @@ from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.averages import Averages
 from trainer_lib.trainer.batches import count_items, is_scalar
 from trainer_lib.trainer.deadline import AUTO
+from trainer_lib.trainer.endings import load_finished
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
 from trainer_lib.trainer.fitting import Fitting
@@ -234,13 +235,14 @@ class Trainer:
             self.accelerator.group,
             defaults.what_is_trained(self),
         )
-        if place.is_through and place.folder is not None:
-            return FitResult.of(place.folder.facts)
         if self._has_fitted:  # weights stay, all else begins anew
             self.accelerator.free_memory()
             self.prepared = None
         self._has_fitted = True
         self.averages.clear()
+        if place.is_through and place.folder is not None:
+            with numerics(self.args):
+                return load_finished(self, place.folder, place.checkpoint)
         signals = Signals(self.args.stop_signals, Control(), self.accelerator.is_main_process)
         with numerics(self.args), signals:
             fitting = Fitting(self, place.folder, signals)

@@ -1,0 +1,129 @@
+"""Which run `resume="auto"` takes up, what it says of the others, and what a damaged run.json costs."""
+
+import contextlib
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.faults.trainings import Dies
+from tests.trainer.tasks import arguments, network, points, trainer
+from trainer_lib.commands.main import main
+from trainer_lib.events import Callback, Run
+from trainer_lib.runs import find_runs
+from trainer_lib.trainer.defaults import what_is_trained
+
+
+class Begins(Callback):
+    """Keeps the step at which training begins."""
+
+    step = -1
+
+    def on_fit_begin(self, run: Run) -> None:
+        self.step = run.state.step
+
+
+def fit(folder: Path, resume: str = "never", dies_at: int | None = None, **options: Any) -> int:
+    """Train for ten steps, and return at which step training began."""
+    begins = Begins()
+    callbacks = [begins] if dies_at is None else [begins, Dies(dies_at)]
+    one = trainer(arguments(output_dir=folder, save_every=2, resume=resume), callbacks=callbacks, **options)
+    with contextlib.suppress(InterruptedError):
+        one.fit()
+    return begins.step
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Path:
+    """Return the folder of a run that died at step 7."""
+    fit(tmp_path / "runs", dies_at=7)
+    (folder,) = (tmp_path / "runs").iterdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"train_dataset": points(41)}, "its training data is tuple of 40 samples, and this is tuple of 41 samples"),
+        (
+            {"model": nn.Sequential(nn.Linear(6, 2))},
+            "its model is Sequential of 74 parameters, and this is Sequential of 14 parameters",
+        ),
+    ],
+)
+def test_auto_says_which_checkpoints_it_does_not_take_up_and_why(
+    options: dict[str, Any], why: str, unfinished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert fit(unfinished.parent, "auto", **options) == 0
+    assert "begins a new run, at step 0, although there are checkpoints" in caplog.text
+    assert f"{unfinished} has checkpoint-00000006, but {why}; resume={str(unfinished)!r} resumes it." in caplog.text
+
+
+def test_every_bit_of_run_json_is_checked_and_a_checkpoint_replaces_it(unfinished: Path) -> None:
+    what = what_is_trained(trainer())
+    file = unfinished / "run.json"
+    content = file.read_bytes()
+    chance = random.Random(0)
+    for _ in range(200):
+        damaged = bytearray(content)
+        damaged[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        file.write_bytes(damaged)
+        (found,) = find_runs(unfinished.parent)
+        assert found.problem is not None
+        assert found.mismatch(what) is None
+        assert found.run.newest_checkpoint() == unfinished / "checkpoints" / "checkpoint-00000006"
+        assert found.run.run_id == unfinished.name
+
+
+@pytest.mark.parametrize("damage", ["deleted", "cut", "pipe"])
+def test_a_run_that_lost_its_file_is_resumed(damage: str, unfinished: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = unfinished / "run.json"
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "cut":
+        file.write_bytes(content[:100])
+    elif damage == "pipe":
+        os.mkfifo(file)
+    assert fit(unfinished.parent, "auto") == 6
+    assert f"{file} could not be used" in caplog.text
+    assert [path.name for path in unfinished.parent.iterdir()] == [unfinished.name]
+    (found,) = find_runs(unfinished.parent)
+    assert (found.problem, found.run.is_finished) == (None, True)
+
+
+def test_a_file_that_cannot_be_read_stops_no_other_run(
+    unfinished: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("pipe", "garbage", "folder"):
+        (unfinished.parent / name).mkdir()
+    os.mkfifo(unfinished.parent / "pipe" / "run.json")
+    (unfinished.parent / "pipe" / "history.jsonl").write_text("")
+    (unfinished.parent / "garbage" / "run.json").write_bytes(b"\xff{")
+    (unfinished.parent / "folder" / "run.json").mkdir()
+    assert main(["runs", str(unfinished.parent)]) == 0
+    assert unfinished.name in capsys.readouterr().out
+    assert fit(unfinished.parent, "auto") == 6
+    assert "could not be used" not in caplog.text
+
+
+def test_the_newest_run_is_the_one_begun_last_whatever_clocks_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    fit(tmp_path)  # finished, an hour ahead
+    monkeypatch.setattr(time, "time", now)
+    fit(tmp_path, dies_at=7)
+    assert fit(tmp_path, "auto") == 6
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_run_that_is_copied_knows_its_own_checkpoints(unfinished: Path) -> None:
+    shutil.copytree(unfinished, unfinished.with_name("copy"))
+    shutil.rmtree(unfinished)
+    assert fit(unfinished.parent, "auto", model=network()) == 6
