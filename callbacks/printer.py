@@ -33,7 +33,8 @@ class Printer(Callback):
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         if run.state.status == "running":
             self._metrics.update(dict.fromkeys(metrics))
-        self._print(run, line_of(run, metrics))
+        if metrics:
+            self._print(run, line_of(run, metrics))
 
     def on_best(self, run: Run, metric: str, value: float) -> None:
         self._print(run, f"step {run.state.step}: best {metric} so far, {_short(value)}")

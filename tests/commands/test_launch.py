@@ -242,10 +242,25 @@ def test_failure_of_one_process_ends_all_and_is_told_last(
     ended = launch("--num_processes", "2", path)
     assert ended.code == 1
     report = ended.err[ended.err.index("trainer-lib launch: ") :]
-    assert report.startswith("trainer-lib launch: Process 1 of 2 failed with exit code 1:\nTraceback")
-    assert report.endswith("ValueError: only here\n")
+    assert report.startswith("trainer-lib launch: Process 1 of 2 failed with exit code 1:\nValueError: only here\n")
+    assert ended.err.count("def train(): raise ValueError('only here')") == 1
     assert "worker.py" not in ended.err
     assert "torchelastic" not in ended.err
+
+
+def test_the_same_error_of_all_processes_is_printed_once(launch: Any, script: Any) -> None:
+    ended = launch("--num_processes", "3", script("def train(): raise ValueError('everywhere')", "train()"))
+    assert ended.code == 1
+    assert ended.err.count("Traceback (most recent call last):") == 1
+    assert ended.err.count("in train") == 1
+    report = ended.err[ended.err.index("trainer-lib launch: ") :]
+    assert report.splitlines()[1] == "ValueError: everywhere"
+
+
+def test_a_script_that_cannot_be_read_is_told_with_its_error(launch: Any, script: Any) -> None:
+    ended = launch("--num_processes", "2", script("x ="))
+    assert "SyntaxError: invalid syntax" in ended.err[ended.err.index("trainer-lib launch: ") :]
+    assert "raised ." not in ended.err
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def test_an_observer_that_raises_is_named_once_and_switched_off(caplog: pytest.L
     assert before.heard == after.heard == [12, 13]
     [line] = caplog.records
     assert line.getMessage() == (
-        "The callback Raising raised in on_step_end at step 12 and is switched off; training goes on."
+        "The callback Raising raised in on_step_end at step 12 and is switched off; training continues."
     )
     assert line.exc_info is not None
     assert "no more paper" in str(line.exc_info[1])

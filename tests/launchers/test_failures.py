@@ -30,10 +30,20 @@ def test_sudden_death_comes_before_words() -> None:
     assert error.exit_code == 139
 
 
-def test_long_traceback_keeps_its_end_and_the_log_is_named() -> None:
+def test_a_printed_traceback_is_not_repeated_and_the_log_is_named() -> None:
     failure = Failure(rank=0, exit_code=1, traceback=trace("ValueError: deep", depth=50), log="/logs/0/stderr.log")
-    lines = str(failed([failure], num_processes=1, lines=3)).splitlines()
-    assert lines[1:] == ["…", *['  File "train.py"'] * 2, "ValueError: deep", "Its output is in /logs/0/stderr.log."]
+    lines = str(failed([failure], num_processes=1, is_printed=True)).splitlines()
+    assert lines[1:] == ["ValueError: deep", "Its output is in /logs/0/stderr.log."]
+
+
+def test_an_error_without_frames_is_given_too() -> None:
+    failures = [
+        Failure(rank=0, exit_code=1, traceback=trace("ValueError: first\nIn step 3."), when=1),
+        Failure(rank=1, exit_code=1, traceback="FileNotFoundError: [Errno 2] train.py\n", when=2),
+    ]
+    lines = str(failed(failures, num_processes=2, is_printed=True)).splitlines()
+    assert lines[1:3] == ["ValueError: first", "In step 3."]
+    assert lines[3] == "After that, process 1 raised FileNotFoundError: [Errno 2] train.py."
 
 
 def test_messages_that_follow_are_cut_short() -> None:

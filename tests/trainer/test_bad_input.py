@@ -751,7 +751,7 @@ def test_an_error_of_a_metric_tells_which() -> None:
     one = trainer(metrics={"worse": lambda predictions, labels: 1 / 0}, eval_dataset=DATA)
     with pytest.raises(ZeroDivisionError) as caught:
         one.evaluate()
-    assert caught.value.__notes__ == ["In the metric 'worse'."]
+    assert caught.value.__notes__ == ["In the metric 'worse', in batch 1 of the evaluation."]
 
 
 # -- while it runs, and never silently -------------------------------------------------------------------------------

@@ -84,7 +84,11 @@ class Dispatcher:
             except Exception as error:
                 if callback.may_change_training:
                     raise
-                self._switch_off(callback, f"{event} at step {run.state.step}", error)
+                where = f"{event} at step {run.state.step}"
+                if event == "on_exception" or run.state.status == "failed":
+                    self._leave_out(callback, where, error)
+                else:
+                    self._switch_off(callback, where, error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of those that have one, by their keys."""
@@ -132,12 +136,19 @@ class Dispatcher:
         name = self._keys.get(id(callback), type(callback).__name__)  # it may have left in this very event
         self.remove(callback)
         _logger.warning(
-            "The callback %s raised in %s and is switched off; training goes on.",
+            "The callback %s raised in %s and is switched off; training continues.",
             name,
             where,
             exc_info=error,
             main_process_only=False,
         )
+
+    def _leave_out(self, callback: Callback, where: str, error: Exception) -> None:
+        """Tell of a callback that raised while a run fails, in one line: the error of the run matters more."""
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        name = self._keys.get(id(callback), type(callback).__name__)
+        self.remove(callback)
+        _logger.warning("The callback %s raised in %s: %s", name, where, text, main_process_only=False)
 
     def _free_key(self, name: str) -> str:
         key, number = name, 1

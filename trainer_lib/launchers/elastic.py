@@ -35,7 +35,6 @@ _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 _SIGNALS = tuple(
     name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
-_SHOWN_LINES = 20  # of the traceback of a program, which has printed all of it before
 
 
 def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan) -> list[Any]:
@@ -106,14 +105,14 @@ class _Agent(_TorchAgent):
             shutdown_timeout=plan.shutdown_timeout,
         )
         self._plan = plan
-        self._shown_lines = _SHOWN_LINES if isinstance(entry, str) else None
+        self._is_printed = isinstance(entry, str)  # a program prints its tracebacks itself
         self._died: set[int] = set()
         self.interruption: int | None = None  # the exit code of processes that were asked to end early, and did
         self._failures: list[Failure] = []
 
     def failed(self) -> ProcessFailedError:
         """Return the error for the last attempt."""
-        return failed(self._failures, self._plan.world_size, self._shown_lines)
+        return failed(self._failures, self._plan.world_size, is_printed=self._is_printed)
 
     def forget_store(self) -> None:
         """Let go of the store, so that its port is free again."""

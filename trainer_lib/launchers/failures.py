@@ -60,17 +60,17 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def failed(failures: Iterable[Failure], num_processes: int, lines: int | None = None) -> ProcessFailedError:
+def failed(failures: Iterable[Failure], num_processes: int, *, is_printed: bool = False) -> ProcessFailedError:
     """Return the error for processes that failed, with the first of them and its traceback first.
 
     Args:
         failures: All that failed by themselves, in any order.
         num_processes: How many there are in the world.
-        lines: How many of the last lines of the traceback to show.
+        is_printed: Whether the processes have printed their tracebacks; only the error is given then.
     """
     # A process that died without a word died before those that could still tell what its death did to them.
     first, *others = sorted(failures, key=lambda failure: (failure.traceback is not None, failure.when, failure.rank))
-    parts = [f"Process {first.rank} of {num_processes} {first.how}{_last(first.traceback, lines)}"]
+    parts = [f"Process {first.rank} of {num_processes} {first.how}{_end(first.traceback, is_printed)}"]
     if first.log is not None:
         parts.append(f"Its output is in {first.log}.")
     if others:
@@ -79,13 +79,19 @@ def failed(failures: Iterable[Failure], num_processes: int, lines: int | None = 
     return ProcessFailedError("\n".join(parts), first.rank, exit_code)
 
 
-def _last(traceback: str | None, lines: int | None) -> str:
+def _end(traceback: str | None, is_printed: bool) -> str:
     if traceback is None:
         return "."
-    shown = traceback.rstrip().splitlines()
-    if lines is not None and len(shown) > lines:
-        shown = ["…", *shown[-lines:]]
-    return ":\n" + "\n".join(shown)
+    return ":\n" + (_error_of(traceback) if is_printed else traceback.rstrip())
+
+
+def _error_of(traceback: str) -> str:
+    """Return the last error of a traceback, with its notes and without its frames."""
+    lines = traceback.rstrip().splitlines()
+    heads = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    after = lines[heads[-1] + 1 :] if heads else lines
+    error = list(itertools.dropwhile(lambda line: line[:1].isspace(), after))
+    return "\n".join(error or lines)
 
 
 def _briefly(failure: Failure) -> str:
@@ -96,4 +102,5 @@ def _briefly(failure: Failure) -> str:
     for before, line in itertools.pairwise(failure.traceback.splitlines()):
         if before[:1].isspace() and line and not line[0].isspace():
             error = line
+    error = error or _error_of(failure.traceback)  # which has no frames, such as one of a script that cannot be read
     return f"process {failure.rank} raised {textwrap.shorten(error, _LINE, placeholder=' …')}"

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import hashlib
 import io
 import json
 import os
@@ -53,8 +54,7 @@ def main() -> None:
             _record(error)
         raise
     except BaseException as error:  # noqa: BLE001
-        _record(error)
-        sys.excepthook(type(error), error, error.__traceback__)
+        _report(error)
         _leave(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
 
@@ -79,6 +79,34 @@ def _leave(code: int) -> NoReturn:
     sys.stderr.flush()
     # Not sys.exit: it would wait for threads, and for collectives that the other processes never answer.
     os._exit(code)
+
+
+def _report(error: BaseException) -> None:
+    """Print an error, unless another process has printed the same one to the same place, and leave a record of it."""
+    # The launcher ends all when one has failed; what is being printed is finished first.
+    ended_by = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _record(error)
+    if not _is_printed("".join(traceback.format_exception(error))):
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+    signal.signal(signal.SIGTERM, ended_by)
+
+
+def _is_printed(text: str) -> bool:
+    """Return whether a process of this machine and this attempt has printed it; from now on, one has."""
+    record = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not record:
+        return False
+    folder = os.path.dirname(os.path.dirname(record))  # noqa: PTH120
+    try:
+        target = os.fstat(sys.stderr.fileno())  # with --tee each process has a file of its own
+        name = hashlib.sha256(f"{target.st_dev} {target.st_ino} {text}".encode()).hexdigest()
+        os.close(os.open(os.path.join(folder, name[:16]), os.O_CREAT | os.O_EXCL | os.O_WRONLY))  # noqa: PTH118
+    except FileExistsError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 def _record(error: BaseException) -> None:

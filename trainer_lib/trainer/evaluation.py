@@ -29,6 +29,12 @@ from trainer_lib.trainer.undisturbed import undisturbed
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator
 
+NOTHING_MEASURED = (
+    "The evaluation measured nothing: its batches have no labels, so there is no loss, and no metric is given that "
+    "does without. Give samples with labels: (inputs, targets), a dict with 'labels', or "
+    "TrainingArguments(label_names=[…]) for labels of another name."
+)
+
 Models = nn.Module | Mapping[str, nn.Module]
 
 
@@ -90,7 +96,7 @@ class Evaluator:
             for name, one in sets.items():
                 batches = self._length(one.loader, one.limit)
                 self._dispatcher.fire("on_evaluate_set_begin", run, name, batches)
-                outputs = self._passage.outputs(run, evaluated, one.loader, one.limit, "on_evaluate")
+                outputs = self._passage.outputs(run, evaluated, one.loader, one.limit, "on_evaluate", told_as(name))
                 values = self._measure(name, outputs, measured[name])
                 of_set = _prefixed(prefix, name, zip(measured[name], values, strict=True))
                 if (bad := one.loader.quarantine) is not None:
@@ -134,7 +140,7 @@ class Evaluator:
         used = self._dispatcher.in_use(run)
         with undisturbed(run, _listed(model), self._accelerator.device), used, _abandoned_on_error(collector):
             self._dispatcher.fire("on_predict_begin", run, self._length(loader, limit))
-            outputs = self._passage.outputs(run, self._evaluated(model), loader, limit, "on_predict")
+            outputs = self._passage.outputs(run, self._evaluated(model), loader, limit, "on_predict", "the prediction")
             if not has_labels:
                 outputs = ([EvaluationOutput(predictions=part.predictions) for part in parts] for parts in outputs)
             collected, *values = self._measure("", outputs, metrics)
@@ -162,7 +168,7 @@ class Evaluator:
             batches += 1
             for part in parts:
                 for metric in own:
-                    with _naming(metric):
+                    with _naming(metric, name, batches):
                         metric.update(part)
             relay.put(parts)
         is_left = self._passage.is_left
@@ -215,6 +221,11 @@ class Evaluator:
         return length if limit is None else min(length, limit)
 
 
+def told_as(name: str) -> str:
+    """Return what errors call a set."""
+    return f"the evaluation set {name!r}" if name else "the evaluation"
+
+
 class _Told(NamedTuple):
     """What a process tells the others at the end of a set."""
 
@@ -228,11 +239,11 @@ class _Told(NamedTuple):
 
 
 @contextmanager
-def _naming(metric: Metric) -> Generator[None]:
+def _naming(metric: Metric, of_set: str, batch: int) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"In the metric {metric.name!r}.")
+        error.add_note(f"In the metric {metric.name!r}, in batch {batch} of {told_as(of_set)}.")
         raise
 
 

@@ -1,5 +1,6 @@
 """This file is what is told beside an error that a step raises: the shapes and types of the batch and the model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,13 @@ from trainer_lib.foundation.trees import leaves, named_leaves
 from trainer_lib.memory.batch_size import is_out_of_memory
 
 _SHOWN = 8
+_AUTO = (
+    'With per_device_train_batch_size="auto" batches that do not fit into memory are computed in parts, and the '
+    "updates stay the same."
+)
 
 
-def add_note(error: Exception, what: str, batch: Any, models: list[nn.Module]) -> None:
+def add_note(error: Exception, what: str, batch: Any, models: Sequence[nn.Module], memory: str = _AUTO) -> None:
     """Add to an error what was computed when it was raised; its type and text stay as they are.
 
     Args:
@@ -19,14 +24,12 @@ def add_note(error: Exception, what: str, batch: Any, models: list[nn.Module]) -
         what: What failed, such as "step 3".
         batch: The batch.
         models: The models.
+        memory: What helps where memory ran out.
     """
     if getattr(error, "__notes__", None):  # somebody nearer has told
         return
     if is_out_of_memory(error):
-        error.add_note(
-            f'In {what}, with the batch {described(batch)}. With per_device_train_batch_size="auto" batches that do '
-            "not fit into memory are computed in parts, and the updates stay the same."
-        )
+        error.add_note(f"In {what}, with the batch {described(batch)}. {memory}")
         return
     types = {str(parameter.dtype).removeprefix("torch.") for model in models for parameter in model.parameters()}
     told = f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}."

@@ -25,6 +25,7 @@ from trainer_lib.trainer.adapters import Adapters
 from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.deadline import AUTO, Deadline, check_ahead, deadline_in
 from trainer_lib.trainer.engine import accumulation_steps
+from trainer_lib.trainer.evaluation import NOTHING_MEASURED
 from trainer_lib.trainer.facts import facts_of
 from trainer_lib.trainer.guard import Guard
 from trainer_lib.trainer.leaving import EvaluationLeft, Leaving
@@ -229,6 +230,8 @@ class Fitting:
         name = self.trainer.default_metric
         if name is None:
             return True
+        if not metrics:
+            raise ConfigurationError(f"{NOTHING_MEASURED} To train without evaluations leave eval_dataset out.")
         if name not in metrics:
             raise ConfigurationError(
                 f"metric_for_best={name!r} is no metric of this evaluation. There are: {', '.join(metrics)}."

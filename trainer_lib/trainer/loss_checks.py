@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.shown import shown
 from trainer_lib.trainer.batches import as_mapping
 from trainer_lib.trainer.failures import described, kind
 from trainer_lib.trainer.losses import IGNORED, LossResult
@@ -82,6 +83,12 @@ def no_gradients(has_own_step: bool) -> NoReturn:
     )
 
 
+def _texts(targets: Any) -> list[str] | None:
+    """Return the targets if they are texts."""
+    rows: list[Any] = list(targets) if isinstance(targets, (list, tuple)) else [targets]
+    return rows if rows and all(isinstance(row, str) for row in rows) else None
+
+
 def check_compared(function: Any, name: str, outputs: Any, targets: Any, ignored: int = IGNORED) -> None:
     """Check what a loss of torch's is about to compare, once, as torch would not say or not in time.
 
@@ -99,6 +106,12 @@ def check_compared(function: Any, name: str, outputs: Any, targets: Any, ignored
         ConfigurationError: If they cannot be compared.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        if (texts := _texts(targets)) is not None:
+            raise ConfigurationError(
+                f"loss_fn {name} compares numbers, and the targets are texts, such as {shown(texts[0])}. Give each "
+                "class a number in the dataset: names = sorted(set(labels)); "
+                "targets = [names.index(label) for label in labels]."
+            )
         odd, what = (outputs, "the model returned") if not isinstance(outputs, Tensor) else (targets, "the targets are")
         raise ConfigurationError(
             f"loss_fn {name} compares tensors, and {what} {_named(odd)}. Return the predictions as a tensor (or as "

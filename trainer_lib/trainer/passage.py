@@ -4,12 +4,17 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from trainer_lib.data_loader.prepared import PreparedLoader
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError
 from trainer_lib.memory.batch_size import is_out_of_memory, let_go
+from trainer_lib.trainer.failures import add_note
 from trainer_lib.trainer.outputs import EvaluationOutput
 from trainer_lib.trainer.rows import check_splits, count_rows, real_rows, take_rows
+
+_SMALLER = "Give a smaller per_device_eval_batch_size, or a smaller model."
 
 Step = Callable[[Any, Any], EvaluationOutput]
 
@@ -30,16 +35,24 @@ class Passage:
         self._fits: int | None = None  # rows; None: everything did so far
 
     def outputs(
-        self, run: Run, model: Any, loader: PreparedLoader, limit: int | None, event: str
+        self, run: Run, model: Any, loader: PreparedLoader, limit: int | None, event: str, told_as: str
     ) -> Iterator[list[EvaluationOutput]]:
-        """Yield what the step makes of each batch: as one, or in parts where it did not fit into memory."""
+        """Yield what the step makes of each batch: as one, or in parts where it did not fit into memory.
+
+        Errors of the step say in which batch of `told_as` it was.
+        """
         begin, end = f"{event}_batch_begin", f"{event}_batch_end"
         begins, ends = self._dispatcher.listens(begin), self._dispatcher.listens(end)
-        for batch in self._real(run, model, loader, limit):
+        models = [model] if isinstance(model, nn.Module) else list(model.values())
+        for number, batch in enumerate(self._real(run, model, loader, limit), 1):
             run.batch = batch
             if begins:
                 self._dispatcher.fire(begin, run)
-            parts = self._parts(run, model, run.batch)
+            try:
+                parts = self._parts(run, model, run.batch)
+            except Exception as error:
+                add_note(error, f"batch {number} of {told_as}", run.batch, models, _SMALLER)
+                raise
             if ends:
                 _tell(run, parts)
                 self._dispatcher.fire(end, run)

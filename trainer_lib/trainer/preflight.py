@@ -255,6 +255,12 @@ def _check_not_asked_for(trainer: "Trainer") -> None:
         asked = f"metric_for_best={args.metric_for_best!r}"
     elif any(isinstance(one, EarlyStopping) for one in trainer.events):
         asked = "EarlyStopping"
+    elif args.eval_every is None and (trainer.metrics is not None or trainer.compute_metrics is not None):
+        given = "metrics" if trainer.metrics is not None else "compute_metrics"
+        raise ConfigurationError(
+            f"{given}=… is computed in evaluations, and there is nothing to evaluate on: give Trainer(eval_dataset=…), "
+            'or eval_every="never" to call evaluate(dataset) yourself.'
+        )
     if asked is not None:
         raise ConfigurationError(
             f"{asked} needs evaluations, and there is nothing to evaluate on: give Trainer(eval_dataset=…), or leave "

@@ -1,6 +1,7 @@
 """This file is what data may come as: torch's and Hugging Face's datasets as they are, arrays as datasets of rows."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -165,6 +166,13 @@ def _why_not(data: Any) -> str | None:
         return f"is a tuple of {' and '.join(type(one).__name__ for one in data)}, and not all of them are arrays"
     if hasattr(data, "__next__"):
         return f"is a {type(data).__name__}, which is used up after one pass"
+    if inspect.isgeneratorfunction(data):
+        return (
+            f"is the function {data.__name__!r}, whose samples come once a call: give list({data.__name__}()) if they "
+            "fit into memory, else return them from __iter__ of an IterableDataset"
+        )
+    if inspect.isroutine(data):
+        return f"is the function {getattr(data, '__name__', data)!r}, and not what it returns: call it"
     if isinstance(data, type) or not hasattr(data, "__getitem__"):
         return f"is {'the class ' if isinstance(data, type) else 'a '}{getattr(data, '__name__', type(data).__name__)}"
     return f"is a {type(data).__name__}, which has no length" if length_of(data) is None else None

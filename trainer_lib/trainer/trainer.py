@@ -29,7 +29,7 @@ from trainer_lib.trainer.batches import count_items, is_scalar
 from trainer_lib.trainer.deadline import AUTO
 from trainer_lib.trainer.endings import load_finished
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
-from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
+from trainer_lib.trainer.evaluation import NOTHING_MEASURED, EvaluationSet, Evaluator
 from trainer_lib.trainer.fitting import Fitting
 from trainer_lib.trainer.foreign_calls import in_our_terms, missing_member
 from trainer_lib.trainer.guard import Guard
@@ -290,9 +290,11 @@ class Trainer:
             raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
         loaders = preflight.loaders_of(self, given, told_as)
         self.prepare_models()
-        return self._evaluator.evaluate(
-            self.run, self.prepared, {name: self._set(name, loader) for name, loader in loaders.items()}, prefix
-        )
+        sets = {name: self._set(name, loader) for name, loader in loaders.items()}
+        metrics = self._evaluator.evaluate(self.run, self.prepared, sets, prefix)
+        if not metrics:
+            _logger.warning_once(NOTHING_MEASURED)
+        return metrics
 
     @in_our_terms
     def predict(self, dataset: Any, to: str | Path | None = None) -> Predictions:
