@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from trainer_lib.data_loader.fingerprint import digest
 from trainer_lib.data_loader.order import announce_epoch
 from trainer_lib.data_loader.randomness import RandomStream, derived_seed
 from trainer_lib.data_loader.rounds import Counted, Ending, Sharing, deal
 from trainer_lib.data_loader.stream import Bookmark, SampleStream, is_split_already
 from trainer_lib.foundation.trees import ignorant_find_batch_size
 from trainer_lib.state.gradients import Rows
+
+_OPENING = 2  # samples that processes compare
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -55,6 +58,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._ending = Ending()
         self._stream: SampleStream | None = None
         self._position = 0
+        self._digest = torch.zeros((), dtype=torch.int64)  # of the first samples; 0: not read
+
+    @property
+    def opening_digest(self) -> int | None:
+        """The digest of the first samples of the pass, as this process or its first worker has read them."""
+        return int(self._digest) or None
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset the epoch, if it wants to know."""
@@ -79,6 +88,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def share_place_with_workers(self) -> None:
         """Let workers see where to start, even those that live on from pass to pass."""
         self._place.share_memory_()
+        self._digest.share_memory_()
 
     def mark_tails(self) -> None:
         """Yield the samples of a last round as `TailSample`s, for a `TailCollate` to count."""
@@ -88,6 +98,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Have the next iteration start at a position of a pass, and tell its ending (if in the same process)."""
         self._place.copy_(torch.tensor([1, seed, epoch, position]))
         self._bookmark, self._ending = bookmark, ending
+        self._digest.zero_()
 
     def bookmark_before(self, position: int) -> Bookmark | None:
         """Return the newest bookmark of the pass being read that does not lie behind `position`."""
@@ -119,8 +130,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         if isinstance(generator, torch.Generator):
             generator.manual_seed(derived_seed(seed, epoch, "generator"))
         # Workers are seeded, and nobody else draws there.
-        apart = RandomStream(derived_seed(seed, epoch, "stream")) if get_worker_info() is None else None
-        return SampleStream(self.dataset, size, apart)
+        worker = get_worker_info()
+        apart = RandomStream(derived_seed(seed, epoch, "stream")) if worker is None else None
+        looks = self._sharing.processes > 1 and (worker is None or worker.id == 0)
+        return SampleStream(self.dataset, size, apart, self._note_opening if looks else None)
+
+    def _note_opening(self, samples: list[Any]) -> None:
+        self._digest.fill_(digest(samples[:_OPENING]))
 
     def _read(self, stream: SampleStream, position: int, bookmark: Bookmark | None, ending: Ending) -> Iterator[Any]:
         sharing = self._sharing
@@ -149,7 +165,9 @@ class IterableDatasetShard(IterableDataset[Any]):
             setattr(self.dataset, name, value)
 
 
-_OWN = frozenset({"_sharing", "_marks_tails", "_place", "_resumed_at", "_bookmark", "_ending", "_stream", "_position"})
+_OWN = frozenset(
+    {"_sharing", "_marks_tails", "_place", "_resumed_at", "_bookmark", "_ending", "_stream", "_position", "_digest"}
+)
 
 
 class TailSample(NamedTuple):

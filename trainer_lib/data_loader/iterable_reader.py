@@ -91,6 +91,16 @@ class IterableReader(Reader):
         """Whether every rank knows how many samples all of them together read in a round."""
         return self.total_batch_size is not None and self._split_among == 1
 
+    @property
+    def reads_alike(self) -> bool:
+        """Whether every process reads the same stream, of which it keeps its part."""
+        return self._split_among == 1 and len(self.sharing.ranks) == 1 < self._own.processes
+
+    @property
+    def opening_digest(self) -> int | None:
+        """The digest of the first samples of the stream being read, if they were read here."""
+        return self._shard.opening_digest
+
     def trim_repeats(self) -> None:
         """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
         if len(self._sharing.ranks) == 1:  # else the parts of several ranks are batched one after the other

@@ -178,6 +178,16 @@ class PreparedLoader(DataLoader[Any]):
         """Whether what samples draw at random goes by the workers: then it is not the same after a resume mid-pass."""
         return self._reader.style == "map" and bool(self._reader.loader.num_workers) and not self.seeds_samples
 
+    @property
+    def reads_alike(self) -> bool:
+        """Whether every process reads the same stream, of which it keeps its part."""
+        return self._reader.reads_alike
+
+    @property
+    def opening_digest(self) -> int | None:
+        """The digest of the samples that the stream being read began with, once the first batch is there."""
+        return self._reader.opening_digest
+
     def first_samples(self) -> list[Any] | None:
         """Return which samples the first process reads first, as this one sees it; see `sample_ids`."""
         return self._reader.samples(self._seed, 0, 0, 0, None)

@@ -82,6 +82,16 @@ class Reader(ABC):
         """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
 
     @property
+    def reads_alike(self) -> bool:
+        """Whether every process reads the same stream, of which it keeps its part."""
+        return False
+
+    @property
+    def opening_digest(self) -> int | None:
+        """The digest of the first samples of the stream being read, if they were read here."""
+        return None
+
+    @property
     def knows_end_of_all(self) -> bool:
         """Whether the end that `open` tells is that of all processes."""
         return True

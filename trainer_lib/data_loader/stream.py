@@ -1,6 +1,7 @@
 """This file is one pass over an iterable dataset: what comes next, and bookmarks to find back to a place sooner."""
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
@@ -24,12 +25,19 @@ class SampleStream:
         dataset: The dataset.
         remembered: How many of the first samples of the pass to keep, to fill its last round with.
         randomness: Where the dataset draws random numbers from; by default from where everybody does.
+        look: Is shown the first samples, unless the pass is entered by a bookmark.
     """
 
-    def __init__(self, dataset: Any, remembered: int, randomness: RandomStream | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        remembered: int,
+        randomness: RandomStream | None = None,
+        look: Callable[[list[Any]], None] | None = None,
+    ) -> None:
         self.position = 0
         self._dataset = dataset
-        self._randomness = randomness
+        self._randomness, self._look = randomness, look
         self._scope: AbstractContextManager[None] = randomness or nullcontext()
         self._remembered = remembered
         self._opening: list[Any] = []
@@ -70,6 +78,8 @@ class SampleStream:
         self._draws += 1
         self.position += len(samples)
         if len(self._opening) < self._remembered:
+            if self._look is not None and not (self._opening or self._entered_by_bookmark):
+                self._look(samples)
             self._opening += samples[: self._remembered - len(self._opening)]
         return samples
 

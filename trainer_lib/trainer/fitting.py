@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import HISTORY_FILE, IDENTITY_FILE, RunFolder
 from trainer_lib.seeding import set_seed
-from trainer_lib.trainer import banner, differences, history, optimizer_modes, preflight
+from trainer_lib.trainer import banner, differences, history, optimizer_modes, preflight, same_data
 from trainer_lib.trainer.adapters import Adapters
 from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.deadline import AUTO, Deadline, check_ahead, deadline_in
@@ -78,6 +78,8 @@ class Fitting:
         self.loader: Any = accelerator.prepare_data_loader(loader)
         self.loader.trim_repeats()
         preflight.check_order(accelerator.group, self.loader)
+        same_data.check_training_data(accelerator.group, loader.dataset, self.loader)
+        self._has_opened = False
         optimizers = _named("configure_optimizer", trainer.configure_optimizer())
         prepared = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}
         optimizer_modes.train(prepared.values())
@@ -280,6 +282,13 @@ class Fitting:
             setattr(state, name, value)
         state.status = "running"
         self._begin_counting()
+
+    def opened(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of a pass; in the first one, processes compare what a stream begins with."""
+        if self._has_opened:
+            return batches
+        self._has_opened = True
+        return same_data.compared_opening(self.run.accelerator.group, self.loader, batches)
 
     def forget_save(self) -> None:
         """Let the same step be saved again."""

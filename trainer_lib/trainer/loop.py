@@ -91,7 +91,7 @@ class Loop:
         self.events.fire("on_epoch_begin", self.run)
         batches = iter(self.loader)  # has the workers, and is held until they were asked whether they live
         try:
-            for batch in batches:
+            for batch in self.fitting.opened(batches):
                 self.micro_batch(batch)
                 if self.gradients.sync_gradients:
                     self.finish_step()

@@ -23,6 +23,7 @@ from trainer_lib.trainer.argument_values import AUTO
 from trainer_lib.trainer.metric_objects import ModuleMetric, ObjectMetric
 from trainer_lib.trainer.outputs import Metric
 from trainer_lib.trainer.quarantine import check_can_leave_out
+from trainer_lib.trainer.same_data import check_evaluation_data
 from trainer_lib.trainer.sources import as_dataset, length_of
 from trainer_lib.trainer.together import check_same, together
 
@@ -43,8 +44,10 @@ def check(trainer: "Trainer") -> None:
         DistributedOperationException: If processes are about to do different things.
     """
     group = trainer.accelerator.group
-    together(group, lambda: _check(trainer))
+    sets = together(group, lambda: _check(trainer))
     check_same(group, _facts(trainer))
+    for option, loader in sets.items():
+        check_evaluation_data(group, loader, option)
 
 
 def checked_loader(verb: str, loader: Any) -> DataLoader[Any]:
@@ -133,7 +136,8 @@ def checked_schedule(schedule: Any, optimizer: Optimizer) -> Any:
     return schedule
 
 
-def _check(trainer: "Trainer") -> None:
+def _check(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
+    """Check on this process, and return the loaders of the sets to evaluate on, by what errors call them."""
     if trainer.train_dataset is None and not _has_own(trainer, "train_dataloader"):
         raise ConfigurationError("fit() needs data: Trainer(train_dataset=…), or override train_dataloader().")
     if not _has_own(trainer, "train_dataloader") and not isinstance(trainer.train_dataset, DataLoader):
@@ -146,7 +150,7 @@ def _check(trainer: "Trainer") -> None:
     _check_models(trainer)
     _check_optimizer(trainer)
     _check_folder(trainer)
-    _check_evaluation(trainer)
+    return _check_evaluation(trainer)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -213,14 +217,15 @@ def _check_folder(trainer: "Trainer") -> None:
 # -- the evaluation --------------------------------------------------------------------------------------------------
 
 
-def _check_evaluation(trainer: "Trainer") -> None:
+def _check_evaluation(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
     if _has_own(trainer, "evaluate"):
-        return
+        return {}
     if trainer.eval_dataset is None:
         _check_not_asked_for(trainer)
-        return
-    _loaders(trainer, trainer.eval_dataset, "eval_dataset")
+        return {}
+    made = _loaders(trainer, trainer.eval_dataset, "eval_dataset")
     _check_best(trainer)
+    return {f"eval_dataset[{name!r}]" if name else "eval_dataset": loader for name, loader in made.items()}
 
 
 def _loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
