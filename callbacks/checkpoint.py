@@ -55,6 +55,7 @@ class Checkpoint(Callback):
         self._best: float | None = None  # by a metric of one's own
         if metric is not None:
             greater_is_better_for(metric, greater_is_better)  # refused before training, if it cannot be told
+        self.every = None if every is None else Every.parse(every, "every")
         if every is not None:
             self._interval = EveryAmount(every, "every")
             self.on_fit_begin = self._begin

@@ -74,7 +74,8 @@ class ProgressBar(Callback):
             self._show(run)
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
-        shown = {"epoch": run.state.epochs, "loss": values.get("loss"), "lr": values.get("learning_rate")}
+        # The loss comes first, since a narrow terminal cuts the end.
+        shown = {"loss": values.get("loss"), "epoch": run.state.epochs, "lr": values.get("learning_rate")}
         self._text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
 
     def on_fit_end(self, run: Run) -> None:

@@ -123,6 +123,10 @@ def lines_above_bars() -> Generator[None]:
             warnings.showwarning = show_warning_before
 
 
+# What is told comes before the times, since a narrow terminal cuts the end.
+_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]"
+
+
 class _Bar:
     """A bar of tqdm, which moves when it is told to."""
 
@@ -138,6 +142,7 @@ class _Bar:
             file=file,
             leave=stays,
             **_width(file),
+            bar_format=None if total is None else _FORMAT,
             # Who calls `show` looks at the clock.
             mininterval=0,
             miniters=0,

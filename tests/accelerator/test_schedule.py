@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.worlds import run_world
-from trainer_lib import Accelerator, GradientAccumulationPlugin
+from trainer_lib import Accelerator, GradientAccumulationPlugin, Trainer, TrainingArguments
 
 
 def _rates(steps: int = 1, batches: int = 6, **options: Any) -> list[float]:
@@ -134,3 +134,18 @@ def test_several_processes_are_told_what_a_step_of_the_schedule_is() -> None:
     assert run_world(_warned, ({"scheduler_steps_per_process": True},), 2, timeout=60) == [0, 0]
     assert run_world(_warned, ({"split_batches": True},), 2, timeout=60) == [0, 0]
     assert _warned({}) == 0
+
+
+def _warned_by_trainer() -> int:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("trainer_lib").addHandler(handler)
+    data = torch.randn(8, 4), torch.randint(2, (8,))
+    args = TrainingArguments(max_steps=1, use_cpu=True, progress_bar=False)
+    Trainer(torch.nn.Linear(4, 2), args, train_dataset=data, loss_fn=torch.nn.functional.cross_entropy).fit()
+    return len(records)
+
+
+def test_a_trainer_says_nothing_about_scripts_for_accelerate() -> None:
+    assert run_world(_warned_by_trainer, (), 2, timeout=60) == [0, 0]

@@ -101,10 +101,10 @@ def test_a_terminal_shows_how_far_it_is_and_what_was_logged_last(screen: Screen)
 
     go_through([bar], 4, running(max_steps=4), log_every=2, loss=lambda step: step / 8, at_step=look)
     assert [re.findall(r"\d/4", text) for text in seen] == [["0/4"], ["1/4"], ["2/4"], ["3/4"]]
-    assert "epoch 0, loss 0.25" in seen[3]
-    assert "epoch 0, loss 0.25" not in seen[2]
+    assert "loss 0.25, epoch 0" in seen[3]
+    assert "loss 0.25, epoch 0" not in seen[2]
     [line, curve, rest] = screen.lines()
-    assert re.fullmatch(r"train: 100%\|█+\| 4/4 \[00:00<00:00, .*it/s, epoch 0, loss 0.5\]", line)
+    assert re.fullmatch(r"train: 100%\|█+\| 4/4, loss 0.5, epoch 0 \[00:00<00:00, .*it/s\]", line)
     assert (curve, rest) == ("loss  ▁█  0.25 → 0.5", "")
 
 
@@ -118,8 +118,8 @@ def test_the_learning_rate_is_shown_and_the_steps_before_a_restart_count(screen:
     run.state.step, bar._next = 151, 0.0
     events.fire("on_step_end", run)
     shown = screen.take()
-    assert "epoch 0, loss 0.1235, lr 5e-05" in shown
-    speed = re.search(r"151/200 \[.*<.*, +([0-9.]+)it/s", shown)
+    assert "loss 0.1235, epoch 0, lr 5e-05" in shown
+    speed = re.search(r"151/200, .* \[.*<.*, +([0-9.]+)it/s", shown)
     assert speed is not None
     assert float(speed[1]) < 20.5  # one update in 0.05 s, not 151
     events.fire("on_fit_end", run)
@@ -130,6 +130,19 @@ def test_a_bar_is_as_wide_as_the_terminal_if_that_says(columns: int, length: int
     screen = Screen(columns)
     go_through([ProgressBar(screen.file)], 2, running(max_steps=2))
     assert length - 1 <= len(screen.lines()[0]) <= length
+    screen.close()
+
+
+def test_a_narrow_terminal_shows_the_loss() -> None:
+    screen = Screen(60)
+    bar, run = ProgressBar(screen.file), running(max_steps=100_000, step=99_000)
+    events = Dispatcher([bar])
+    events.fire("on_fit_begin", run)
+    events.fire("on_log", run, {"loss": 0.123456, "learning_rate": 5e-5})
+    run.state.step, bar._next = 99_001, 0.0
+    events.fire("on_step_end", run)
+    assert "99001/100000, loss 0.1235" in screen.take()
+    events.fire("on_fit_end", run)
     screen.close()
 
 
@@ -282,7 +295,7 @@ def test_a_file_gets_whole_lines_far_apart(tmp_path: Path) -> None:
     first, second, third = text.splitlines()
     assert re.fullmatch(r"train: 50/100 \(50%\), [0-9.e+]+ it/s, 00:00 so far, 00:00 left", first)
     assert second == "step 60/100, epoch 0: eval_loss 0.5"
-    assert re.fullmatch(r"train: 100/100 \(100%\), .* it/s, 00:00 so far, 00:00 left, epoch 0, loss 0.01", third)
+    assert re.fullmatch(r"train: 100/100 \(100%\), .* it/s, 00:00 so far, 00:00 left, loss 0.01, epoch 0", third)
 
 
 def test_lines_are_as_far_apart_as_told() -> None:
@@ -317,7 +330,7 @@ def test_time_is_shown_as_time_in_a_file() -> None:
     run = running(seconds=30.0)
     run.args = Arguments(time_limit=120.0)
     go_through([ProgressBar(file=file)], 2, run, log_every=1, loss=lambda step: 0.5)
-    assert re.fullmatch(r"train: 00:30/02:00 \(25%\), 01:(30|29) left, step 2, epoch 0, loss 0.5\n", file.getvalue())
+    assert re.fullmatch(r"train: 00:30/02:00 \(25%\), 01:(30|29) left, step 2, loss 0.5, epoch 0\n", file.getvalue())
 
 
 def test_the_main_process_alone_shows_it(tmp_path: Path) -> None:

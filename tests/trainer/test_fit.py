@@ -1,6 +1,7 @@
 """`fit`: how long it goes, what happens in which order, and what is asked of it on the way."""
 
 import dataclasses
+import io
 import itertools
 import json
 import math
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from tests.trainer.tasks import Recorder, arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer
+from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.events import Callback, Run, Transformer
 
 
@@ -241,13 +243,55 @@ def test_the_banner_says_what_will_happen(capsys: pytest.CaptureFixture[str], tm
         "16 samples an update = 8 × 2 accumulated × 1 process",
         "6 steps, 3 an epoch, 2 epochs",
         "AdamW, learning rate 0 first, 0.05 at most, 0.00732233 last, gradients clipped to a norm of 1",
-        "the mean over what counts for cross_entropy",
+        "cross_entropy, averaged over all targets of an update",
         "every epoch, best by eval_loss",
         f"{tmp_path}/line-",
         "a checkpoint every 3 steps",
     ):
         assert line in banner
     assert banner.count("\n  model ") == 1
+
+
+class StepsItself(Trainer):
+    def training_step(self, model: Any, batch: Any) -> None:
+        self.backward(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+        self.optimizers["default"].step()
+
+
+def test_the_banner_says_what_holds_for_this_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trainer(arguments(output_dir=tmp_path), callbacks=[Checkpoint(every="4 steps")]).fit()
+    assert "a checkpoint every epoch and every 4 steps" in capsys.readouterr().err
+    StepsItself(network(), arguments(max_steps=1), train_dataset=points()).fit()
+    banner = capsys.readouterr().err
+    assert banner.startswith("run (not saved)\n")
+    assert "a norm of 1, unless training_step steps the optimizer itself" in banner
+
+
+def test_the_banner_wraps_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("COLUMNS", "60")
+    trainer(arguments(max_steps=1)).fit()
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert sum(line.startswith(" " * 14) for line in lines) >= 2  # below the text, not below the label
+    words = " ".join(screen.getvalue().split())
+    assert "gradients clipped to a norm of 1" in words
+    assert "averaged over all targets of an update" in words
+
+
+def test_a_notebook_gets_the_banner_on_standard_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    trainer(arguments(max_steps=1)).fit()
+    written = capsys.readouterr()
+    assert "parameters, all trained" in written.out
+    assert written.err == ""
 
 
 def test_the_norm_is_that_before_clipping() -> None:

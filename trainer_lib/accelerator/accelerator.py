@@ -307,7 +307,6 @@ class Accelerator(Reporting, Persistence):
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a schedule so that it moves with its optimizer."""
-        self._check_not_prepared([scheduler])
         # With split_batches, Accelerate moves them once an update as well.
         moves_otherwise = self.use_distributed and self.step_scheduler_with_optimizer and not self.split_batches
         if moves_otherwise and not self.scheduler_steps_per_process:
@@ -316,6 +315,11 @@ class Accelerator(Reporting, Persistence):
                 "warm-up and total steps by it, as Accelerate needs, should not; "
                 "Accelerator(scheduler_steps_per_process=True) brings that habit back."
             )
+        return self.wrap_scheduler(scheduler)
+
+    def wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Do what `prepare_scheduler` does, without its warning to scripts written for Accelerate."""
+        self._check_not_prepared([scheduler])
         own = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
         prepared = AcceleratedScheduler(
             scheduler,

@@ -1,14 +1,18 @@
 """This file is the start banner: what is going to happen, once, before it does."""
 
+import shutil
 import sys
+import textwrap
 import time
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.callbacks.printer import Printer
 from trainer_lib.callbacks.progress import ProgressBar
 from trainer_lib.foundation.every import Every
+from trainer_lib.foundation.interruption import is_interactive
 from trainer_lib.trainer.deadline import deadline_in
 from trainer_lib.trainer.schedules import peak_first_last
 
@@ -16,8 +20,11 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.fitting import Fitting
 
 
-def banner(fitting: "Fitting") -> str:
-    """Return what is going to happen, a line a subject."""
+_NARROWEST = 40
+
+
+def banner(fitting: "Fitting", columns: int | None = None) -> str:
+    """Return what is going to happen, a line a subject, wrapped between words to so many columns."""
     lines = {
         "model": _model(fitting),
         "devices": _devices(fitting),
@@ -31,16 +38,33 @@ def banner(fitting: "Fitting") -> str:
         "ends early": _ends_early(fitting),
     }
     width = max(map(len, lines))
-    text = "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
-    return f"run {fitting.run.state.run_id}\n{text}\n"
+    text = "\n".join(_wrapped(f"  {name:<{width}}  ", line, columns) for name, line in lines.items())
+    return f"run {fitting.run.state.run_id or '(not saved)'}\n{text}\n"
+
+
+def _wrapped(label: str, line: str, columns: int | None) -> str:
+    if columns is None:
+        return label + line
+    indent = " " * len(label)
+    # A path in the middle of a line stays whole, so that it can be copied.
+    return textwrap.fill(
+        line,
+        max(columns, _NARROWEST),
+        initial_indent=label,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def show(fitting: "Fitting") -> None:
     """Write the banner, on the main process; a rehearsal has none, and neither has a run that nothing shows."""
     shows = any(isinstance(one, (Printer, ProgressBar)) for one in fitting.events)
     if fitting.run.is_main_process and shows and not fitting.trainer.is_rehearsing:
-        sys.stderr.write(banner(fitting))
-        sys.stderr.flush()
+        file = sys.stdout if is_interactive() else sys.stderr  # which notebooks show in red
+        columns = shutil.get_terminal_size().columns if file.isatty() else None
+        file.write(banner(fitting, columns))
+        file.flush()
 
 
 def _model(fitting: "Fitting") -> str:
@@ -100,8 +124,15 @@ def _optimizers(fitting: "Fitting") -> str:
             rate = "learning rate " + ", ".join(f"{value:g} {word}" for value, word in known if value is not None)
         label = "" if name == "default" else f"{name}: "
         parts.append(f"{label}{type(optimizer.optimizer).__name__}, {rate}")
+    return "; ".join(parts) + _clipping(fitting)
+
+
+def _clipping(fitting: "Fitting") -> str:
     norm = fitting.trainer.args.max_grad_norm
-    return "; ".join(parts) + ("" if norm is None else f", gradients clipped to a norm of {norm:g}")
+    if norm is None:
+        return ""
+    unless = ", unless training_step steps the optimizer itself" if fitting.trainer.has_own_step else ""
+    return f", gradients clipped to a norm of {norm:g}{unless}"
 
 
 def _evaluation(fitting: "Fitting") -> str:
@@ -114,10 +145,10 @@ def _evaluation(fitting: "Fitting") -> str:
 def _output(fitting: "Fitting") -> str:
     if fitting.folder is None:
         return "none: give output_dir to keep checkpoints"
-    interval = fitting.trainer.args.save_interval
-    return f"{fitting.folder.path}, " + (
-        "no checkpoints" if interval is None else f"a checkpoint every {_interval(interval)}"
-    )
+    intervals = [fitting.trainer.args.save_interval]
+    intervals += [callback.every for callback in fitting.events if isinstance(callback, Checkpoint)]
+    told = list(dict.fromkeys(f"every {_interval(interval)}" for interval in intervals if interval is not None))
+    return f"{fitting.folder.path}, " + (f"a checkpoint {' and '.join(told)}" if told else "no checkpoints")
 
 
 def _resume(fitting: "Fitting") -> dict[str, str]:

@@ -97,7 +97,7 @@ class Fitting:
             accelerator=accelerator,
             model=trainer.prepared,
             optimizers=prepared,
-            schedulers={name: accelerator.prepare_scheduler(one) for name, one in schedulers.items()},
+            schedulers={name: accelerator.wrap_scheduler(one) for name, one in schedulers.items()},
             folder=None if folder is None else folder.here,
         )
         self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]

@@ -97,9 +97,8 @@ class LossFunction:
 
     def describe(self) -> str:
         """Return, in a few words, what the loss is a mean over."""
-        if self._summed is None:
-            return "the mean of loss_fn over what num_items counts"
-        return "the mean over what counts for " + self._name
+        over = "items (see num_items)" if self._summed is None else "targets"
+        return f"{self._name}, averaged over all {over} of an update"
 
     @property
     def _name(self) -> str:
@@ -186,7 +185,7 @@ class OwnLoss:
 
     def describe(self) -> str:
         """Return, in a few words, what the loss is a mean over."""
-        return "the mean that the model returns"
+        return "the model's own, averaged over all items of an update"
 
     def _plain_loss(self, batch: Any) -> Any:
         return _loss_of(call_model(self._bare, batch))
