@@ -347,3 +347,118 @@ def test_overflows_of_fp16_are_the_scalers_and_a_loss_that_is_none_is_not() -> N
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         arguments(**given)
+
+
+class Sloped(nn.Module):
+    """A network whose gradients are as large as wanted."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope, self.inner = slope, network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y.detach() + self.slope * (y - y.detach())
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("shards", [False, True])
+def test_gradients_whose_squares_overflow_are_finite(shards: bool, processes: int) -> None:
+    """Clipped to a norm, they are the same whatever their size was."""
+
+    def train(slope: float) -> tuple[dict[str, Tensor], list[float]]:
+        norms: list[float] = []
+
+        class Norms(Callback):
+            def on_log(self, run: Run, values: dict[str, float]) -> None:
+                norms.append(values.get("grad_norm", math.nan))
+
+        options: dict[str, Any] = {"fsdp": plugin()} if shards else {}
+        one = prepared(model=Sloped(slope), points=points(), max_grad_norm=0.1, callbacks=[Norms()], **options)
+        one.fit()
+        weights = one.accelerator.get_state_dict(one.prepared)
+        return weights, norms[:-1]
+
+    def both() -> None:
+        weights, norms = train(1e25)
+        expected, expected_norms = train(1.0)
+        assert norms == pytest.approx([1e25 * norm for norm in expected_norms], rel=1e-3)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+
+    run_world(both, (), processes, timeout=60)
+
+
+class Bag(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag, self.head = nn.EmbeddingBag(9, 4, sparse=sparse), nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.bag(tokens))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_sparse_gradients_are_judged_and_clipped_as_dense_ones(max_norm: float | None) -> None:
+    """Several values of one row, as of a token that is there twice, count as their sum."""
+    tokens = torch.randint(9, (24, 5), generator=torch.Generator().manual_seed(0))
+    rows = (tokens, torch.arange(24) % 2)
+
+    def train(sparse: bool) -> tuple[list[float], dict[str, Tensor]]:
+        options = {"max_grad_norm": max_norm, "gradient_accumulation_steps": 2}
+        weights, _, watches = after(prepared(points=rows, model=Bag(sparse), **options))
+        return watches.losses, weights
+
+    losses, weights = train(sparse=True)
+    expected, expected_weights = train(sparse=False)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for name, value in expected_weights.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_sparse_gradients_that_are_not_finite_are_refused() -> None:
+    tokens = torch.arange(36).reshape(12, 3) % 9
+    one = prepared(points=(tokens, torch.arange(12) % 2), model=Bag(sparse=True), loss_fn=WithInfinity(at=3))
+    with pytest.raises(NonFiniteError, match="In step 3 the loss is inf"):
+        one.fit()
+
+
+@pytest.mark.fault("an update that overflows, of finite gradients")
+@pytest.mark.parametrize("policy", ["raise", "skip", "rewind"])
+def test_weights_that_an_update_made_infinite_are_named(policy: str) -> None:
+    """No later update could be of use: it is not skipped ten times first, nor said that weights are as before."""
+    one = prepared(points=points(), learning_rate=1e38, max_grad_norm=None, on_nonfinite=policy, model=Sloped(1e3))
+    with pytest.raises(NonFiniteError, match="an earlier update overflowed, of gradients that were finite") as raised:
+        one.fit()
+    assert "In step 2 the loss is nan" in str(raised.value)
+    assert "inner.0.weight" in str(raised.value)
+    assert "are as before" not in str(raised.value)
+
+
+@pytest.mark.fault("gradients that overflow fp16, with BatchNorm")
+def test_running_statistics_do_not_see_updates_that_fp16_leaves_out() -> None:
+    """With every sample alike, the statistics after n updates say how many forwards they have seen."""
+
+    class Tracked(Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, bool]] = []
+
+        def on_step_end(self, run: Run) -> None:
+            tracked: Any = run.accelerator.unwrap_model(run.model).norm.num_batches_tracked
+            self.seen.append((int(tracked), run.accelerator.optimizer_step_was_skipped))
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.steep = nn.BatchNorm1d(6), Sloped(1e4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.steep(self.norm(x))
+
+    tracked = Tracked()
+    prepared(model=Normed(), points=points(), mixed_precision="fp16", callbacks=[tracked], num_train_epochs=2).fit()
+    skipped = [was_skipped for _, was_skipped in tracked.seen]
+    assert True in skipped
+    assert False in skipped
+    assert [count for count, _ in tracked.seen] == [skipped[: step + 1].count(False) for step in range(len(skipped))]

@@ -142,10 +142,13 @@ class SingleProcess:
         """Cut each gradient to at most `clip_value` in size."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def grad_norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-        """Return the norm over all gradients."""
-        present = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(present, norm_type)
+    def grad_norm(self, parameters: Iterable[Tensor], norm_type: float, *, in_double: bool = False) -> Tensor:
+        """Return the norm over all gradients; `in_double`: computed where the squares of large values do not overflow."""
+        return gradients.norm_of_whole(parameters, norm_type, in_double)
+
+    def shrink_gradients(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+        """Shrink gradients whose norm is known to a norm of at most `max_norm`."""
+        gradients.shrink(parameters, max_norm, norm)
 
     def bare(self, model: nn.Module) -> nn.Module:
         """Return the user's module inside whatever distributes or compiles it."""

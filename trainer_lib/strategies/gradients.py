@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def local_values(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return what this process holds of each tensor; operations on it alone need no word from the others."""
-    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    """Return what this rank holds of each tensor: its shard, the values of a sparse one, or all of it."""
+    return [tensor._values() if tensor.is_sparse else getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
 @torch.no_grad()
@@ -19,9 +19,14 @@ def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float, d
     """Shrink the gradients to a norm of at most `max_norm` over all of them, and return the norm before."""
     gradients = _gradients(parameters)
     total = total_norm(gradients, norm_type, device)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    multiply(gradients, factor)
+    multiply(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
+
+
+@torch.no_grad()
+def shrink(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Shrink gradients whose norm is known to a norm of at most `max_norm`, as torch's `clip_grad_norm_` does."""
+    multiply(_gradients(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 @torch.no_grad()
@@ -33,11 +38,11 @@ def clip_whole(parameters: Iterable[Tensor], max_norm: float, norm_type: float) 
     """
     parameters = list(parameters)
     gradients = _gradients(parameters)
-    kinds = {(type(gradient), gradient.device, gradient.dtype) for gradient in gradients}
-    kind, device, _ = next(iter(kinds)) if len(kinds) == 1 else (None, None, None)
-    if kind is not Tensor or device is None or device.type not in ("cpu", "cuda"):
+    total = _norm_of_alike(gradients, norm_type)
+    if total is None:
+        if any(gradient.is_sparse for gradient in gradients):
+            return clip_norm(parameters, max_norm, norm_type, gradients[0].device)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
     torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
@@ -65,17 +70,34 @@ def clip_value(parameters: Iterable[Tensor], largest: float) -> None:
 
 
 @torch.no_grad()
-def norm(parameters: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm over all gradients, the same on all processes."""
-    return total_norm(_gradients(parameters), norm_type, device)
+def norm(parameters: Iterable[Tensor], norm_type: float, device: torch.device, in_double: bool = False) -> Tensor:
+    """Return the norm over all gradients, the same on all ranks.
+
+    Args:
+        parameters: Whose gradients.
+        norm_type: Which norm.
+        device: Where to.
+        in_double: Compute in double precision, in which the squares of large values do not overflow.
+    """
+    return total_norm(_gradients(parameters), norm_type, device, in_double)
 
 
-def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm over all tensors as a plain tensor, equal on all processes that share them."""
+@torch.no_grad()
+def norm_of_whole(parameters: Iterable[Tensor], norm_type: float, in_double: bool = False) -> Tensor:
+    """Do the same for gradients that are whole, with the operations of torch's `get_total_norm`."""
+    gradients = _gradients(parameters)
+    if in_double or any(gradient.is_sparse for gradient in gradients):
+        return total_norm(gradients, norm_type, gradients[0].device, in_double)
+    total = _norm_of_alike(gradients, norm_type)
+    return torch.nn.utils.get_total_norm(gradients, norm_type) if total is None else total
+
+
+def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device, in_double: bool = False) -> Tensor:
+    """Return the norm over all tensors as a plain tensor, equal on all ranks that share them."""
     norm_type = float(norm_type)
     norms: list[Tensor] = []
     for layout, group in _by_layout(gradients).items():
-        own = _norms(local_values(group), norm_type, device)
+        own = _norms(local_values(group), norm_type, device, torch.float64 if in_double else None)
         norms.append(own if layout is None else _over_shards(own, norm_type, *layout))
     if not norms:
         return torch.zeros((), device=device)
@@ -83,7 +105,23 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.devi
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            if gradient.is_sparse and not gradient.is_coalesced():  # several values of one row count as their sum
+                gradient = parameter.grad = gradient.coalesce()
+            gradients.append(gradient)
+    return gradients
+
+
+def _norm_of_alike(gradients: list[Tensor], norm_type: float) -> Tensor | None:
+    """Return the norm of plain tensors of one device and type; `None` of any others."""
+    kinds = {(type(one), one.device, one.dtype, one.is_sparse) for one in gradients}
+    kind, device, _, is_sparse = next(iter(kinds)) if len(kinds) == 1 else (None, None, None, True)
+    if kind is not Tensor or device is None or is_sparse or device.type not in ("cpu", "cuda"):
+        return None
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
 
 
 def _by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
@@ -95,9 +133,9 @@ def _by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
     return groups
 
 
-def _norms(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _norms(tensors: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     filled = [tensor for tensor in tensors if tensor.numel()]
-    own = list(torch._foreach_norm(filled, norm_type)) if filled else []
+    own = list(torch._foreach_norm(filled, norm_type, dtype=dtype)) if filled else []
     if len(filled) < len(tensors):
         like = own[0] if own else torch.empty((), device=device)
         nothing = torch.full_like(like, math.inf if norm_type == -math.inf else 0.0)

@@ -145,9 +145,9 @@ class Shard(SingleProcess):
         """Cut each gradient to at most `clip_value` in size."""
         gradients.clip_value(parameters, clip_value)
 
-    def grad_norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+    def grad_norm(self, parameters: Iterable[Tensor], norm_type: float, *, in_double: bool = False) -> Tensor:
         """Return the norm over all gradients that are reduced; those that wait for the rest of their window are not."""
-        return gradients.norm(parameters, norm_type, self.device)
+        return gradients.norm(parameters, norm_type, self.device, in_double)
 
     def model_state(self, model: nn.Module, *, whole: bool = True) -> dict[str, Any]:
         """Return the model's tensors: whole ones in the main process, or each process's shards."""

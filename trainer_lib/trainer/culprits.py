@@ -61,6 +61,19 @@ class Culprits:
             what = f"In step {step + 1} the gradients have the norm {norm}, of losses that are finite{whose}"
         return f"{what}.{self._named(parameters) if not bad else ''}"
 
+    def spoiled_weights(self) -> list[str]:
+        """Return which weights are not finite on any rank. All ranks have to ask."""
+        models: Any = self._fitting.trainer.prepared_by_name()
+        own = [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, model in models.items()
+            for name, parameter in self._run.accelerator.unwrap_model(model).named_parameters()
+            if not all(torch.isfinite(value).all() for value in local_values([parameter.detach()]))
+        ]
+        return list(
+            dict.fromkeys(name for names in self._run.accelerator.group.all_gather_objects(own) for name in names)
+        )
+
     def _whose(self, told: list[tuple[list[str], list[str], str]]) -> str:
         """Return whose gradients it is, where each process can compute its own once more."""
         own = self._computed_again()

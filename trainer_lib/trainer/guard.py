@@ -7,7 +7,7 @@ finite, by what they tell each other anyway: the norm of the gradients tells eve
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ class Guard:
 
     Attributes:
         mark: The averages as they were before the window, where it may be left out.
+        is_scaled: Whether a scaler leaves out updates that overflow (fp16).
         reads_losses: Whether losses are looked at before their backward.
         watches_spikes: Whether processes tell each other what their losses of a window come to.
     """
@@ -46,12 +47,12 @@ class Guard:
         self._culprits = Culprits(fitting)
         self.policy, self._most, self._factor = args.on_nonfinite, args.max_nonfinite, args.loss_spike
         self.watches_spikes = self._factor is not None
-        self._is_scaled = accelerator.precision.scaler is not None
-        self._is_norm_there = args.max_grad_norm is not None
+        self.is_scaled = accelerator.precision.scaler is not None
+        self._max_norm = args.max_grad_norm
         is_on_host = accelerator.device.type == "cpu"
         self.reads_losses = is_on_host or self.policy != "raise" or self.watches_spikes
         # Fused optimizers skip an update on their device, which is told of later: nothing waits for the norm.
-        self._skipping = [] if self.reads_losses or self._is_scaled else _that_can_skip(run.optimizers.values())
+        self._skipping = [] if self.reads_losses or self.is_scaled else _that_can_skip(run.optimizers.values())
         self._found: Tensor | None = None  # on the device: whether an update was skipped
         self._norm_before: Tensor | None = None  # of the gradients as the backward left them
         self._buffers = Buffers(fitting.models)
@@ -82,40 +83,54 @@ class Guard:
         self._culprits.note_loss(value)
         return torch.full((), math.nan, device=loss.device)
 
-    def passes(self) -> bool:
-        """Whether the update may be made; the same on all processes."""
-        run = self._run
-        if not self._is_norm_there:
-            run.accelerator.unscale_gradients()
-            run.grad_norm = _norm(self._fitting)
-        norm = run.grad_norm
-        assert norm is not None
+    def passes(self, parameters: Sequence[Tensor]) -> bool:
+        """Clip gradients, and return whether the update may be made; the same on all ranks."""
+        run, strategy = self._run, self._run.accelerator.strategy
+        run.accelerator.unscale_gradients()
+        parameters = strategy.trained(parameters)
+        norm = run.grad_norm = strategy.grad_norm(parameters, 2.0)
         if self._skipping:
             self._skip_on_device(norm)
-            return True
-        return self._is_finite(norm) and (self._factor is None or not math.isfinite(norm) or self._is_no_spike())
+            value = math.inf  # not known here
+        else:
+            value = norm.item()
+            if not math.isfinite(value):
+                norm = run.grad_norm = strategy.grad_norm(parameters, 2.0, in_double=True)
+                value = norm.item()
+            if not self._is_finite(value):
+                return False
+            if self._factor is not None and math.isfinite(value) and not self._is_no_spike():
+                return False
+        if self._max_norm is not None and value > 0.99 * self._max_norm:  # smaller ones are left alone, up to rounding
+            strategy.shrink_gradients(parameters, self._max_norm, norm)
+        return True
 
-    def passes_unmodified(self) -> bool:
+    def passes_unmodified(self, parameters: Sequence[Tensor]) -> bool:
         """Whether gradients are finite before callbacks modify them; the same on all ranks.
 
         Clipping by value, for one, makes infinite gradients finite and wrong.
         """
-        norm = _norm(self._fitting)
+        strategy = self._run.accelerator.strategy
+        parameters = strategy.trained(parameters)
+        norm = strategy.grad_norm(parameters, 2.0)
         if self._skipping:
             self._norm_before = norm
             return True
-        return self._is_finite(norm)
+        value = norm.item()
+        if not math.isfinite(value):
+            value = strategy.grad_norm(parameters, 2.0, in_double=True).item()
+        return self._is_finite(value)
 
-    def _is_finite(self, norm: Tensor) -> bool:
+    def _is_finite(self, norm: float) -> bool:
         optimizers = self._run.optimizers.values()
         if math.isfinite(norm):
             self._overflows = 0
             return True
-        if self._is_scaled and not any(self._is_spoiled(optimizer) for optimizer in optimizers):
+        if self.is_scaled and not any(self._is_spoiled(optimizer) for optimizer in optimizers):
             self._overflows += 1  # a scale that was too large; the scaler leaves this one out, and lowers it
             if self._overflows < _OVERFLOWS:
                 return True
-        return self._refuse(self._culprits.find(float(norm)))
+        return self._refuse(self._culprits.find(norm))
 
     def _skip_on_device(self, norm: Tensor) -> None:
         is_bad = ~torch.isfinite(norm)
@@ -134,6 +149,11 @@ class Guard:
             found, self._found = float(self._found), None
             if found:
                 self._refuse(self._culprits.find(math.nan))
+
+    def undo_overflow(self) -> None:
+        """Restore the buffers after an update that the scaler of fp16 left out."""
+        if self._buffers.exist:
+            self._buffers.put_back()
 
     # -- after it --------------------------------------------------------------------------------------------------
 
@@ -180,6 +200,14 @@ class Guard:
         state = self._run.state
         if self._buffers.exist and not self._skipping:
             self._buffers.put_back()
+        goes_back = self.policy == "rewind" and self._fitting.can_go_back
+        if not goes_back and (spoiled := self._culprits.spoiled_weights()):
+            raise NonFiniteError(
+                f"{what} Before this step already {len(spoiled)} weights were not finite ({', '.join(spoiled[:3])}"
+                f"{', …' if len(spoiled) > 3 else ''}): an earlier update overflowed, of gradients that were finite. "
+                'Lower the learning rate and resume from a checkpoint before that, or use on_nonfinite="rewind" with '
+                "save_every."
+            )
         if self.policy == "raise":
             raise NonFiniteError(
                 f'{what} Weights and buffers are as before this step. on_nonfinite="skip" skips such updates, "rewind" '
@@ -191,7 +219,6 @@ class Guard:
                 "wrong is not in the data alone. Lower the learning rate, or look at those samples."
             )
         state.skipped += 1
-        goes_back = self.policy == "rewind" and self._fitting.can_go_back
         does = "The run goes back to its last checkpoint, and leaves it out" if goes_back else "It is left out"
         _logger.warning("%s %s (%d of max_nonfinite=%d).", what, does, state.skipped, self._most)
         self._run.note("went_back" if goes_back else "left_out", why=what)
@@ -213,9 +240,3 @@ def _that_can_skip(optimizers: Any) -> list[Any]:
     """Return the optimizers inside, if all of them take a flag that has them leave the weights alone."""
     inner = [one.optimizer for one in optimizers]
     return inner if all(getattr(one, "_step_supports_amp_scaling", False) for one in inner) else []
-
-
-def _norm(fitting: "Fitting") -> Tensor:
-    strategy = fitting.run.accelerator.strategy
-    parameters = [p for one in fitting.run.optimizers.values() for group in one.param_groups for p in group["params"]]
-    return strategy.grad_norm(strategy.trained(parameters), 2.0)

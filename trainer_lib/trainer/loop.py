@@ -41,7 +41,6 @@ class Loop:
         self.window, self.gradients = self.accelerator._window, self.accelerator.gradient_state
         self.optimizers, self.schedulers = list(self.run.optimizers.values()), fitting.step_schedulers
         self.parameters = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
-        self.max_norm = self.run.args.max_grad_norm
         self.is_alone = self.accelerator.num_processes == 1
         self.uncounted = 0  # samples of this rank that no rank has counted yet, where none knows those of the others
         self.guard = fitting.guard
@@ -186,7 +185,7 @@ class Loop:
         if not self.has_gradients:
             self.look_for_gradients()
         if not steps_itself:
-            if not self.may_step():
+            if not self.guard.passes(self.parameters):
                 self.leave_out()
                 return
             events.fire("on_optimizer_step_begin", run)
@@ -195,7 +194,8 @@ class Loop:
         for scheduler in self.schedulers:
             scheduler.step()
         events.fire("on_optimizer_step_end", run)
-        if events.listens("on_step_skipped") and self.accelerator.optimizer_step_was_skipped:
+        if self.guard.is_scaled and self.accelerator.optimizer_step_was_skipped:
+            self.guard.undo_overflow()
             events.fire("on_step_skipped", run)
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -203,13 +203,9 @@ class Loop:
     def show_gradients(self, steps_itself: bool) -> bool:
         """Prepare gradients for callbacks, and say whether they may have them: none modifies what is not finite."""
         self.accelerator.unscale_gradients()  # who looks at gradients sees their true size
-        return steps_itself or not self.events.modifies("on_backward_end") or self.guard.passes_unmodified()
-
-    def may_step(self) -> bool:
-        """Clip, and say whether the update may be made."""
-        if self.max_norm is not None:
-            self.run.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.max_norm)
-        return self.guard.passes()
+        return (
+            steps_itself or not self.events.modifies("on_backward_end") or self.guard.passes_unmodified(self.parameters)
+        )
 
     def leave_out(self) -> None:
         """Have the update be as if its samples had not been there, or go back to where they do less harm."""
