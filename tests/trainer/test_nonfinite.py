@@ -406,7 +406,7 @@ def test_sparse_gradients_are_judged_and_clipped_as_dense_ones(max_norm: float |
     rows = (tokens, torch.arange(24) % 2)
 
     def train(sparse: bool) -> tuple[list[float], dict[str, Tensor]]:
-        options = {"max_grad_norm": max_norm, "gradient_accumulation_steps": 2}
+        options: dict[str, Any] = {"max_grad_norm": max_norm, "gradient_accumulation_steps": 2}
         weights, _, watches = after(prepared(points=rows, model=Bag(sparse), **options))
         return watches.losses, weights
 
@@ -445,7 +445,8 @@ def test_running_statistics_do_not_see_updates_that_fp16_leaves_out() -> None:
             self.seen: list[tuple[int, bool]] = []
 
         def on_step_end(self, run: Run) -> None:
-            tracked: Any = run.accelerator.unwrap_model(run.model).norm.num_batches_tracked
+            unwrapped: Any = run.accelerator.unwrap_model(run.model)  # type: ignore[arg-type]
+            tracked = unwrapped.norm.num_batches_tracked
             self.seen.append((int(tracked), run.accelerator.optimizer_step_was_skipped))
 
     class Normed(nn.Module):

@@ -143,7 +143,7 @@ class SingleProcess:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def grad_norm(self, parameters: Iterable[Tensor], norm_type: float, *, in_double: bool = False) -> Tensor:
-        """Return the norm over all gradients; `in_double`: computed where the squares of large values do not overflow."""
+        """Return the norm over all gradients; `in_double`: computed where squares of large values do not overflow."""
         return gradients.norm_of_whole(parameters, norm_type, in_double)
 
     def shrink_gradients(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
