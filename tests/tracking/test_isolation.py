@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.tracking.misbehaving import Misbehaving, steps, taken
@@ -314,3 +317,27 @@ def test_the_process_of_a_tracker_needs_no_torch() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout == "set()\n"
+
+
+@pytest.mark.slow
+@pytest.mark.fault("`SIGKILL` for a run whose tracker hangs")
+def test_the_process_of_a_tracker_that_hangs_ends_with_the_run(tmp_path: Path) -> None:
+    def run(pids: Any) -> None:
+        trackers = group(tmp_path, PATIENT, how="hang in log", apart=True)
+        (handle,) = trackers.trackers
+        trackers.log({"loss": 0.0}, step=0)
+        until(lambda: taken(tmp_path / "taken") != [])
+        delivery: Any = handle._worker.delivery
+        pids.send(delivery._process.pid)
+        threading.Event().wait()
+
+    here, there = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=run, args=(there,))
+    process.start()
+    tracker = psutil.Process(here.recv())
+    process.kill()
+    process.join()
+    _, alive = psutil.wait_procs([tracker], timeout=20)
+    for one in alive:
+        one.kill()
+    assert not alive

@@ -258,6 +258,7 @@ class IterableReader(Reader):
     def _iterated(self) -> Iterator[Any]:
         if not self.iterates_itself:
             return super()._iterated()
+        self._apart.note_thread()
         # The user's class is not to meet batches with counts.
         counts: deque[Any] = deque()
         get_iterator = type(self.loader)._get_iterator

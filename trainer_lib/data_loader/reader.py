@@ -42,7 +42,8 @@ class Reader(ABC):
         # Workers are seeded from it. One of our own, so that neither reading nor resuming draws from training's.
         self._generator = torch.Generator()
         self.swap("generator", self._generator)
-        self.swap("worker_init_fn", Apart(loader.worker_init_fn))
+        self._apart = Apart(loader.worker_init_fn)
+        self.swap("worker_init_fn", self._apart)
 
     @property
     @abstractmethod
@@ -186,6 +187,7 @@ class Reader(ABC):
         setattr(self.loader, name, value)
 
     def _iterated(self) -> Iterator[Any]:
+        self._apart.note_thread()
         iterator = iter(self.loader)
         self._read_by = ref(iterator) if hasattr(iterator, "_workers") else None  # weakly: its workers end with it
         return iterator

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
-from trainer_lib.launchers.worker import die_with_parent
+from trainer_lib.foundation.parents import die_with_parent
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.state import AcceleratorState, GradientState, PartialState, is_initialized
 

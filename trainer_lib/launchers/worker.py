@@ -24,8 +24,8 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 
 
-def die_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent dies, so that nobody stays behind without it."""
+def _die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Do as `foundation.parents`, which cannot be imported here."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before it could be said
@@ -35,7 +35,7 @@ def die_with_parent(parent: int, number: signal.Signals) -> None:
 def main() -> None:
     """Run the script as `python SCRIPT` or `python -m SCRIPT` would, and leave a record of how it failed."""
     launcher, *command = sys.argv[1:]
-    die_with_parent(int(launcher), signal.SIGTERM)
+    _die_with_parent(int(launcher), signal.SIGTERM)
     atexit.register(_leave_the_world)
     faulthandler.enable()  # a segmentation fault tells where
     if isinstance(sys.stdout, io.TextIOWrapper):
