@@ -24,6 +24,8 @@ _logger = get_logger(__name__)
 # Seconds that the others have to answer when this process ends with an error: they may never do.
 _PATIENCE_AFTER_AN_ERROR = 10.0
 
+UPLOAD_THREADS = "upload"  # what the names of threads begin with that send files
+
 
 class BackgroundSaves:
     """The thread that writes, and what it needs: a snapshot, and a group of processes of its own."""
@@ -55,6 +57,21 @@ class BackgroundSaves:
     def is_writing(self) -> bool:
         """Whether the part of this process is being written, and it does not wait for those of others."""
         return self.is_running and self._written_at is None
+
+    @property
+    def target(self) -> "AnyPath | None":
+        """The folder of the save that is being written."""
+        return self._target
+
+    @property
+    def threads(self) -> list[int]:
+        """The threads that write: that of the save, and those that send files for it."""
+        own = self._thread
+        return [
+            thread.ident
+            for thread in threading.enumerate()
+            if thread.ident is not None and (thread is own or thread.name.startswith(UPLOAD_THREADS))
+        ]
 
     def group(self, beside: ProcessGroup) -> ProcessGroup:
         """Return a group of the same processes for the thread; made at the first call, of all of them."""

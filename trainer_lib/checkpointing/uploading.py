@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from trainer_lib.checkpointing.agreement import exchange, together
+from trainer_lib.checkpointing.background import UPLOAD_THREADS
 from trainer_lib.checkpointing.layout import MANIFEST_NAME, is_committed, replaced_beside
 from trainer_lib.checkpointing.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
 from trainer_lib.checkpointing.remote_storage import PARTIAL_NAME, RemoteStorage, temporary_folder
@@ -92,7 +93,7 @@ class RemoteSaving:
         with together(self._group, "save_state"):
             if self._leads:
                 self._make_room(names)
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="upload") as pool:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=UPLOAD_THREADS) as pool:
             for name, checksum in zip(mine, pool.map(self._send, mine, mine.values()), strict=True):
                 self._written[name] = checksum
 

@@ -99,7 +99,7 @@ class TrainingArguments:
             the run, "skip" leaves the update out, "rewind" goes back to the last checkpoint and then leaves it out.
         max_nonfinite: How many updates of a run may be left out.
         loss_spike: A loss this many deviations above the median of the last 50 updates is treated in the same way.
-        hang_timeout: How long no process may move before the run ends, told which one hangs: seconds, or "10 minutes".
+        hang_timeout: After how long without progress a run ends, naming the rank that hangs: seconds, or "10 minutes".
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
         keep_best: How many of the best checkpoints to keep besides.
         keep_every: How often to keep one for good, such as "1000 steps": of those that are saved, the first at or after
