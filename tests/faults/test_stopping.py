@@ -542,3 +542,19 @@ def test_under_the_launcher_the_exit_code_tells_and_nothing_is_started_again(
     assert "Starting all processes again" not in ended.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert '"status": "interrupted"' in (run / "run.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.fault("`SIGKILL` for the launcher before the first save")
+def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launch = [sys.executable, "-m", "trainer_lib.commands.main", "launch", "--num_processes", "2", "--cpu"]
+    launch += [str(script), str(tmp_path / "runs"), "launcher", "SIGKILL"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
+    # Its output ends when the last rank does.
+    ended = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert '"status": "interrupted"' in (run / "run.json").read_text(), ended.stderr
+    assert len(list((run / "checkpoints").glob("checkpoint-*/manifest.json"))) == 1, ended.stderr

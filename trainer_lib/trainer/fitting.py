@@ -157,6 +157,9 @@ class Fitting:
         if self.folder is not None and run.is_main_process:
             self.folder.take_down(HISTORY_FILE)
             self._tell_running(self.folder, is_new=checkpoint is None)
+        if self.folder is not None and args.save_in_background:
+            # Its connections are made now: later the store may be gone, with the launcher.
+            run.accelerator._background.group(run.accelerator.group)
         here = None if self.folder is None else self.folder.here
         self._watching.enter_context(watched(run, args.seconds_until_hung, here))
         banner.show(self)
