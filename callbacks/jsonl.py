@@ -4,6 +4,7 @@ import json
 import math
 import platform
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from trainer_lib.runs.environment import memory_in_use
 # What tells of the processes that trained stays, whatever is trained again after a restart.
 _STAYING = ("started", "resumed", "ended", "died", "went_back")
 _PLACE = ("step", "epoch", "samples", "seconds")
+
+_LONGEST_TRACEBACK = 20_000  # letters
 
 
 class JsonlLog(Callback):
@@ -44,12 +47,13 @@ class JsonlLog(Callback):
     def __init__(self, path: str | Path, skipped_steps: bool = False) -> None:
         self.path = Path(path).expanduser()
         self._error: str | None = None
+        self._traceback: str | None = None
         self._is_training = False
         if skipped_steps:
             self.on_step_skipped = self._note_skipped
 
     def on_fit_begin(self, run: Run) -> None:
-        self._error, self._is_training = None, True
+        self._error, self._traceback, self._is_training = None, None, True
         if not run.is_main_process:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,10 +90,12 @@ class JsonlLog(Callback):
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._error = f"{type(error).__name__}: {error}"
+        self._traceback = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
 
     def on_fit_end(self, run: Run) -> None:
         self._is_training = False
-        self._write(run, "ended", {"status": run.state.status, "reason": self._error or run.state.reason})
+        facts = {"status": run.state.status, "reason": self._error or run.state.reason}
+        self._write(run, "ended", facts if self._traceback is None else {**facts, "traceback": self._traceback})
 
     def _note_skipped(self, run: Run) -> None:
         self._write(run, "skipped", {"why": "the gradients overflowed"})

@@ -186,7 +186,13 @@ def test_what_else_happens_is_a_line_too(tmp_path: Path) -> None:
         {"event": "skipped", **then, "why": "the gradients overflowed"},
         {"event": "best", **then, "metric": "eval_loss", "value": 0.25},
         {"event": "save", **place, "path": str(folder), "why": ["best"], "took": 0.123},
-        {"event": "ended", **now, "status": "failed", "reason": "ValueError: no such thing"},
+        {
+            "event": "ended",
+            **now,
+            "status": "failed",
+            "reason": "ValueError: no such thing",
+            "traceback": "ValueError: no such thing\n",
+        },
     ]
     assert not Dispatcher([JsonlLog(tmp_path / "log")]).listens("on_step_skipped")  # costs a look in each step
 

@@ -230,3 +230,64 @@ def test_a_run_that_said_nothing_yet_has_a_page(browser: Browser, tmp_path: Path
     browser.open(url)
     assert "Nothing was logged yet" in browser.run("document.body.innerText")
     assert browser.problems == []
+
+
+SETS = [f"eval_{name}_{metric}" for name in ("dev", "test") for metric in ("loss", "accuracy", "perplexity")]
+
+
+def of_a_failed_run(folder: Path) -> dict[str, Any]:
+    """Write a run that failed, with six metrics, and return its facts; of its checkpoints two are there."""
+    lines = [line("started", 0, processes=4, precision="no", device="cpu", max_steps=50)]
+    saved: list[dict[str, Any]] = []
+    for step in range(5, 55, 5):
+        lines.append(line("log", step, loss=1 / step))
+        lines.append(line("evaluation", step, **dict.fromkeys(SETS, 0.123456)))
+        path = folder / "checkpoints" / f"checkpoint-{step:08d}"
+        lines.append(line("save", step, path=str(path), why=["best", "interval"], took=0.25))
+        if step in (10, 50):
+            path.mkdir(parents=True)
+            saved.append({"path": str(path), "step": step})
+    text = "Traceback (most recent call last):\n" + '  File "train.py", line 1\n' * 60 + "ValueError: too wide\n"
+    lines.append(line("ended", 50, status="failed", reason="ValueError: too wide", traceback=text))
+    best = {"metric": SETS[0], "value": 0.1, "step": 10}
+    arguments = {"output_dir": str(folder), "run_name": folder.name, "learning_rate": 0.1}
+    facts = {"status": "failed", "state": {"best": best, "checkpoints": saved}, "arguments": arguments}
+    make_run(folder / "run", lines, facts)
+    return facts
+
+
+@pytest.mark.parametrize("width", [1280, 1440])
+def test_no_table_is_cut_at_the_right_edge(browser: Browser, tmp_path: Path, width: int) -> None:
+    of_a_failed_run(tmp_path)
+    url = write_report(find_runs([tmp_path / "run"]), tmp_path / "report.html").as_uri()
+    browser.open(url, width=width)
+    cut = "[...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth).length"
+    assert browser.run("document.querySelectorAll('.scroll table').length") >= 4
+    assert browser.run(cut) == 0
+    assert browser.problems == []
+
+
+def test_a_failed_run_shows_its_traceback_to_the_end(browser: Browser, tmp_path: Path) -> None:
+    of_a_failed_run(tmp_path)
+    browser.open(write_report(find_runs([tmp_path / "run"]), tmp_path / "report.html").as_uri())
+    text = "document.querySelector('.traceback pre')"
+    assert browser.run(f"{text}.innerText").endswith("ValueError: too wide\n")
+    browser.wait_until(f"{text}.scrollTop > 0 && {text}.scrollTop + {text}.clientHeight >= {text}.scrollHeight - 1")
+    figures = browser.run("[...document.querySelectorAll('.figures div')].map((one) => one.innerText.split('\\n'))")
+    assert ["Processes", "4"] in figures
+
+
+def test_checkpoints_that_are_there_come_first(browser: Browser, tmp_path: Path) -> None:
+    of_a_failed_run(tmp_path)
+    browser.open(write_report(find_runs([tmp_path / "run"]), tmp_path / "report.html").as_uri())
+    rows = "[...document.querySelectorAll('[aria-label^=Checkpoints] tbody tr')].map((one) => one.cells[0].innerText)"
+    assert browser.run(rows) == ["10", "50", "45", "40", "35", "30", "25", "20", "15", "5"]
+
+
+def test_paths_are_no_difference_between_runs(browser: Browser, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        of_a_failed_run(tmp_path / name)
+    runs = find_runs([tmp_path / "first" / "run", tmp_path / "second" / "run"])
+    browser.open(write_report(runs, tmp_path / "report.html").as_uri())
+    assert browser.run("document.querySelectorAll('#arguments tr.differs').length") == 0
+    assert "nothing does" in browser.run("document.querySelector('#arguments label').innerText")

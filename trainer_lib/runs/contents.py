@@ -67,6 +67,7 @@ def _run(source: Source) -> dict[str, Any]:
         "path": source.place,
         "status": status,
         "reason": str(state.get("reason") or "") if status not in ("running", "died", "silent") else "",
+        "traceback": _traceback(history),
         "figures": _figures(history, facts, best),
         "curves": curves,
         "places": places,
@@ -120,6 +121,12 @@ def _best(history: History, state: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(state["best"]) if state.get("best") else None
 
 
+def _traceback(history: History) -> str:
+    """Return the traceback of the error that ended the run, if its last process ended with one."""
+    ends = [entry for entry in history.events if entry["event"] in ("started", "resumed", "ended")]
+    return str(ends[-1].get("traceback") or "") if ends else ""
+
+
 def _figures(history: History, facts: Mapping[str, Any], best: Mapping[str, Any] | None) -> list[list[str]]:
     """Return what one wants to know first."""
     last, begun = history.last, [entry for entry in history.events if entry["event"] in ("started", "resumed")]
@@ -131,6 +138,8 @@ def _figures(history: History, facts: Mapping[str, Any], best: Mapping[str, Any]
         found.append(["Epochs", short(last.get("epoch"))])
         found.append(["Samples", short(last.get("samples"))])
         found.append(["Time of training", duration(float(last.get("seconds") or 0))])
+    if begun:
+        found.append(["Processes", short(begun[-1].get("processes"))])
     if best is not None:
         found.append([f"Best {best['metric']}", f"{short(best['value'])} at step {short(best['step'])}"])
     for name, title in (("loss", "Loss"), ("eval_loss", "Evaluation loss"), ("samples_per_second", "Samples a second")):

@@ -3,6 +3,8 @@
 import importlib.metadata
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 
+_PATIENCE = 2.0  # seconds for git
 _PACKAGES = ("numpy", "transformers", "datasets", "accelerate", "peft", "safetensors")
 
 
@@ -31,7 +34,10 @@ def describe_environment() -> dict[str, Any]:
         facts["cuda"] = torch.version.cuda
     # Only what the program uses: nothing is imported to ask for its version.
     facts.update({name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules})
-    return {**facts, "script": sys.argv[0] if sys.argv else "", "folder": str(Path.cwd())}
+    script = sys.argv[0] if sys.argv else ""
+    if (commit := _commit(Path(script).resolve().parent)) is not None:
+        facts["commit"] = commit
+    return {**facts, "script": script, "folder": str(Path.cwd())}
 
 
 def describe_process() -> dict[str, Any]:
@@ -64,6 +70,25 @@ def memory_in_use(device_type: str) -> dict[str, int]:
     if device_type != "cpu" and torch.accelerator.is_available() and torch.accelerator.memory_stats():
         used["device_memory_peak"] = torch.accelerator.max_memory_allocated()
     return used
+
+
+def _commit(folder: Path) -> str | None:
+    """Return the commit of the repository that a folder is in, and whether files differ from it."""
+    git = shutil.which("git")
+    if git is None or not folder.is_dir():
+        return None
+    try:
+        commit = _output([git, "-C", str(folder), "rev-parse", "HEAD"])
+        changed = _output([git, "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
+    except (OSError, subprocess.SubprocessError):  # no repository, or one that is too large to look through
+        return None
+    return f"{commit} (with changes)" if changed else commit
+
+
+def _output(command: list[str]) -> str:
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True, env=environment)
+    return done.stdout.strip()
 
 
 def _processor() -> str:

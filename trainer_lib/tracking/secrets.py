@@ -1,7 +1,8 @@
 """This file is what in settings nobody else should read, and how it is hidden."""
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
@@ -64,6 +65,30 @@ def masked(value: Any, name: str = "") -> Any:
     if value and is_secret(name):
         return MASK
     return _in_text(value)
+
+
+def masked_command(words: Sequence[str]) -> str:
+    """Return a command line as a shell takes it, without its secrets.
+
+    Example:
+        >>> masked_command(["train.py", "--api_key", "k", "--hub-token=t", "--name", "two words"])
+        "train.py --api_key '***' '--hub-token=***' --name 'two words'"
+    """
+    shown: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        name, equals, value = word.partition("=")
+        if before.startswith("-") and "=" not in before and not word.startswith("-"):
+            word = masked(word, _name_of(before))
+        elif name.startswith("-") and equals:
+            word = f"{name}={masked(value, _name_of(name))}"
+        else:
+            word = masked(word)
+        shown.append(word)
+    return shlex.join(shown)
+
+
+def _name_of(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
 
 
 def _in_text(text: str) -> str:

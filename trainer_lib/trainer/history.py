@@ -1,5 +1,6 @@
 """This file is what the folder of a run says besides its checkpoints: what it is trained with, and its report."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.logging import get_logger
@@ -14,11 +15,11 @@ _logger = get_logger(__name__)
 def description(args: "TrainingArguments") -> dict[str, Any]:
     """Return the arguments, the environment and the process of a run, without the secrets among them."""
     from trainer_lib.runs.environment import describe_environment, describe_process
-    from trainer_lib.tracking.secrets import masked
+    from trainer_lib.tracking.secrets import masked, masked_command
 
     return {
         "arguments": masked(args.to_dict(unwritable="leave out")),
-        "environment": describe_environment(),
+        "environment": {**describe_environment(), "command": masked_command(sys.argv)},
         "process": describe_process(),
     }
 

@@ -108,6 +108,12 @@ class Page {
 
   tablesOf(run) {
     const tables = [evaluationTable(run), checkpointTable(run)].filter(Boolean);
+    if (run.traceback) {
+      const text = make("pre", { class: "scroll code", tabindex: 0 }, run.traceback);
+      tables.unshift(make("section", { class: "card wide traceback" }, make("h2", {}, "Traceback"), text));
+      requestAnimationFrame(() => { text.scrollTop = text.scrollHeight; }); // the error stands at its end
+    }
+    if (tables.some((section) => section.classList.contains("wide"))) tables.forEach((section) => section.classList.add("wide"));
     return [tables.length ? make("div", { class: "columns" }, tables) : null, eventTable(run)].filter(Boolean);
   }
 

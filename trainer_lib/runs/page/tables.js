@@ -2,9 +2,12 @@
 
 const cell = (value, kind) => make("td", kind ? { class: kind } : {}, value === null || value === undefined ? "–" : value);
 
+// Long names may break after an underscore or a slash.
+const breakable = (text) => text.replace(/([_/])/g, "$1\u200b");
+
 function table(head, rows, label) {
   return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
-    make("table", {}, make("thead", {}, make("tr", {}, head.map(([text, kind]) => make("th", { class: kind, scope: "col" }, text)))), make("tbody", {}, rows)));
+    make("table", {}, make("thead", {}, make("tr", {}, head.map(([text, kind]) => make("th", { class: kind, scope: "col" }, breakable(text))))), make("tbody", {}, rows)));
 }
 
 function card(title, id, ...children) {
@@ -17,16 +20,21 @@ function evaluationTable(run) {
   const body = rows.map((row) => make("tr", row.is_best ? { class: "best" } : {}, cell(row.step.toLocaleString("en-US"), "number"), cell(tidy((row.epoch || 0).toFixed(3)), "number"),
     row.values.map((value) => cell(value, "number")), cell(row.is_best ? "best" : "")));
   const head = [["step", "number"], ["epoch", "number"], ...columns.map((name) => [name, "number"]), ["", ""]];
-  return card("Evaluations", null, leftOut ? make("p", { class: "empty" }, `The last ${rows.length} and the best; ${leftOut.toLocaleString("en-US")} more are in the history.`) : null,
+  const section = card("Evaluations", null, leftOut ? make("p", { class: "empty" }, `The last ${rows.length} and the best; ${leftOut.toLocaleString("en-US")} more are in the history.`) : null,
     table(head, body.reverse(), `Evaluations of ${run.name}`));
+  if (columns.length > 3) section.classList.add("wide");
+  return section;
 }
 
 function checkpointTable(run) {
   if (!run.checkpoints.length) return null;
-  const body = run.checkpoints.map((one) => make("tr", { class: [one.is_best && "best", one.is_there === false && "gone"].filter(Boolean).join(" ") || null },
+  // What is still there comes first, the best of it before the others.
+  const rank = (one) => (one.is_there === false ? 2 : one.is_best ? 0 : 1);
+  const ordered = [...run.checkpoints].reverse().sort((one, other) => rank(one) - rank(other));
+  const body = ordered.map((one) => make("tr", { class: [one.is_best && "best", one.is_there === false && "gone"].filter(Boolean).join(" ") || null },
     cell(one.step.toLocaleString("en-US"), "number"), make("td", { class: "code name", title: one.path }, one.name), cell(one.why), cell(secondsText(one.took), "number"), cell(momentText(one.time), "tight"),
     cell(one.is_best ? "best" : one.is_there === false ? "deleted" : "", "tight")));
-  return card("Checkpoints", null, table([["step", "number"], ["folder", ""], ["why", ""], ["took", "number"], ["when", ""], ["", ""]], body.reverse(), `Checkpoints of ${run.name}`));
+  return card("Checkpoints", null, table([["step", "number"], ["folder", ""], ["why", ""], ["took", "number"], ["when", ""], ["", ""]], body, `Checkpoints of ${run.name}`));
 }
 
 function eventTable(run) {
@@ -36,11 +44,14 @@ function eventTable(run) {
   return card("Events", null, table([["event", ""], ["step", "number"], ["when", ""], ["", ""]], body, `Events of ${run.name}`));
 }
 
+// Where a run stands: no two runs have it in common, and no result depends on it.
+const PLACES = new Set(["output_dir", "run_name", "resume", "folder", "script", "command"]);
+
 // Settings of all runs side by side, of which those that differ come first in a comparison.
 function settingsTable(title, field, runs, id) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run[field])))];
   if (!names.length) return null;
-  const differs = (name) => new Set(runs.map((run) => run[field][name])).size > 1;
+  const differs = (name) => !PLACES.has(name) && new Set(runs.map((run) => run[field][name])).size > 1;
   const rows = names.map((name) => ({ name, differs: differs(name), text: [name, ...runs.map((run) => run[field][name] || "")].join(" ").toLowerCase(),
     element: make("tr", differs(name) ? { class: "differs" } : {}, make("th", { scope: "row", class: "code" }, name), runs.map((run) => make("td", { class: "code" }, run[field][name] ?? "–"))) }));
   const isComparison = runs.length > 1, anyDiffers = rows.some((row) => row.differs);

@@ -1,0 +1,69 @@
+"""Tests of what a run says about the machine, the commit and the command it was started by."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.tasks import arguments, trainer
+from trainer_lib.events import Run, Transformer
+from trainer_lib.runs import read_run
+from trainer_lib.runs.contents import contents
+from trainer_lib.runs.environment import describe_environment
+from trainer_lib.runs.report import find_runs
+
+
+def _git(folder: Path, *words: str) -> str:
+    options = ["-c", "user.name=n", "-c", "user.email=e@x", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", str(folder), *options, *words], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_of_the_script_is_told_with_whether_it_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("1")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert "commit" not in describe_environment()
+    _git(tmp_path, "init", "-q")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-qm", "First")
+    commit = _git(tmp_path, "rev-parse", "HEAD")
+    assert describe_environment()["commit"] == commit
+    script.write_text("2")
+    assert describe_environment()["commit"] == f"{commit} (with changes)"
+
+
+class Fails(Transformer):
+    def on_step_end(self, run: Run) -> None:
+        raise ValueError("too wide")
+
+
+def test_a_run_keeps_its_command_and_the_traceback_of_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1", "--hub_token", "secret"])
+    with pytest.raises(ValueError, match="too wide"):
+        trainer(arguments(output_dir=tmp_path), callbacks=[Fails()]).fit()
+    (folder,) = tmp_path.iterdir()
+    assert read_run(folder, None).facts["environment"]["command"] == "train.py --lr 0.1 --hub_token '***'"
+    (run,) = contents(find_runs([folder]))["runs"]
+    assert run["traceback"].startswith("Traceback (most recent call last):\n")
+    assert run["traceback"].endswith("ValueError: too wide\n")
+    assert ["Processes", "1"] in run["figures"]
+
+
+def test_a_run_that_ended_well_after_a_failure_has_no_traceback(tmp_path: Path) -> None:
+    options = {"output_dir": tmp_path, "save_every": 1, "resume": "auto", "save_in_background": False}
+
+    class FailsLate(Transformer):
+        def on_step_begin(self, run: Run) -> None:
+            if run.state.step == 4:
+                raise ValueError("too wide")
+
+    with pytest.raises(ValueError, match="too wide"):
+        trainer(arguments(**options), callbacks=[FailsLate()]).fit()
+    trainer(arguments(**options)).fit()
+    (run,) = contents(find_runs(list(tmp_path.iterdir())))["runs"]
+    assert run["status"] == "finished"
+    assert run["traceback"] == ""
