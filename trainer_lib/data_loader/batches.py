@@ -52,7 +52,7 @@ class BatchSamplerShard(BatchSampler):
         self.shares_samples = iterates_as(batch_sampler, "BatchSampler")
         self.order = order_of(self.sampler if self.shares_samples else batch_sampler)
         self._place: tuple[int, int, int, Ending] | None = None
-        self._reads_for_all = self._trims = False
+        self._reads_for_all = self._trims = self._keeps_last = False
         self._evened = num_processes
         self.sharing = self._sharing()
 
@@ -69,7 +69,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
         """Whether a last round that is not complete is left out."""
-        return bool(getattr(self.batch_sampler, "drop_last", False))
+        return bool(getattr(self.batch_sampler, "drop_last", False)) and not self._keeps_last
 
     @property
     def even_batches(self) -> bool:
@@ -106,6 +106,11 @@ class BatchSamplerShard(BatchSampler):
     def trim_repeats(self) -> None:
         """Of the samples that fill the last round, read only those that a process needs to take part."""
         self._trims = True
+        self.sharing = self._sharing()
+
+    def keep_last(self) -> None:
+        """Read a last round that is not complete, whatever `drop_last` of the other sampler says."""
+        self._keeps_last = True
         self.sharing = self._sharing()
 
     def enter(self, seed: int, epoch: int, position: int, ending: Ending) -> None:

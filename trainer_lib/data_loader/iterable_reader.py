@@ -107,6 +107,12 @@ class IterableReader(Reader):
             self._own, self._sharing = replace(self._own, trims=True), replace(self._sharing, trims=True)
             self._shard.share(self._sharing)
 
+    def keep_last(self) -> None:
+        """Read a last round that is not complete, whatever the loader's `drop_last` says."""
+        self._own, self._sharing = replace(self._own, drop_last=False), replace(self._sharing, drop_last=False)
+        self._shard.share(self._sharing)
+        self.swap("drop_last", False)
+
     @property
     def knows_end_of_all(self) -> bool:
         """Whether the end that `open` tells is that of all processes."""

@@ -85,6 +85,10 @@ class MapReader(Reader):
         """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
         self._shard.trim_repeats()
 
+    def keep_last(self) -> None:
+        """Read a last round that is not complete, whatever the loader's `drop_last` says."""
+        self._shard.keep_last()
+
     def open(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
         """Return the batches from a place on."""
         self._generator.manual_seed(derived_seed(seed, place.epoch, place.consumed, self.rank, "workers"))

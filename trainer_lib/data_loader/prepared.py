@@ -214,6 +214,18 @@ class PreparedLoader(DataLoader[Any]):
         self._reader.leave_out(quarantine)
         self.quarantine = quarantine
 
+    def keep_last(self) -> None:
+        """Read a last batch that is not full, whatever the loader's `drop_last` says.
+
+        Example:
+            >>> from trainer_lib.data_loader import prepare_data_loader
+            >>> loader = prepare_data_loader(DataLoader(range(5), batch_size=2, drop_last=True), num_processes=1)
+            >>> loader.keep_last()
+            >>> [batch.tolist() for batch in loader]
+            [[0, 1], [2, 3], [4]]
+        """
+        self._reader.keep_last()
+
     def trim_repeats(self) -> None:
         """Read repeated samples no further than a rank needs them to take part in a round without samples of its own.
 

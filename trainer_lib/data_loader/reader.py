@@ -82,6 +82,10 @@ class Reader(ABC):
     def trim_repeats(self) -> None:  # noqa: B027 - nothing to do where samples are not dealt out one by one
         """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
 
+    @abstractmethod
+    def keep_last(self) -> None:
+        """Read a last round that is not complete, whatever the loader's `drop_last` says."""
+
     @property
     def reads_alike(self) -> bool:
         """Whether every process reads the same stream, of which it keeps its part."""

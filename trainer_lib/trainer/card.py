@@ -16,7 +16,7 @@ from torch import nn
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking.secrets import masked
 from trainer_lib.trainer.arguments import TrainingArguments
-from trainer_lib.trainer.defaults import named_sets
+from trainer_lib.trainer.evaluation_sets import named_sets
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -146,7 +146,7 @@ def _metrics(trainer: "Trainer") -> dict[str, float]:
 
 def _results(trainer: "Trainer", metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:
     """Return what is measured but the losses: the set, the metric, the value."""
-    sets = [] if trainer.eval_dataset is None else [name for name in named_sets(trainer.eval_dataset) if name]
+    sets = [] if trainer.eval_dataset is None else [name for name in named_sets(trainer, trainer.eval_dataset) if name]
     results: list[tuple[str, str, float]] = []
     for key, value in metrics.items():
         given = key.partition("_")[2]

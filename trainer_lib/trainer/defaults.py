@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -20,6 +19,7 @@ from trainer_lib.data_loader.prepare import has_indices
 from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.metric_names import greater_is_better_for
+from trainer_lib.logging import get_logger
 from trainer_lib.progress import is_live
 from trainer_lib.trainer import loaders
 from trainer_lib.trainer.arguments import TrainingArguments
@@ -35,6 +35,8 @@ from trainer_lib.trainer.sources import as_dataset, length_of
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
+
+_logger = get_logger(__name__)
 
 
 class Measures(NamedTuple):
@@ -204,6 +206,14 @@ def prepared_for_evaluation(trainer: "Trainer", loader: DataLoader[Any]) -> Any:
         seed_each_sample=accelerator.dataloader_config.seed_each_sample and has_indices(loader),
     )
     prepared.trim_repeats()  # which are not counted
+    prepared.keep_last()
+    if left_out := loaders.dropped_samples(loader):
+        _logger.warning_once(
+            "A DataLoader given to evaluate or predict on has drop_last=True, which would leave out its last %d "
+            "samples. They are evaluated too, so that numbers do not depend on the batch size and the number of "
+            "processes. For fewer samples give limit_eval_batches or a smaller dataset.",
+            left_out,
+        )
     return prepared
 
 
@@ -242,33 +252,12 @@ def _generated(trainer: "Trainer", model: Any, batch: Any) -> EvaluationOutput:
     )
 
 
-def named_sets(given: Any, told_as: str = "eval_dataset") -> dict[str, Any]:
-    """Return datasets by name; a single one has none.
-
-    Raises:
-        ConfigurationError: If there is none, or one without a name.
-    """
-    if not isinstance(given, Mapping):
-        return {"": given}
-    if not given:
-        raise ConfigurationError(f"{told_as} is an empty dict. Give a dataset, or datasets by name.")
-    if all(isinstance(one, (Tensor, np.ndarray)) for one in given.values()):
-        return {"": given}
-    for name in given:
-        if not isinstance(name, str):
-            raise ConfigurationError(
-                f"{told_as} names a set {name!r}. Name it by a text, which its metrics are called by."
-            )
-    return dict(given)
-
-
-def measures(eval_dataset: Any, metrics: Any, compute_metrics: Any) -> dict[str, Measures]:
+def measures(names: Sequence[str], metrics: Any, compute_metrics: Any) -> dict[str, Measures]:
     """Return what is measured on each set; under "" on any other.
 
     Raises:
         ConfigurationError: If something is given for a set that there is not, or is no metric.
     """
-    names = [] if eval_dataset is None else list(named_sets(eval_dataset))
     if isinstance(compute_metrics, Mapping):
         foreign = [name for name in compute_metrics if name not in names]
         if foreign:

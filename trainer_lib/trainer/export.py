@@ -15,7 +15,7 @@ from trainer_lib.foundation.imports import require
 from trainer_lib.foundation.remote import AnyPath, RemotePath
 from trainer_lib.foundation.trees import map_tensors, send_to_device, slice_tensors, tensors
 from trainer_lib.modules.forwards import unwrap_forward
-from trainer_lib.trainer.defaults import named_sets
+from trainer_lib.trainer.evaluation_sets import named_sets
 from trainer_lib.trainer.optimizer_modes import weights_in_use
 from trainer_lib.trainer.together import together
 
@@ -96,7 +96,8 @@ def _first_inputs(trainer: "Trainer") -> Any:
         raise ConfigurationError("export needs to know what the model is called with: export(path, example=inputs).")
     with torch.random.fork_rng(devices=[]):  # a loader draws from the generator
         if trainer.eval_dataset is not None:
-            batch = next(iter(trainer.eval_dataloader(next(iter(named_sets(trainer.eval_dataset).values())))))
+            first = next(iter(named_sets(trainer, trainer.eval_dataset).values()))
+            batch = next(iter(trainer.eval_dataloader(first)))
         else:
             batch = next(iter(trainer.train_dataloader()))
     batch = slice_tensors(batch, slice(_ROWS))

@@ -158,6 +158,23 @@ def eval_loader(
     )
 
 
+def dropped_samples(loader: DataLoader[Any]) -> int:
+    """Return how many samples `drop_last` leaves out of a pass on one process; 0 where that is not known.
+
+    Example:
+        >>> dropped_samples(DataLoader(range(5), batch_size=2, drop_last=True))
+        1
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        source, drops, size = loader.dataset, loader.drop_last, loader.batch_size
+    elif iterates_as(loader.batch_sampler, "BatchSampler"):
+        batches: Any = loader.batch_sampler
+        source, drops, size = batches.sampler, batches.drop_last, batches.batch_size
+    else:
+        return 0
+    return (length_of(source) or 0) % size if drops and size else 0
+
+
 def _check_together(
     limit: int | None, overfit: int | None, group_by_length: bool, weights: Sequence[float] | None, shuffle: bool
 ) -> None:

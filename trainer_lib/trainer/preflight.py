@@ -20,6 +20,7 @@ from trainer_lib.foundation.errors import ConfigurationError, PreparationError, 
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.argument_values import AUTO
+from trainer_lib.trainer.evaluation_sets import named_sets
 from trainer_lib.trainer.metric_objects import ModuleMetric, ObjectMetric
 from trainer_lib.trainer.outputs import Metric
 from trainer_lib.trainer.quarantine import check_can_leave_out
@@ -238,7 +239,7 @@ def _loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False)
         )
     has_own = _has_own(trainer, "eval_dataloader")
     made: dict[str, DataLoader[Any]] = {}
-    sets = {"": given} if is_one else defaults.named_sets(given, told_as)
+    sets = {"": given} if is_one else named_sets(trainer, given, told_as)
     for name, data in sets.items():
         option = f"{told_as}[{name!r}]" if name else told_as
         loader = trainer.eval_dataloader(data) if has_own else defaults.eval_loader(trainer, data, option)
@@ -291,7 +292,7 @@ def _metric_names(trainer: "Trainer") -> tuple[list[str], list[str]]:
     """Return the names that there will be, and what those begin with of which no more is known."""
     known: list[str] = []
     stems: list[str] = []
-    for name in defaults.named_sets(trainer.eval_dataset):
+    for name in named_sets(trainer, trainer.eval_dataset):
         stem = f"eval_{name}" if name else "eval"
         measures = trainer.measures.get(name, trainer.measures[""])
         known += [f"{stem}_loss", *(f"{stem}_{one}" for one in measures.metrics)]
@@ -324,7 +325,7 @@ def _facts(trainer: "Trainer") -> dict[str, Any]:
         ],
     }
     if trainer.eval_dataset is not None:
-        sets = defaults.named_sets(trainer.eval_dataset)
+        sets = named_sets(trainer, trainer.eval_dataset)
         facts["the sets to evaluate on"] = [f"{name or 'eval'}: {_samples(data)}" for name, data in sets.items()]
         facts["the metrics"] = _metric_names(trainer)[0]
     return facts | {one.name: _short(getattr(args, one.name)) for one in fields(args) if one.name not in _OWN}

@@ -30,6 +30,7 @@ from trainer_lib.trainer.deadline import AUTO
 from trainer_lib.trainer.endings import load_finished
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.evaluation import NOTHING_MEASURED, EvaluationSet, Evaluator
+from trainer_lib.trainer.evaluation_sets import named_sets
 from trainer_lib.trainer.fitting import Fitting
 from trainer_lib.trainer.foreign_calls import in_our_terms, missing_member
 from trainer_lib.trainer.guard import Guard
@@ -147,7 +148,8 @@ class Trainer:
         self.optimizer, self.scheduler = optimizer, scheduler
         admission.check(self, Trainer)
         self.events = Dispatcher(defaults.callbacks(self.args, admission.checked_callbacks(callbacks)))
-        self.measures = defaults.measures(eval_dataset, metrics, compute_metrics)
+        names = [] if eval_dataset is None else list(named_sets(self, eval_dataset))
+        self.measures = defaults.measures(names, metrics, compute_metrics)
         if accelerator is not None:
             admission.check_accelerator(accelerator, self.args)
         self.accelerator = accelerator or build_accelerator(self.args)
@@ -699,7 +701,7 @@ class Trainer:
             return None
         named = self.args.metric_for_best
         if named is None:
-            names = list(defaults.named_sets(self.eval_dataset))
+            names = list(named_sets(self, self.eval_dataset))
             return "eval_loss" if names == [""] else f"eval_{names[0]}_loss"
         return named if named.startswith("eval_") else f"eval_{named}"
 
