@@ -32,7 +32,7 @@ class SAM(Transformer):
         if isinstance(radius, bool) or not isinstance(radius, (int, float)) or not 0 < radius < math.inf:
             raise ConfigurationError(f"SAM(radius={radius!r}): give a number above 0, such as 0.05.")
         self.radius, self.adaptive = radius, adaptive
-        self._batches: list[Any] = []
+        self._batches: list[tuple[Any, float]] = []  # of this update, and 0.0 for those that only repeat samples
 
     def on_fit_begin(self, run: Run) -> None:
         trainer = run.trainer
@@ -52,8 +52,12 @@ class SAM(Transformer):
         del run
         self._batches = []
 
+    def on_micro_batch_begin(self, run: Run) -> None:
+        # A rank computes as many batches as the others, those without data of its own included: they wait for it.
+        self._batches.append((run.batch, 0.0))
+
     def on_micro_batch_end(self, run: Run) -> None:
-        self._batches.append(run.batch)
+        self._batches[-1] = (run.batch, 1.0)  # it counts, and is as other callbacks have left it
 
     def on_backward_end(self, run: Run) -> None:
         run.accelerator.unscale_gradients()
@@ -89,12 +93,10 @@ class SAM(Transformer):
         """Compute the gradients of the whole update once more; the processes average them with the last batch."""
         trainer, state = run.trainer, (run.batch, run.loss_sum, run.weight, run.outputs)
         models = [run.model] if isinstance(run.model, nn.Module) else list(run.model.values())
-        # A process without data of its own takes part: the others wait for it.
-        batches, weighs = (self._batches, 1.0) if self._batches else ([run.batch], 0.0)
         divisor = torch.where(total == 0, 1, total) if isinstance(total, Tensor) else total or 1.0
-        for number, batch in enumerate(batches, start=1):
+        for number, (batch, weighs) in enumerate(self._batches, start=1):
             with ExitStack() as local:
-                if number < len(batches):
+                if number < len(self._batches):
                     for model in models:
                         local.enter_context(run.accelerator.strategy.no_sync(model))
                 run.batch = batch

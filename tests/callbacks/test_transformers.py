@@ -140,10 +140,7 @@ def test_on_two_processes(options: dict[str, Any]) -> None:
             assert_close(actual, expected(name))
 
 
-def test_processes_without_data_of_their_own_climb_along() -> None:
-    """41 samples on two processes with 4 each: the last update is of one sample, which one of them has."""
-    data = points(41)
-    by_hand = network()
+def climbing(data: tuple[Tensor, Tensor]) -> Callable[[nn.Module, int], None]:
     seen = batches(data)
 
     def climb(model: nn.Module, step: int) -> None:
@@ -158,12 +155,33 @@ def test_processes_without_data_of_their_own_climb_along() -> None:
             for name, weight in model.named_parameters():
                 weight.copy_(kept[name])
 
-    loop(by_hand, before=climb, seen=seen)
+    return climb
+
+
+# Of a whole update of 8 samples both ranks have as many batches. The last update is of fewer: one rank has none, or its
+# second batch only repeats samples.
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [
+        (41, {"per_device_train_batch_size": 4}),
+        (41, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        (46, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="ddp"), pytest.param({"fsdp": PLUGIN}, id="fsdp", marks=pytest.mark.slow)],
+)
+def test_ranks_without_data_of_their_own_climb_along(
+    count: int, sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    data = points(count)
+    by_hand = loop(network(), before=climbing(data), seen=batches(data))
 
     def two() -> Named:
-        return trained(SAM(0.5), train_dataset=data, per_device_train_batch_size=4)
+        return trained(SAM(0.5), train_dataset=data, **sizes, **options)
 
-    for actual in run_world(two, (), 2, timeout=60):
+    for actual in run_world(two, (), 2, timeout=30):
         assert_close(actual, weights(by_hand))
 
 

@@ -86,7 +86,7 @@ class Culprits:
     def _computed_again(self) -> list[str]:
         """Return which gradients of the last batch are not finite on this process alone."""
         accelerator, trainer = self._run.accelerator, self._fitting.trainer
-        if accelerator.strategy.writes_shards:
+        if accelerator.strategy.needs_lockstep:
             return []  # a gradient that is not shared cannot be had
         generators = Generators(accelerator.device)
         drawn = generators.state_dict()
