@@ -97,12 +97,17 @@ def _make_anew(run: Run, layers: list[_BatchNorm]) -> None:
     for model in models:
         model.train()
     used: Any = run.modules if len(models) > 1 else models[0]
-    for batch in trainer._prepared_for_evaluation(trainer.train_dataloader()):
+    loader, batches = trainer._prepared_for_evaluation(trainer.train_dataloader()), 0
+    loader.even_batches = False  # repeated samples have no part in it
+    for batch in loader:
         trainer.compute_loss(used, batch)
+        batches += 1
+    every = sum(run.accelerator.group.all_gather_objects(batches))
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
         for statistic in (layer.running_mean, layer.running_var):
             assert statistic is not None
-            statistic.copy_(run.accelerator.reduce(statistic, "mean"))  # type: ignore[arg-type]
+            # A rank of fewer batches has less to say, and one without any nothing.
+            statistic.copy_(run.accelerator.reduce(statistic * (batches / every), "sum"))  # type: ignore[arg-type]
     for module, was_training in modes:
         module.training = was_training

@@ -209,6 +209,20 @@ def test_running_statistics_are_made_anew_at_the_end() -> None:
     assert one["1.num_batches_tracked"] == 5
 
 
+def test_running_statistics_are_those_of_all_samples_where_ranks_have_different_numbers() -> None:
+    """Of 11 batches of 4 samples one rank has 6; of a single one it has all."""
+
+    def statistics(count: int) -> Named:
+        options: dict[str, Any] = {"per_device_train_batch_size": 4, "learning_rate": 1e-30}
+        found = trained(SWA(0.0, every=1), model=with_statistics(), train_dataset=points(count), **options)
+        return {name: found[name] for name in ("1.running_mean", "1.running_var")}
+
+    for count in (44, 4):
+        expected = statistics(count)
+        for actual in run_world(statistics, (count,), 2, timeout=60):
+            assert_close(actual, expected)
+
+
 class WithBadLoss(nn.Module):
     """A loss that is NaN at one of its calls."""
 
