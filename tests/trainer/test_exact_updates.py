@@ -1,6 +1,7 @@
 """An update is that of one big batch, however its samples are spread over micro-batches and processes."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.worlds import run_world
-from trainer_lib import LossResult, Trainer, TrainingArguments
+from trainer_lib import ConfigurationError, LossResult, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Run
 
 IGNORED = -100
@@ -281,3 +282,37 @@ def test_a_ready_loader_is_taken_as_it_is() -> None:
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=5)
     actual = train(Trainer(classifier(), arguments(), train_dataset=loader, loss_fn=cross_entropy))
     assert_equal(actual, big_batches(classifier(), inputs, targets, 5))
+
+
+@pytest.mark.parametrize("weight", [math.inf, -3.0, torch.tensor(math.inf), torch.tensor(-3.0), torch.tensor([-1])])
+def test_weights_that_are_no_numbers_of_items_are_refused(weight: Any) -> None:
+    class Weighing(Trainer):
+        def compute_loss(self, model: Any, batch: Any) -> LossResult:
+            return LossResult(cross_entropy(model(batch[0]), batch[1]), weight=weight)
+
+    with pytest.raises(ConfigurationError, match="weight must be a finite number of at least 0, got"):
+        train(Weighing(classifier(), arguments(), train_dataset=samples(4)))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_updates_in_double_are_exact_in_double(shards: bool) -> None:
+    """Neither the weights of uneven ranks nor clipping round to single precision."""
+    inputs, targets = samples(19)
+    inputs = inputs.double()
+
+    def one() -> dict[str, Tensor]:
+        options = arguments(max_grad_norm=0.01, learning_rate=0.1, lr_scheduler="constant", fsdp=shards)
+        trainer = Trainer(classifier().double(), options, train_dataset=(inputs, targets), loss_fn=cross_entropy)
+        trainer.fit()
+        return trainer.accelerator.get_state_dict(trainer.prepared)
+
+    model = classifier().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in range(0, 19, 12):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs[start : start + 12]), targets[start : start + 12]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    for weights in run_world(one, (), 3, timeout=60)[:1]:
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-13, atol=1e-14)

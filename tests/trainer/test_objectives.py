@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer_lib import LossResult
+from trainer_lib import ConfigurationError, LossResult
 from trainer_lib.trainer.batches import count_items
 from trainer_lib.trainer.label_shift import is_shifted_by_name
+from trainer_lib.trainer.losses import summed
 from trainer_lib.trainer.objectives import LossFunction, OwnLoss
 
 INPUTS, TARGETS = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, -100, 2])
@@ -163,3 +164,44 @@ def test_causal_models_are_known_in_adapters_too() -> None:
     assert not is_shifted_by_name(nn.Linear(2, 2))
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     assert not is_shifted_by_name(BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, vocab_size=13)))
+
+
+LOGITS = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "outputs", "targets"),
+    [
+        (nn.MultiLabelSoftMarginLoss(), LOGITS, (LOGITS > 0).float()),
+        (nn.functional.multilabel_soft_margin_loss, LOGITS[:, 0], (LOGITS[:, 0] > 0).float()),
+        (nn.PoissonNLLLoss(), LOGITS[:, :1], LOGITS.abs()),
+        (nn.PoissonNLLLoss(), LOGITS[:, :1], LOGITS.abs()[:, :, :1]),
+        (nn.PoissonNLLLoss(), LOGITS[:, :, :1], LOGITS.abs()[:, :1]),
+        (nn.functional.soft_margin_loss, LOGITS, LOGITS[:, :1].sign()),
+        (nn.HingeEmbeddingLoss(), LOGITS[:, :, :1], LOGITS[:, :1].sign()),
+        (nn.functional.smooth_l1_loss, LOGITS[:, :, :1], LOGITS[:, :1]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_losses_of_parts_add_up_to_those_of_the_whole(loss_fn: Any, outputs: Tensor, targets: Tensor) -> None:
+    total = summed(loss_fn)
+    assert total is not None
+    parts = [total(outputs[start:stop], targets[start:stop]) for start, stop in ((0, 2), (2, 5))]
+    mean = sum(loss for loss, _ in parts) / sum(weight for _, weight in parts)
+    torch.testing.assert_close(mean, loss_fn(outputs, targets), rtol=1e-6, atol=0)
+
+
+def test_a_loss_module_is_used_as_it_is_at_each_batch() -> None:
+    """A schedule of its smoothing or of class weights takes effect; a reduction that is no mean is refused."""
+    loss_fn = nn.CrossEntropyLoss()
+    total = summed(loss_fn)
+    assert total is not None
+    logits, targets = LOGITS[:, 0], torch.tensor([0, 1, 2, 3, 0])
+    for name, value in (("label_smoothing", 0.3), ("weight", torch.tensor([1.0, 2.0, 3.0, 4.0])), ("ignore_index", 3)):
+        setattr(loss_fn, name, value)
+        loss, weight = total(logits, targets)
+        torch.testing.assert_close(loss / weight, loss_fn(logits, targets), rtol=1e-6, atol=0)
+        assert loss_fn.reduction == "mean"
+    loss_fn.reduction = "sum"
+    with pytest.raises(ConfigurationError, match="reduction='sum'"):
+        total(logits, targets)

@@ -761,7 +761,11 @@ def _checked_weight(weight: Any) -> float | Tensor:
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ConfigurationError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}.")
-        return weight.detach().reshape(()).float()
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(()).float()
+        weight = weight.item()
+        if weight != weight:
+            return weight
     if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) < float("inf"):
         raise ConfigurationError(f"weight must be a finite number of at least 0, got {weight!r}.")
     return float(weight)

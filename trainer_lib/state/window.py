@@ -37,7 +37,8 @@ class Share:
                 "accelerator.backward(outputs.sum() * 0, weight=0)."
             )
         if isinstance(self.total, Tensor):
-            return torch.where(self.total == 0, 0.0, self.nominal / self.total)
+            # Infinity times 0 is NaN: an infinite weight spoils the update, instead of making it 0.
+            return torch.where(self.total == 0, 0.0, self.nominal / self.total + 0 * self.total)
         return self.nominal / self.total if self.total else 0.0
 
 

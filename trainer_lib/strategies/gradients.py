@@ -14,6 +14,14 @@ def local_values(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor._values() if tensor.is_sparse else getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
+def weight_dtype(device: torch.device) -> torch.dtype:
+    """Return in what the weights of losses travel between ranks: in double where that costs nothing.
+
+    Weights of a model in double are not to round its updates.
+    """
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
 @torch.no_grad()
 def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
     """Shrink the gradients to a norm of at most `max_norm` over all of them, and return the norm before."""
@@ -101,7 +109,8 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.devi
         norms.append(own if layout is None else _over_shards(own, norm_type, *layout))
     if not norms:
         return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.cat(norms), norm_type).float()
+    is_double = any(gradient.dtype is torch.float64 for gradient in gradients)
+    return torch.linalg.vector_norm(torch.cat(norms), norm_type).to(torch.float64 if is_double else torch.float32)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

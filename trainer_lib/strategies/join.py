@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import Joined
+from trainer_lib.strategies.gradients import weight_dtype
 
 # The models whose windows this process leaves unfinished, and what their losses weigh.
 Leftovers = dict[nn.Module, float | Tensor]
@@ -66,7 +67,7 @@ class Joining(Joined):
 
     def total_weight(self, model: nn.Module, weight: Tensor | None) -> Tensor:
         """Return what the losses of a backward weigh a process, on average: with it go the leftovers of `model`."""
-        local = torch.zeros(1, device=self._device) if weight is None else weight
+        local = torch.zeros(1, device=self._device, dtype=weight_dtype(self._device)) if weight is None else weight
         if model in self._left:
             local = local + self._left[model]
         return self._group.all_reduce(local)[0] / self._group.size

@@ -20,6 +20,7 @@ from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.averaging import average, average_gradients
 from trainer_lib.strategies.base import Joined, SingleProcess
 from trainer_lib.strategies.compression import Travel, averaged, summed, travel_of
+from trainer_lib.strategies.gradients import weight_dtype
 from trainer_lib.strategies.join import Joining, Leftovers
 from trainer_lib.strategies.wholeness import refuse_what_is_not_whole
 
@@ -227,7 +228,7 @@ def _averaged_with_cargo(strategy: Replicate, gradients: Tensor, cargo: Tensor, 
 
 def _packed(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
     if device.type == "cpu" and not any(isinstance(value, Tensor) for value in values):
-        return torch.tensor(values, dtype=torch.float32)
+        return torch.tensor(values, dtype=torch.float64)
     return torch.stack([_on_device(value, device) for value in values])
 
 
@@ -236,9 +237,10 @@ def _unpacked(values: Tensor) -> Sequence[float | Tensor]:
 
 
 def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
+    dtype = weight_dtype(device)
     if isinstance(value, Tensor):
-        return value.to(device, torch.float32, non_blocking=True)
-    return torch.full((), value, dtype=torch.float32, device=device)  # written there: nothing waits for a copy
+        return value.to(device, dtype, non_blocking=True)
+    return torch.full((), value, dtype=dtype, device=device)  # written there: nothing waits for a copy
 
 
 def shared_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:

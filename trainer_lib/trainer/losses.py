@@ -1,7 +1,7 @@
 """This file is losses as sums over items: what the mean over any number of batches and processes can be made from."""
 
-import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -53,18 +53,11 @@ def summed(loss_fn: Any) -> SummedLoss | None:
         function, options = loss_fn.func, loss_fn.keywords
     kind: Any = type(function) if isinstance(function, nn.Module) else function
     count = _COUNTS.get(kind)
-    reduction = getattr(function, "reduction", options.get("reduction", "mean"))
-    if reduction not in ("mean", "batchmean"):
-        raise ConfigurationError(
-            f"loss_fn has reduction={reduction!r}, and updates are made from means, which any number of batches and "
-            "processes add up to. Leave reduction out, or return LossResult(loss_sum, weight=n) from compute_loss."
-        )
+    _check_averages(getattr(function, "reduction", options.get("reduction", "mean")))
     if count is None or (isinstance(loss_fn, functools.partial) and loss_fn.args):
         return None
     if isinstance(function, nn.Module):
-        total: Any = copy.copy(function)
-        total.reduction = "sum"
-        return lambda outputs, targets: (total(outputs, targets), count(function, outputs, targets))
+        return lambda outputs, targets: (_sum_of(function, outputs, targets), count(function, outputs, targets))
     total = functools.partial(function, **{**options, "reduction": "sum"})
     settings = _Settings(options)
     return lambda outputs, targets: (total(outputs, targets), count(settings, outputs, targets))
@@ -84,6 +77,26 @@ def sum_from_mean(mean: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, mean * weight, 0.0)
     return mean * weight if weight else mean.nan_to_num() * 0.0
+
+
+def _sum_of(function: nn.Module, outputs: Any, targets: Any) -> Tensor:
+    """Return the sum of a loss module's losses, as its attributes are now."""
+    attributes = function.__dict__
+    reduction = attributes["reduction"]
+    _check_averages(reduction)
+    attributes["reduction"] = "sum"
+    try:
+        return function(outputs, targets)
+    finally:
+        attributes["reduction"] = reduction
+
+
+def _check_averages(reduction: str) -> None:
+    if reduction not in ("mean", "batchmean"):
+        raise ConfigurationError(
+            f"loss_fn has reduction={reduction!r}, and updates are made from means, which any number of batches and "
+            "ranks add up to. Leave reduction out, or return LossResult(loss_sum, weight=n) from compute_loss."
+        )
 
 
 class _Settings:
@@ -109,12 +122,20 @@ def _targets(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
 
 def _elements(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
     del settings
-    return float(max(outputs.numel(), targets.numel()))
+    if outputs.shape == targets.shape:
+        return float(outputs.numel())
+    return float(math.prod(torch.broadcast_shapes(outputs.shape, targets.shape)))
 
 
 def _samples(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
     del settings, targets
     return float(outputs.shape[0]) if outputs.ndim > 1 else 1.0
+
+
+def _rows_of_classes(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
+    """Count means over the classes, which are the last dimension."""
+    del settings, targets
+    return float(outputs.numel() / outputs.shape[-1])
 
 
 def _divergence(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
@@ -148,10 +169,10 @@ _COUNTS: dict[Any, Callable[[Any, Tensor, Tensor], Weight]] = {
     F.hinge_embedding_loss: _elements,
     nn.MultiMarginLoss: _samples,
     nn.MultiLabelMarginLoss: _samples,
-    nn.MultiLabelSoftMarginLoss: _samples,
+    nn.MultiLabelSoftMarginLoss: _rows_of_classes,
     F.multi_margin_loss: _samples,
     F.multilabel_margin_loss: _samples,
-    F.multilabel_soft_margin_loss: _samples,
+    F.multilabel_soft_margin_loss: _rows_of_classes,
     nn.KLDivLoss: _divergence,
     F.kl_div: _divergence,
 }
