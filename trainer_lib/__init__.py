@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainer_lib.foundation.errors import MissingPackageError as MissingPackageError
     from trainer_lib.foundation.errors import NonFiniteError as NonFiniteError
     from trainer_lib.foundation.errors import PreparationError as PreparationError
+    from trainer_lib.foundation.errors import RunInUseError as RunInUseError
     from trainer_lib.foundation.errors import StateError as StateError
     from trainer_lib.foundation.errors import TrainerLibError as TrainerLibError
     from trainer_lib.foundation.errors import UnsavedError as UnsavedError
@@ -95,6 +96,7 @@ _HOMES = {
     "ProjectConfiguration": "trainer_lib.options.project",
     "Run": "trainer_lib.events",
     "RunState": "trainer_lib.events",
+    "RunInUseError": "trainer_lib.foundation.errors",
     "StateError": "trainer_lib.foundation.errors",
     "TorchDynamoPlugin": "trainer_lib.options.compilation",
     "Trainer": "trainer_lib.trainer.trainer",
@@ -148,6 +150,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "Run",
+    "RunInUseError",
     "RunState",
     "StateError",
     "TorchDynamoPlugin",

@@ -1,6 +1,7 @@
 """This file is the tests of `trainer-lib checkpoint`."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.faults.injuries import spoil
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib.commands.main import main
+from trainer_lib.runs.lease import Lease
 
 
 @pytest.fixture
@@ -47,6 +49,24 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, text = told(capsys, "list", folder)
     assert "checkpoint-00000015  step 15" in text
     assert f"eval_loss {states[2]['metrics']['eval_loss']:.4g}" in text
+
+
+def test_prune_deletes_what_killed_saves_left_where_none_is_under_way(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = (folder / "checkpoints" / f"checkpoint-000000{step}.partial" for step in (16, 17))
+    for path in (old, new):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(bytes(2000))
+    os.utime(old / "model.safetensors", (0, 0))
+    with Lease(folder) as lease:
+        lease.acquire()
+        assert f"kept {old}" in told(capsys, "prune", folder, "--keep-last", "3")[1]
+    _, text = told(capsys, "prune", folder.parent, "--keep-last", "3")
+    assert f"deleted {old} (1.95 KB), left by a save that was cut short" in text
+    assert f"kept {new} (1.95 KB): a save may be under way" in text
+    assert (old.exists(), new.exists()) == (False, True)
+    assert len(names(folder)) == 4
 
 
 def test_verify_names_the_bad_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from tests.remote.peer import Line
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import run
 from tests.worlds import forget_world
-from trainer_lib import CheckpointError, Trainer
+from trainer_lib import CheckpointError, RunInUseError, Trainer
 from trainer_lib.checkpointing.reader import open_state, verify_state
 from trainer_lib.commands.main import main
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.foundation.remote import RemotePath, path_at
 from trainer_lib.launchers import run_forked
+from trainer_lib.runs.lease import Lease
 
 pytestmark = [
     pytest.mark.server,
@@ -296,3 +298,20 @@ def test_logs_tell_no_keys(bucket: str, caplog: pytest.LogCaptureFixture) -> Non
     for name in files(f"{bucket}/runs"):
         assert b"secret-of-a-test" not in (path_at(f"{bucket}/runs") / name).read_bytes()
     assert "secret-of-a-test" not in caplog.text
+
+
+def test_of_programs_that_lease_a_run_at_the_same_time_one_wins(bucket: str) -> None:
+    def take() -> str:
+        time.sleep(1.0 - time.time() % 1.0)  # both at the same moment
+        lease = Lease(path_at(f"{bucket}/run"))
+        try:
+            lease.acquire()
+        except RunInUseError as error:
+            return str(error)
+        time.sleep(2.0)
+        lease.release()
+        return "held"
+
+    (told,) = {text for text in run_forked(take, num_processes=3, timeout=60) if text != "held"}
+    assert f"The run {bucket}/run is in use" in told
+    assert files(bucket) == []

@@ -69,11 +69,15 @@ def groups_of_states(folder: AnyPath) -> list[list[Listed]]:
     """
     if is_committed(folder):
         return [[_listed(folder)]]
-    places = [folder, folder / AUTOMATIC_FOLDER, *sorted(folder.glob(f"*/{AUTOMATIC_FOLDER}"))]
-    groups = [states for place in places for states in _states_in(place)]
+    groups = [states for place in _places(folder) for states in _states_in(place)]
     if not groups:
         raise CheckpointError(f"There is no state in {folder}. Give the folder of a state, of a run, or of runs.")
     return groups
+
+
+def debris_in(folder: AnyPath) -> list[AnyPath]:
+    """Return what saves and deletions that were cut short left in a folder of states, a run, a project, or of runs."""
+    return [path for place in _places(folder) for path in storage_of(place).debris()]
 
 
 def superfluous(states: Sequence[Listed], keep_last: int) -> list[Listed]:
@@ -90,6 +94,11 @@ def superfluous(states: Sequence[Listed], keep_last: int) -> list[Listed]:
             older = [other for other in older if other is not one]
             break
     return [one for one in older if "best" not in one.kept]
+
+
+def _places(folder: AnyPath) -> list[AnyPath]:
+    """Return the folders that may hold the states of a project, a run, or of runs."""
+    return [folder, folder / AUTOMATIC_FOLDER, *sorted(folder.glob(f"*/{AUTOMATIC_FOLDER}"))]
 
 
 def _states_in(place: AnyPath) -> list[list[Listed]]:

@@ -83,11 +83,16 @@ class RemoteStorage(Storage):
         self._folder.delete_files([name for name in names if name == MANIFEST_NAME])
         self._folder.delete_files([name for name in names if name != MANIFEST_NAME])
 
-    def delete_debris(self) -> None:
+    def debris(self) -> Sequence[RemotePath]:
+        """Return those that say what was to be written, and have no manifest."""
+        return self._debris(self._folders())
+
+    def delete_debris(self, only: Collection[AnyPath] | None = None) -> None:
         """Delete what was written of states that never came to be."""
-        for name, files in self._folders().items():
-            if MANIFEST_NAME not in files and PARTIAL_NAME in files:
-                RemoteStorage(self._folder / name).delete_partial(files)
+        folders = self._folders()
+        for path in self._debris(folders):
+            if only is None or path in only:
+                RemoteStorage(path).delete_partial(folders[path.name])
 
     def delete_partial(self, found: Collection[str]) -> None:
         """Delete what a save that was cut short wrote, of the files that are there; other people's stay."""
@@ -114,6 +119,9 @@ class RemoteStorage(Storage):
                 (self._folder / path.relative_to(here)).put(path)
                 _put_up[path] = stamp
 
+    def _debris(self, folders: Mapping[str, Collection[str]]) -> list[RemotePath]:
+        return [self._folder / name for name, files in folders.items() if _is_partial(files)]
+
     def _folders(self) -> dict[str, list[str]]:
         """Return the folders in this one by name, and the files in each."""
         folders: dict[str, list[str]] = {}
@@ -122,6 +130,10 @@ class RemoteStorage(Storage):
             if rest:
                 folders.setdefault(first, []).append(rest)
         return folders
+
+
+def _is_partial(files: Collection[str]) -> bool:
+    return PARTIAL_NAME in files and MANIFEST_NAME not in files
 
 
 def temporary_folder() -> Path:

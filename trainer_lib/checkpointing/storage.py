@@ -57,8 +57,12 @@ class Storage(ABC):
         """Delete the state, and what a deletion of it that was cut short left; it may not be there."""
 
     @abstractmethod
-    def delete_debris(self) -> None:
-        """Delete what saves and deletions of states in it left that were cut short."""
+    def debris(self) -> Sequence[AnyPath]:
+        """Return the folders in it that saves and deletions left, if none of these is under way."""
+
+    @abstractmethod
+    def delete_debris(self, only: Collection[AnyPath] | None = None) -> None:
+        """Delete what saves and deletions of states in it left that were cut short: all, or these folders."""
 
     @abstractmethod
     def growing(self) -> Path:
@@ -139,10 +143,14 @@ class LocalStorage(Storage):
             self._folder.rename(gone)
             remove(gone)
 
-    def delete_debris(self) -> None:
+    def debris(self) -> Sequence[Path]:
+        """Go by their names."""
+        return [path for path in self.states() if is_debris(path.name)]
+
+    def delete_debris(self, only: Collection[AnyPath] | None = None) -> None:
         """Delete what has the name of a state that is on its way in or out."""
-        for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            if is_debris(path.name):
+        for path in self.debris():
+            if only is None or path in only:
                 remove(path)
 
     def growing(self) -> Path:

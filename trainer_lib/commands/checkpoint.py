@@ -11,6 +11,8 @@ from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.foundation.sizes import convert_bytes
 
+_SETTLED_AFTER = 600.0  # seconds without a change, after which no save is under way in a folder
+
 _EPILOG = """\
 DIR is a checkpoint, or a folder of checkpoints, a run's folder, or a folder of runs; or the URL of one, such as
 s3://bucket/runs.
@@ -149,9 +151,30 @@ def _prune(options: argparse.Namespace) -> int:
             print(f"deleted {one.path} ({convert_bytes(one.size)})")
     for one in aside if not (options.damaged or options.json) else []:
         print(f"kept {one.path} ({convert_bytes(one.size)}), which was put aside as damaged: --damaged deletes it")
+    _prune_debris(options)
     if options.json:
         _print_json([_facts(one) for one in going])
     return 0
+
+
+def _prune_debris(options: argparse.Namespace) -> None:
+    """Delete what killed saves left; where a program trains, or a save may be under way, it stays."""
+    from trainer_lib.checkpointing.listing import debris_in
+    from trainer_lib.checkpointing.storage import storage_of
+    from trainer_lib.runs.lease import is_leased
+
+    for path in debris_in(options.folder):
+        sizes = storage_of(path).sizes()
+        written = [(path / name).stat().st_mtime for name in sizes] or [path.stat().st_mtime]
+        is_recent = time.time() - max(written) < _SETTLED_AFTER
+        size = convert_bytes(sum(sizes.values()))
+        if is_recent or is_leased(path.parent.parent):
+            told = f"kept {path} ({size}): a save may be under way"
+        else:
+            storage_of(path.parent).delete_debris([path])
+            told = f"deleted {path} ({size}), left by a save that was cut short"
+        if not options.json:
+            print(told)
 
 
 def _consolidate(options: argparse.Namespace) -> int:

@@ -68,6 +68,10 @@ class UnreachableError(CheckpointError):
     """A file on another machine that could not be read, listed or written, in several attempts."""
 
 
+class RunInUseError(TrainerLibError, RuntimeError):
+    """A run that another program trains, and writes into the folder of."""
+
+
 class HubError(TrainerLibError, OSError):
     """The Hugging Face Hub, which could not be reached, or refused what it was asked for."""
 

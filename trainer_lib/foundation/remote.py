@@ -165,6 +165,14 @@ class RemotePath:
         self._ask(lambda files, root: files.pipe_file(root, data))
         return len(data)
 
+    def create(self, data: bytes) -> bool:
+        """Write a file unless there is one, by a conditional write; return whether it was written."""
+        try:
+            self._ask(lambda files, root: files.pipe_file(root, data, mode="create"))
+        except FileExistsError:
+            return False
+        return True
+
     def write_text(self, text: str, encoding: str = "utf-8") -> int:
         """Write a file, at once."""
         return self.write_bytes(text.encode(encoding))

@@ -54,8 +54,10 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
     if process.get("host") != platform.node():
         return None
     try:
+        known = psutil.Process(int(process["pid"]))
         # A number is given away again: it is the same process if it began at the same time.
-        return abs(psutil.Process(int(process["pid"])).create_time() - float(process["began"])) < 1
+        is_same = abs(known.create_time() - float(process["began"])) < 1
+        return is_same and known.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.AccessDenied:
         return None
     except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):

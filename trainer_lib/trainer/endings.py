@@ -38,21 +38,19 @@ def final_checkpoint(run: RunFolder) -> AnyPath | None:
     return path_at(chosen[-1]["path"]) if chosen else None
 
 
-def tell_of_others(found: list[FoundRun], what: dict[str, Any]) -> None:
-    """Warn that a new run begins although there are checkpoints, of which run, why, and how to resume it."""
+def told_of_others(found: list[FoundRun], what: dict[str, Any]) -> str | None:
+    """Return what to say where a new run begins although there are checkpoints: whose, why, and how to resume them."""
     told: list[str] = []
     for candidate in reversed(found):
         run, checkpoint = candidate.run, candidate.run.newest_checkpoint()
         if checkpoint is not None:
             why = candidate.mismatch(what) or "it is finished"
             told.append(f"{run.path} has {checkpoint.name}, but {why}; resume={str(run.path)!r} resumes it.")
-    if told:
-        more = f" {len(told) - _SHOWN} more runs there do not match either." if len(told) > _SHOWN else ""
-        _logger.warning(
-            'resume="auto" begins a new run, at step 0, although there are checkpoints. %s%s',
-            " ".join(told[:_SHOWN]),
-            more,
-        )
+    if not told:
+        return None
+    more = [f"{len(told) - _SHOWN} more runs there do not match either."] if len(told) > _SHOWN else []
+    begins = 'resume="auto" begins a new run, at step 0, although there are checkpoints.'
+    return " ".join([begins, *told[:_SHOWN], *more])
 
 
 def load_finished(trainer: "Trainer", run: RunFolder, checkpoint: AnyPath | None) -> FitResult:

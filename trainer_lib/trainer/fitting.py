@@ -19,6 +19,7 @@ from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import HISTORY_FILE, IDENTITY_FILE, RunFolder
+from trainer_lib.runs.lease import Lease
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import banner, differences, history, optimizer_modes, preflight, same_data
 from trainer_lib.trainer.adapters import Adapters
@@ -52,14 +53,17 @@ class Fitting:
         trainer: Whose verbs make its parts.
         folder: The run's folder; `None`: nothing is written.
         signals: The signals that ask it to save and end.
+        lease: The right to write into the folder; `None`: nothing is written.
 
     Attributes:
         interruption: What ended it early, known to all processes; `None`: nothing.
         owed: What is left to do of the last step, before the next one, as `Control` knows it; with reasons.
     """
 
-    def __init__(self, trainer: "Trainer", folder: RunFolder | None, signals: Signals) -> None:
-        self.signals = signals
+    def __init__(
+        self, trainer: "Trainer", folder: RunFolder | None, signals: Signals, lease: Lease | None = None
+    ) -> None:
+        self.signals, self.lease = signals, lease or Lease(None)
         self.interruption: Interruption | None = None
         self.owed: dict[str, str | None] = {}
         self.deadline: Deadline | None = None
@@ -155,6 +159,7 @@ class Fitting:
         run.state.status, run.state.reason = "running", None
         self._begin_counting()
         if self.folder is not None and run.is_main_process:
+            self.lease.acquire()  # a new run; one that is resumed has it since it was found
             self.folder.take_down(HISTORY_FILE)
             self._tell_running(self.folder, is_new=checkpoint is None)
         if self.folder is not None and args.save_in_background:
@@ -380,7 +385,7 @@ class Fitting:
         try:
             self.events.fire("on_fit_end", run)
         finally:
-            if self.folder is not None and run.is_main_process:
+            if self.folder is not None and run.is_main_process and self.lease.loss() is None:
                 try:
                     self.folder.write(status=status, state=run.state.state_dict(), metrics=dict(run.metrics))
                     history.write_report(self.folder)

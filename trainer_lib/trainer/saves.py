@@ -3,7 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.foundation.errors import CheckpointError, UnsavedError, UnwritableError
+from trainer_lib.foundation.errors import CheckpointError, RunInUseError, UnsavedError, UnwritableError
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import RunFolder
@@ -128,7 +128,10 @@ class Saves:
     def _position(self) -> dict[str, Any]:
         run, state = self._fitting.run, self._fitting.run.state
         # Clocks differ, and by this time all processes are to come to the same about which checkpoints to keep.
-        (seconds,) = run.accelerator.group.broadcast_objects([state.seconds])
+        seen = [state.seconds, self._fitting.lease.loss()]
+        seconds, loss = run.accelerator.group.broadcast_objects(seen)
+        if loss is not None:
+            raise RunInUseError(f"{loss} Nothing more is saved.")
         return {"epoch": state.epochs, "samples": state.samples, "seconds": seconds}
 
     def _written(self) -> dict[str, Any]:

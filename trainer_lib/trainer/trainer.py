@@ -20,6 +20,7 @@ from trainer_lib.foundation.shown import shown
 from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.runs.lease import Lease
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.trainer import admission, defaults, preflight
 from trainer_lib.trainer.argument_checks import CHECKS
@@ -42,7 +43,7 @@ from trainer_lib.trainer.mean_check import MeanCheck
 from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss
 from trainer_lib.trainer.optimizer_modes import weights_in_use
 from trainer_lib.trainer.outputs import EvaluationOutput
-from trainer_lib.trainer.places import checkpoint_at, find_place
+from trainer_lib.trainer.places import Place, checkpoint_at, find_place
 from trainer_lib.trainer.predictions import Predictions
 from trainer_lib.trainer.quarantine import leave_out_while_evaluating
 from trainer_lib.trainer.result import FitResult
@@ -230,13 +231,17 @@ class Trainer:
             UnsavedError: If it trained to its end and the last checkpoint could not be written.
         """
         preflight.check(self)
-        place = find_place(
+        place, lease = find_place(
             self.args.output_folder,
             self.args.run_name,
             str(self.args.resume) if resume is None else str(CHECKS["resume"]("resume", resume)),
             self.accelerator.group,
             defaults.what_is_trained(self),
         )
+        with lease:
+            return self._fit_at(place, lease)
+
+    def _fit_at(self, place: Place, lease: Lease) -> FitResult:
         if self._has_fitted:  # weights stay, all else begins anew
             self.accelerator.free_memory()
             self.prepared = None
@@ -247,7 +252,7 @@ class Trainer:
                 return load_finished(self, place.folder, place.checkpoint)
         signals = Signals(self.args.stop_signals, Control(), self.accelerator.is_main_process)
         with numerics(self.args), signals:
-            fitting = Fitting(self, place.folder, signals)
+            fitting = Fitting(self, place.folder, signals, lease)
             self.run = fitting.run
             status = "failed"
             try:
