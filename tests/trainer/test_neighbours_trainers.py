@@ -115,7 +115,8 @@ def test_what_it_has_is_taken_over(tmp_path: Path) -> None:
     assert any(isinstance(one, Printer) for one in taken.events)
     assert (taken.model, taken.optimizer, taken.scheduler) == (told.model, optimizer, schedule)
     assert taken.train_dataset is told.train_dataset
-    assert getattr(taken.collate_fn, "data_collator", None) is collator
+    assert taken.collate_fn is collator
+    assert taken.args.remove_unused_columns
     assert type(taken).__name__ == "Trainer"
     told.callback_handler.callbacks.append(TensorBoardCallback())
     told.args.report_to = []

@@ -116,6 +116,7 @@ CHECKS: dict[str, Check] = {
     "seed_each_sample": values.flag,
     "drop_last": values.flag,
     "group_by_length": values.flag,
+    "remove_unused_columns": values.flag,
     "length_column": values.text,
     "sample_weights": optional(values.weights),
     "on_bad_sample": values.choice("raise", "skip"),

@@ -117,6 +117,8 @@ class TrainingArguments:
             sample), so that a dataset which draws random numbers in workers resumes to the bit too.
         drop_last: Drop a last batch that is not full.
         group_by_length: Make batches of samples of about the same length.
+        remove_unused_columns: Leave columns of a dataset out of batches that the model's `forward` does not take; by
+            default they are an error. True for arguments of Hugging Face's Trainer, unless they say otherwise.
         length_column: The column of the dataset with the lengths, if it has one.
         sample_weights: How often each sample is drawn, relative to the others.
         on_bad_sample: What follows when a sample cannot be read or collated: "raise" ends the run with its index,
@@ -212,6 +214,7 @@ class TrainingArguments:
     seed_each_sample: bool = False
     drop_last: bool = False
     group_by_length: bool = False
+    remove_unused_columns: bool = False
     length_column: str = "length"
     sample_weights: Sequence[float] | None = None
     on_bad_sample: Literal["raise", "skip"] = "raise"
@@ -442,7 +445,8 @@ class TrainingArguments:
     def from_transformers(cls, arguments: Any) -> Self:
         """Return what a `transformers.TrainingArguments` says, and warn of all that has no place here.
 
-        What is at Hugging Face's default is left at the default of this class.
+        What is at Hugging Face's default is left at the default of this class, but for `remove_unused_columns`:
+        datasets made for that trainer may count on it.
 
         Args:
             arguments: The arguments of Hugging Face's Trainer.
@@ -454,7 +458,7 @@ class TrainingArguments:
         if lost:
             lines = "".join(f"\n  {names}: {reason}" for names, reason in lost.items())
             _logger.warning("Of the arguments of Hugging Face's Trainer these have no place here:%s", lines)
-        return cls(**ours)
+        return cls(**{"remove_unused_columns": bool(arguments.remove_unused_columns), **ours})
 
 
 def _interval(name: str, value: Any) -> Every | None:

@@ -93,7 +93,8 @@ def check_names(model: nn.Module, batch: Any) -> None:
         raise ConfigurationError(
             f"The batch has {', '.join(map(repr, foreign))}, which {forward} does not take. It takes: "
             f"{', '.join(known)}.{did_you_mean(foreign[0], known)} Leave what is not meant for the model out of the "
-            "dataset (remove_columns), or override compute_loss(model, batch); nothing is dropped silently."
+            "dataset (remove_columns), give TrainingArguments(remove_unused_columns=True), or override "
+            "compute_loss(model, batch)."
         )
     missing = [name for name, one in known.items() if one is not None and one.default is one.empty]
     missing = [name for name in missing if name not in given]

@@ -32,6 +32,7 @@ from trainer_lib.trainer.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.parameter_groups import group_parameters
 from trainer_lib.trainer.schedules import build_schedule
 from trainer_lib.trainer.sources import as_dataset, length_of
+from trainer_lib.trainer.unused_columns import UnusedColumnsRemoved, taken_columns
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -153,7 +154,7 @@ def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
     return loaders.train_loader(
         dataset,
         batch_size=args.train_batch_size_for(trainer.accelerator.num_processes),
-        collate_fn=trainer.collate_fn,
+        collate_fn=_collate_fn(trainer),
         processing_class=trainer.processing_class,
         shuffle=args.shuffle,
         drop_last=args.drop_last,
@@ -173,12 +174,18 @@ def eval_loader(trainer: "Trainer", dataset: Any, option: str = "eval_dataset") 
     return loaders.eval_loader(
         dataset,
         batch_size=args.eval_batch_size,
-        collate_fn=trainer.collate_fn,
+        collate_fn=_collate_fn(trainer),
         processing_class=trainer.processing_class,
         option=option,
         limit_batches=args.limit_eval_batches if args.overfit_batches is None else args.overfit_batches,
         **_reading(trainer),
     )
+
+
+def _collate_fn(trainer: "Trainer") -> Any:
+    if not trainer.args.remove_unused_columns:
+        return trainer.collate_fn
+    return UnusedColumnsRemoved(loaders.collator(trainer.collate_fn, trainer.processing_class), taken_columns(trainer))
 
 
 def _reading(trainer: "Trainer") -> dict[str, Any]:

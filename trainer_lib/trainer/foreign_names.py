@@ -77,7 +77,6 @@ NONE_HERE: dict[str, str] = {
     "dispatch_batches": "give the engine: Trainer(…, accelerator=Accelerator(dataloader_config=…))",
     "dataloader_multiprocessing_context": _LOADER,
     "dataloader_in_order": _LOADER,
-    "remove_unused_columns": "nothing is dropped from a batch; leave columns out of the dataset, or in collate_fn",
     "ddp_backend": _LAUNCHER,
     "ddp_timeout": _LAUNCHER,
     "local_rank": "the launcher says it",
@@ -108,7 +107,6 @@ ALWAYS: dict[str, Any] = {
     "batch_eval_metrics": True,
     "save_safetensors": True,
     "restore_callback_states_from_checkpoint": True,
-    "remove_unused_columns": False,
 }
 
 # What other libraries, and people in a hurry, call ours.

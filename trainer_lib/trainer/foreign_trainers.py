@@ -1,7 +1,6 @@
 """This file is a Trainer of Hugging Face as what makes one of ours: its model, arguments, data and callbacks."""
 
 import copy
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +45,6 @@ _OWN_FLOW = (
     "PrinterCallback",
     "JITCheckpointCallback",
 )
-_LABELS = ("label", "label_ids", "labels")
 
 
 def options_of(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +66,7 @@ def options_of(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[str, 
         "args": args,
         "train_dataset": foreign.train_dataset,
         "eval_dataset": foreign.eval_dataset,
-        "collate_fn": _collator(foreign),
+        "collate_fn": foreign.data_collator,
         "processing_class": foreign.processing_class,
         "compute_metrics": foreign.compute_metrics,
         "callbacks": [*_callbacks(foreign, args), *changing],
@@ -163,14 +161,3 @@ def _optimizers(foreign: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         )
         return {}
     return {"optimizer": foreign.optimizer, "scheduler": foreign.lr_scheduler}
-
-
-def _collator(foreign: Any) -> Any:
-    """Return its collator, which leaves out fields that the model does not take where the trainer there does."""
-    if not foreign.args.remove_unused_columns:
-        return foreign.data_collator
-    from transformers.trainer_utils import RemoveColumnsCollator
-
-    bare = foreign.model.get_base_model() if hasattr(foreign.model, "get_base_model") else foreign.model
-    taken = {*inspect.signature(bare.forward).parameters, *_LABELS, *foreign.label_names}
-    return RemoveColumnsCollator(foreign.data_collator, taken, _logger, type(bare).__name__)

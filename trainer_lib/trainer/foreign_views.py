@@ -106,7 +106,7 @@ def _plain(run: Run) -> dict[str, Any]:
         "lr_scheduler_kwargs": dict(ours.lr_scheduler_kwargs),
         "report_to": list(ours.report_to),
         "disable_tqdm": ours.progress_bar is False,
-        "remove_unused_columns": False,
+        "remove_unused_columns": ours.remove_unused_columns,
     }
 
 

@@ -112,7 +112,7 @@ def train_loader(
         sampler=sampler,
         generator=torch.Generator().manual_seed(positive_seed(seed or 0)) if seeded else None,
         drop_last=drop_last,
-        collate_fn=_collate(collate_fn, processing_class),
+        collate_fn=collator(collate_fn, processing_class),
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,
@@ -261,7 +261,8 @@ def _check_whole_batch(data: Any, round_size: int, drop_last: bool, option: str)
         )
 
 
-def _collate(collate_fn: Collate | None, processing_class: Any) -> Callable[..., Any]:
+def collator(collate_fn: Collate | None, processing_class: Any) -> Callable[..., Any]:
+    """Return what makes batches of samples, where none is given too."""
     if collate_fn is not None:
         if not callable(collate_fn):  # pyright: ignore[reportUnnecessaryComparison]
             raise ConfigurationError(
