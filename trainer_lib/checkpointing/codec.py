@@ -9,6 +9,7 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,15 @@ from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.safetensors import why_not
 
 _DEFAULT_FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, tuple)}
+
+# The states of torchao's optimizers: tensors made of other tensors. No other class is imported for a name in a file.
+_QUANTIZED = frozenset(
+    {
+        "torchao.optim.subclass_8bit.OptimState8bit",
+        "torchao.optim.subclass_4bit.OptimState4bit",
+        "torchao.optim.subclass_fp8.OptimStateFp8",
+    }
+)
 
 
 @dataclass
@@ -93,6 +103,8 @@ class _Encoder:
             return {"$tensor": self._placed(value, path)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._array(value, path)
+        if (name := f"{kind.__module__}.{kind.__qualname__}") in _QUANTIZED:
+            return {"$quantized": name, **self._parts(value, path)}
         return self._pickled(value, path, f"is a {kind.__module__}.{kind.__qualname__}")
 
     def _container(self, value: Any, path: str) -> Any:
@@ -143,6 +155,12 @@ class _Encoder:
         values = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
         tag = "$array" if isinstance(array, np.ndarray) else "$number"
         return {tag: self._placed(values, path), "dtype": dtype.str, "shape": list(array.shape)}
+
+    def _parts(self, tensor: Any, path: str) -> dict[str, Any]:
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: self.tree(getattr(tensor, name), f"{path}.{name}") for name in names}
+        layout = {"size": list(tensor.size()), "stride": list(tensor.stride())}
+        return {"parts": parts, "context": self.tree(list(context), f"{path}.context"), **layout}
 
     def _placed(self, tensor: Tensor, path: str) -> str:
         name = path or "value"
@@ -205,6 +223,8 @@ class _Decoder:
             data = self._placed(content, path).cpu().numpy().tobytes()
             array = np.frombuffer(data, np.dtype(tree["dtype"])).reshape(tree["shape"])
             return array.copy() if tag == "$array" else array[()]
+        if tag == "$quantized":
+            return self._quantized(content, tree, path)
         if tag == "$pickle":
             return self._unpickled(content, path)
         raise CheckpointError(f"{self._told(path)} is of a kind {tag!r} that this version does not know.")
@@ -214,6 +234,18 @@ class _Decoder:
         if told.get("complex"):
             tensor = torch.view_as_complex(tensor)
         return Parameter(tensor, told["parameter"]) if "parameter" in told else tensor
+
+    def _quantized(self, name: str, told: dict[str, Any], path: str) -> Any:
+        if name not in _QUANTIZED:
+            raise CheckpointError(f"{self._told(path)} is a {name}, which this version does not know.")
+        module, _, kind = name.rpartition(".")
+        try:
+            cls: Any = getattr(import_module(module), kind)
+        except ImportError as error:
+            raise CheckpointError(f"{self._told(path)} is a {name}: install torchao to load it.") from error
+        parts = {part: self.value(tree, f"{path}.{part}") for part, tree in told["parts"].items()}
+        size, stride = torch.Size(told["size"]), tuple(told["stride"])
+        return cls.__tensor_unflatten__(parts, self.value(told["context"], path), size, stride)
 
     def _placed(self, name: str, path: str) -> Any:
         if name not in self.tensors:
