@@ -82,6 +82,12 @@ def batches(count: int, labels_up_to: int = 20) -> list[dict[str, Tensor]]:
     return [{"input_ids": one, "labels": other} for one, other in zip(tokens, labels, strict=True)]
 
 
+def big_batch_losses(model: Any, data: list[dict[str, Tensor]], size: int) -> list[float]:
+    """Return the loss that a model has of each batch of some rows at once."""
+    parts = [data[start : start + size] for start in range(0, len(data), size)]
+    return [model(**{key: torch.stack([row[key] for row in part]) for key in part[0]}).loss.item() for part in parts]
+
+
 @pytest.mark.parametrize("name", sorted(_SHIFTS))
 def test_models_are_asked(name: str) -> None:
     model = tiny(name)
@@ -106,12 +112,21 @@ def test_updates_are_those_of_one_big_batch(name: str, processes: int) -> None:
         options = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=2)
         return train(Trainer(tiny(name), options, train_dataset=data)).losses
 
-    expected: list[float] = []
-    model = tiny(name)
-    for start in range(0, 14, 4 * processes):
-        part = data[start : start + 4 * processes]
-        expected.append(model(**{key: torch.stack([row[key] for row in part]) for key in part[0]}).loss.item())
+    expected = big_batch_losses(tiny(name), data, 4 * processes)
     for losses in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["BartForCausalLM", "GPT2LMHeadModel"])
+def test_sharded_models_are_asked_on_all_ranks(name: str) -> None:
+    data = batches(14)
+
+    def one() -> list[float]:
+        options = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=2, fsdp=True)
+        return train(Trainer(tiny(name), options, train_dataset=data)).losses
+
+    expected = big_batch_losses(tiny(name), data, 8)
+    for losses in run_world(one, (), 2, timeout=60):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
