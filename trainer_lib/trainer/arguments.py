@@ -458,7 +458,8 @@ class TrainingArguments:
         if lost:
             lines = "".join(f"\n  {names}: {reason}" for names, reason in lost.items())
             _logger.warning("Of the arguments of Hugging Face's Trainer these have no place here:%s", lines)
-        return cls(**{"remove_unused_columns": bool(arguments.remove_unused_columns), **ours})
+        ours.setdefault("remove_unused_columns", bool(arguments.remove_unused_columns))
+        return cls(**ours)
 
 
 def _interval(name: str, value: Any) -> Every | None:

@@ -1,7 +1,7 @@
 """Columns of a dataset that the model does not take, left out of batches as Hugging Face's Trainer does."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,10 +16,13 @@ _LABELS = ("label", "label_ids", "labels")
 
 def taken_columns(trainer: "Trainer") -> frozenset[str]:
     """Return the arguments of the model's forward, and the names of labels."""
-    models: Iterable[Any] = [trainer.model] if isinstance(trainer.model, nn.Module) else trainer.model.values()
-    bare = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
-    names = {name for model in bare for name in inspect.signature(model.forward).parameters}
+    models = [trainer.model] if isinstance(trainer.model, nn.Module) else trainer.model.values()
+    names = {name for model in models for name in inspect.signature(_bare(model).forward).parameters}
     return frozenset({*names, *_LABELS, *(trainer.args.label_names or ())})
+
+
+def _bare(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter of PEFT
 
 
 class UnusedColumnsRemoved:
