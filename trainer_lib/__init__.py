@@ -58,7 +58,9 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.arguments import TrainingArguments as TrainingArguments
     from trainer_lib.trainer.layerwise import layerwise_learning_rates as layerwise_learning_rates
     from trainer_lib.trainer.losses import LossResult as LossResult
+    from trainer_lib.trainer.mixing import MixedDataset as MixedDataset
     from trainer_lib.trainer.outputs import EvaluationOutput as EvaluationOutput
+    from trainer_lib.trainer.packing import PackedDataset as PackedDataset
     from trainer_lib.trainer.parameter_groups import ParameterGroup as ParameterGroup
     from trainer_lib.trainer.result import FitResult as FitResult
     from trainer_lib.trainer.trainer import Trainer as Trainer
@@ -87,7 +89,9 @@ _HOMES = {
     "LocalSGD": "trainer_lib.local_sgd",
     "LossResult": "trainer_lib.trainer.losses",
     "MissingPackageError": "trainer_lib.foundation.errors",
+    "MixedDataset": "trainer_lib.trainer.mixing",
     "NonFiniteError": "trainer_lib.foundation.errors",
+    "PackedDataset": "trainer_lib.trainer.packing",
     "ParallelismConfig": "trainer_lib.parallelism_config",
     "ParameterGroup": "trainer_lib.trainer.parameter_groups",
     "PartialState": "trainer_lib.state",
@@ -142,7 +146,9 @@ __all__ = [
     "LocalSGD",
     "LossResult",
     "MissingPackageError",
+    "MixedDataset",
     "NonFiniteError",
+    "PackedDataset",
     "ParallelismConfig",
     "ParameterGroup",
     "PartialState",

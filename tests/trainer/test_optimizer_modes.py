@@ -214,6 +214,14 @@ def test_another_fit_goes_on_from_the_weights_of_training(tmp_path: Path) -> Non
     assert_close(weights(model), averages[-1])
 
 
+@pytest.mark.parametrize("kind", ["ScheduleFree", "Unmarked"])
+def test_a_finished_run_that_is_opened_again_has_the_average(kind: str, tmp_path: Path) -> None:
+    args = arguments(optimizer=f"{__name__}.{kind}", output_dir=tmp_path, resume="auto", **OPTIONS)
+    for model in (network(), network()):
+        trainer(args, model=model).fit()
+        assert_close(weights(model), by_hand()[1][-1])
+
+
 def test_a_run_that_loads_its_best_ends_with_the_average_of_then(tmp_path: Path) -> None:
     looks = Looks(tmp_path)
     args = arguments(

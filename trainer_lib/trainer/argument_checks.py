@@ -119,6 +119,7 @@ CHECKS: dict[str, Check] = {
     "remove_unused_columns": values.flag,
     "length_column": values.text,
     "sample_weights": optional(values.weights),
+    "validation_split": optional(values.share),
     "on_bad_sample": values.choice("raise", "skip"),
     "max_bad_samples": values.count_or_share(hint=' For none, give on_bad_sample="raise".'),
     "limit_train_batches": optional(values.whole(hint=_NO_LIMIT)),
@@ -244,6 +245,11 @@ def _order(args: "TrainingArguments") -> None:
     told = [name for name in ("group_by_length", "sample_weights") if getattr(args, name)]
     if len(told) == 2:
         raise ConfigurationError("group_by_length and sample_weights each choose the samples of a batch. Give one.")
+    if args.validation_split is not None and args.sample_weights:
+        raise ConfigurationError(
+            "validation_split takes rows out of train_dataset, and sample_weights has a weight for each row. Split the "
+            "data, and give eval_dataset."
+        )
     if told and not args.shuffle:
         raise ConfigurationError(f"shuffle=False keeps the order, and {told[0]} chooses another. Give one of them.")
     if args.overfit_batches is None:

@@ -80,6 +80,13 @@ def number(at_least: float | None = None, above: float | None = None, hint: str 
     return check
 
 
+def share(name: str, value: Any) -> float:
+    """Numbers between 0 and 1."""
+    if (exact := _number(value)) is not None and 0 < exact < 1:
+        return float(value)
+    raise _refusal(name, value, "a number between 0 and 1", " A tenth is 0.1.")
+
+
 def flag(name: str, value: Any) -> bool:
     """True or false."""
     meant = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}

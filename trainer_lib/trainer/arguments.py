@@ -121,6 +121,8 @@ class TrainingArguments:
             default they are an error. True for arguments of Hugging Face's Trainer, unless they say otherwise.
         length_column: The column of the dataset with the lengths, if it has one.
         sample_weights: How often each sample is drawn, relative to the others.
+        validation_split: The share of `train_dataset` to evaluate on instead of training on it, where no `eval_dataset`
+            is given: 0.1 holds out 10 % of the rows, the same ones for each seed.
         on_bad_sample: What follows when a sample cannot be read or collated: "raise" ends the run with its index,
             "skip" leaves it out of its batch, tells of it in the end, and lists it in `quarantine.jsonl`.
         max_bad_samples: How many samples may be left out: a number, or below 1 a share of the data.
@@ -217,6 +219,7 @@ class TrainingArguments:
     remove_unused_columns: bool = False
     length_column: str = "length"
     sample_weights: Sequence[float] | None = None
+    validation_split: float | None = None
     on_bad_sample: Literal["raise", "skip"] = "raise"
     max_bad_samples: int | float = 10
 

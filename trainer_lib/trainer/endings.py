@@ -6,6 +6,7 @@ from trainer_lib.events import Control, RunState, Transformer
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import FoundRun, RunFolder
+from trainer_lib.trainer import optimizer_modes
 from trainer_lib.trainer.fitting import Fitting
 from trainer_lib.trainer.history import report_of
 from trainer_lib.trainer.present import checkpoints_there
@@ -67,6 +68,7 @@ def load_finished(trainer: "Trainer", run: RunFolder, checkpoint: AnyPath | None
         _fire(fitting, "on_fit_begin")
         fitting.run.state = RunState.of(state)
         fitting.run.metrics = dict(facts["metrics"])
+        optimizer_modes.evaluate(fitting.run.optimizers.values())
         _fire(fitting, "on_fit_end")  # which puts averages of weights (EMA, SWA) in the place of the weights
     finally:
         fitting.release()

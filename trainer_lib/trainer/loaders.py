@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, Subset
 
 from trainer_lib.data_loader.order import iterates_as
 from trainer_lib.data_loader.randomness import RandomStream, derived_seed, positive_seed
@@ -288,8 +288,8 @@ def _loader(
     if not num_workers and (persistent_workers or prefetch_factor is not None):
         name = "persistent_workers" if persistent_workers else "prefetch_factor"
         raise ConfigurationError(f"{name} is about workers, and there are none. Give num_workers, or leave it out.")
-    if collate_fn is collate and isinstance(data, Columns):
-        data = data.gathering()
+    if collate_fn is collate:
+        data = _gathering(data)
     return DataLoader(
         data,
         collate_fn=collate_fn,
@@ -299,6 +299,13 @@ def _loader(
         persistent_workers=persistent_workers,
         **options,
     )
+
+
+def _gathering(data: Any) -> Any:
+    """Return arrays, or some of their rows, so that batches are taken from them as a whole."""
+    if type(data) is Subset and isinstance(data.dataset, Columns):
+        return Subset(data.dataset.gathering(), data.indices)
+    return data.gathering() if isinstance(data, Columns) else data
 
 
 def _pins(data: Any) -> bool:

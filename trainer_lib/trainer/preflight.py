@@ -251,6 +251,11 @@ def _loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False)
 
 def _check_not_asked_for(trainer: "Trainer") -> None:
     args, asked = trainer.args, None
+    if args.validation_split is not None and trainer.train_dataset is None:
+        raise ConfigurationError(
+            f"validation_split={args.validation_split:g} holds out rows of train_dataset, and none is given. Give "
+            "Trainer(train_dataset=…) or Trainer(eval_dataset=…)."
+        )
     if args.eval_every not in (None, "never"):
         asked = f"eval_every={args.eval_every!r}"
     elif args.eval_on_start:

@@ -22,7 +22,7 @@ from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.runs.lease import Lease
 from trainer_lib.scheduler import AcceleratedScheduler
-from trainer_lib.trainer import admission, defaults, preflight
+from trainer_lib.trainer import admission, defaults, preflight, validation
 from trainer_lib.trainer.argument_checks import CHECKS
 from trainer_lib.trainer.arguments import TrainingArguments
 from trainer_lib.trainer.averages import Averages
@@ -148,8 +148,10 @@ class Trainer:
         self.metrics, self.compute_metrics = metrics, compute_metrics
         self.optimizer, self.scheduler = optimizer, scheduler
         admission.check(self, Trainer)
+        if self.args.validation_split is not None and train_dataset is not None:
+            self.train_dataset, self.eval_dataset = validation.split_for(self)
         self.events = Dispatcher(defaults.callbacks(self.args, admission.checked_callbacks(callbacks)))
-        names = [] if eval_dataset is None else list(named_sets(self, eval_dataset))
+        names = [] if self.eval_dataset is None else list(named_sets(self, self.eval_dataset))
         self.measures = defaults.measures(names, metrics, compute_metrics)
         if accelerator is not None:
             admission.check_accelerator(accelerator, self.args)
