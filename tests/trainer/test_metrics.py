@@ -557,3 +557,63 @@ class TestComputeMetrics:
         bench = Bench(step)
         with pytest.raises(ConfigurationError, match=r"\['rows'\].*earlier one were it"):
             bench.evaluate({"": bench.set(dataset(6), compute_metrics=lambda prediction: {})})
+
+
+def _of_scikit_learn(predictions: Tensor, labels: Tensor) -> dict[str, float]:
+    from sklearn import metrics as sk
+
+    counted = labels != -100
+    chosen, actual = predictions.argmax(-1)[counted].numpy(), labels[counted].numpy()
+    found: dict[str, float] = {}
+    for name, function in (("f1", sk.f1_score), ("precision", sk.precision_score), ("recall", sk.recall_score)):
+        for average in ("macro", "micro", "weighted"):
+            found[f"{name}_{average}"] = function(actual, chosen, average=average, zero_division=0)
+    return found
+
+
+class TestClassification:
+    @pytest.mark.parametrize("classes", [3, 9])
+    def test_averages_are_those_of_scikit_learn(self, classes: int) -> None:
+        predictions, labels = torch.randn(23, classes), torch.randint(0, min(classes, 6), (23,))
+        labels[2::5] = -100
+        expected = _of_scikit_learn(predictions, labels)
+        found = measured(lambda: [*expected, "f1"], compared(predictions, labels), TensorDataset(predictions, labels))
+        assert found == pytest.approx({**expected, "f1": expected["f1_macro"]}, rel=1e-12)
+
+    def test_of_two_classes_it_is_that_of_class_1(self) -> None:
+        from sklearn import metrics as sk
+
+        predictions, labels = torch.randn(23, 2), torch.randint(0, 2, (23,))
+        found = measured(
+            lambda: ["f1", "precision", "recall", "auroc"],
+            compared(predictions, labels),
+            TensorDataset(predictions, labels),
+        )
+        chosen = predictions.argmax(-1)
+        assert found["f1"] == pytest.approx(sk.f1_score(labels, chosen), rel=1e-12)
+        assert found["precision"] == pytest.approx(sk.precision_score(labels, chosen), rel=1e-12)
+        assert found["recall"] == pytest.approx(sk.recall_score(labels, chosen), rel=1e-12)
+        assert found["auroc"] == pytest.approx(sk.roc_auc_score(labels, predictions.softmax(-1)[:, 1]), rel=1e-12)
+
+    def test_the_area_counts_ties_by_half_and_classes_alike(self) -> None:
+        from sklearn import metrics as sk
+
+        scores_of_one, sides = torch.randint(0, 4, (23,)).float(), torch.randint(0, 2, (23,))
+        found = measured(lambda: ["auroc"], compared(scores_of_one, sides), TensorDataset(scores_of_one, sides))
+        assert found["auroc"] == pytest.approx(sk.roc_auc_score(sides, scores_of_one), rel=1e-12)
+        predictions, labels = torch.randn(23, 3), torch.arange(23) % 3
+        found = measured(lambda: ["auroc"], compared(predictions, labels), TensorDataset(predictions, labels))
+        shares = predictions.double().softmax(-1).numpy()
+        assert found["auroc"] == pytest.approx(sk.roc_auc_score(labels, shares, multi_class="ovr"), rel=1e-12)
+
+    def test_what_cannot_be_counted_is_an_error(self) -> None:
+        metric = as_metric("f1", "f1")
+        metric.begin(torch.device("cpu"))
+        with pytest.raises(ConfigurationError, match="needs a score for each class"):
+            metric.update(EvaluationOutput(predictions=torch.randn(4), labels=torch.randint(0, 2, (4,))))
+        with pytest.raises(ConfigurationError, match=r"counts classes from 0, and a label is -1\."):
+            metric.update(EvaluationOutput(predictions=torch.randn(4, 2), labels=torch.tensor([-1, 0, 1, 1])))
+        area = as_metric("auroc", "auroc")
+        area.begin(torch.device("cpu"))
+        with pytest.raises(ConfigurationError, match="or one score a label"):
+            area.update(EvaluationOutput(predictions=torch.randint(0, 2, (4,)), labels=torch.randint(0, 2, (4,))))

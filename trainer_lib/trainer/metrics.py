@@ -50,7 +50,8 @@ def as_metric(thing: Any, name: str) -> Metric:
 
     Args:
         thing: The name of a known metric: "accuracy", "top5_accuracy" (or another number), "mse", "rmse", "mae",
-            "perplexity". An object with `update(predictions, labels)` and `compute()`, such as those of torchmetrics
+            "perplexity", "f1", "precision", "recall" (also as "f1_macro", "f1_micro", "f1_weighted"), "auroc".
+            An object with `update(predictions, labels)` and `compute()`, such as those of torchmetrics
             and torcheval; with `merge(others)` (or `merge_state`), each process has its own, without, each is updated
             with the batches of all. A metric of Hugging Face's evaluate, to which classes are given where the model
             has scores. A function of predictions and labels that returns one value a row, or one number, which

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
 from trainer_lib.state.process import PartialState
+from trainer_lib.trainer.classification import NAMES, classification_metric
 from trainer_lib.trainer.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.rows import count_rows
 
@@ -183,8 +184,10 @@ def named_metric(given: str, name: str) -> Metric:
     if top := re.fullmatch(r"top_?([1-9]\d*)_accuracy", given):
         k = int(top[1])
         return MeanMetric(name, lambda output: _top_accuracy(given, output, k))
+    if (metric := classification_metric(given, name, _tensors, chosen_classes)) is not None:
+        return metric
     if given not in _NAMED:
-        raise ConfigurationError(unknown("metric", given, [*_NAMED, "top5_accuracy"]))
+        raise ConfigurationError(unknown("metric", given, [*_NAMED, *NAMES, "top5_accuracy"]))
     measure, finish = _NAMED[given]
     return MeanMetric(name, lambda output: measure(given, output), finish)
 
