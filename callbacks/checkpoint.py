@@ -105,14 +105,17 @@ class Checkpoint(Callback):
             run.control.save_reasons.add("best")
 
     def _steps_kept(self, run: Run) -> set[int]:
-        steps = sorted(one["step"] for one in run.state.checkpoints)
+        good = _good(run)
+        steps = sorted(entry["step"] for entry in good)
         if self.keep_last is None:
-            return set(steps)
+            return {entry["step"] for entry in run.state.checkpoints}
         kept = set(steps[-self.keep_last :])
+        others = {entry["step"] for entry in run.state.checkpoints} - set(steps)
+        kept |= {max(others)} if others else set()  # to be looked at; it takes the place of none
         if run.state.best is not None:
             kept.add(run.state.best.step)
         if self.keep_every is not None:
-            kept |= steps_at_intervals(run.state.checkpoints, self.keep_every)
+            kept |= steps_at_intervals(good, self.keep_every)
         return kept | set(self._best_steps(run)[: max(self.keep_best, 1)])
 
     def _best_steps(self, run: Run) -> list[int]:
@@ -120,7 +123,7 @@ class Checkpoint(Callback):
         metric = self._metric(run)
         if metric is None:
             return []
-        values = {one["step"]: float(one["metrics"].get(metric, math.nan)) for one in run.state.checkpoints}
+        values = {one["step"]: float(one["metrics"].get(metric, math.nan)) for one in _good(run)}
         sign = self._sign(run)
         return sorted((s for s, value in values.items() if math.isfinite(value)), key=lambda s: (-sign * values[s], s))
 
@@ -134,6 +137,11 @@ class Checkpoint(Callback):
         if given is None and self.metric is None:
             given = getattr(run.args, "greater_is_better", None)
         return 1 if greater_is_better_for(self._metric(run) or "", given) else -1
+
+
+def _good(run: Run) -> list[dict[str, Any]]:
+    """Return the checkpoints whose weights are finite."""
+    return [entry for entry in run.state.checkpoints if not entry.get("nonfinite")]
 
 
 def _check_number(name: str, value: Any, least: int, may_be_none: bool = False) -> None:

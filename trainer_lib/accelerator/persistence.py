@@ -37,6 +37,8 @@ class Persistence(Processes):
     _load_hooks: dict[int, LoadHook]
     _facts: dict[int, Facts]
     _background: BackgroundSaves
+    # Buffers that may hold infinities, such as masks: by them no state counts as one that is not finite.
+    infinite_buffers: frozenset[str] = frozenset()
 
     # -- settings ------------------------------------------------------------------------------------------------
 

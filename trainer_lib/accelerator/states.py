@@ -62,12 +62,13 @@ def save(
     clear_up = partial(_clear_up, engine.should_save_model, target.parent, engine.project_configuration.total_limit)
     with ExitStack() as stack:
         saving = stack.enter_context(saving_to(target, engine.group, engine._leader))
+        saving.may_be_infinite = engine.infinite_buffers
         with together(engine.group, "save_state"):
             files = _files(engine, parts, saving.folder, words)
             manifest = described(engine, parts, automatic)
             if background:
                 files = engine._background.snapshots.take(files)
-        write = partial(_write, saving, files, manifest, clear_up if automatic else None)
+        write = partial(_write, engine._background, saving, files, manifest, clear_up if automatic else None)
         if background:
             group = engine._background.group(engine.group)
             saving.hand_over(group)
@@ -276,6 +277,7 @@ def _tell_of_another_world(engine: "Persistence", manifest: Manifest, folder: An
 
 
 def _write(
+    saves: BackgroundSaves,
     saving: Saving | RemoteSaving,
     files: Mapping[str, Content],
     manifest: Manifest,
@@ -288,6 +290,7 @@ def _write(
         if note_written is not None:
             note_written()
     saving.commit(manifest)
+    saves.nonfinite = list(dict.fromkeys(name for faults in saving.nonfinite.values() for name in faults))
     if clear_up is not None:
         clear_up()
         group.barrier()

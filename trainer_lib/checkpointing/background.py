@@ -37,6 +37,7 @@ class BackgroundSaves:
         self._error: BaseException | None = None
         self._written_at: float | None = None
         self.ended_at = 0.0  # the last one, by time.monotonic
+        self.nonfinite: list[str] = []  # the weights and buffers of the last one that are not finite, of all processes
         self._groups: tuple[ProcessGroup, ProcessGroup] | None = None
 
     @property

@@ -73,6 +73,16 @@ def damaged_beside(folder: AnyPath) -> AnyPath:
     return next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
 
 
+def is_weights(name: str) -> bool:
+    """Whether a file in a state holds weights and buffers of a model, by its name.
+
+    Example:
+        >>> is_weights("model_1.safetensors"), is_weights("model.shards/a.safetensors"), is_weights("optimizer.json")
+        (True, True, False)
+    """
+    return name.startswith(("model", "pytorch_model"))
+
+
 def is_committed(folder: AnyPath) -> bool:
     """Whether a folder holds a state that was written to the end."""
     return (folder / MANIFEST_NAME).is_file()

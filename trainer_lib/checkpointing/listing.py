@@ -55,7 +55,12 @@ class Listed:
         """How it is, in a word."""
         if self.is_aside:
             return "put aside"
-        return "complete" if self.problem is None else "damaged"
+        return "damaged" if self.problem is not None else "not finite" if self.nonfinite else "complete"
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """The weights and buffers that are not finite."""
+        return [] if self.manifest is None else self.manifest.nonfinite
 
 
 def groups_of_states(folder: AnyPath) -> list[list[Listed]]:
@@ -87,13 +92,14 @@ def superfluous(states: Sequence[Listed], keep_last: int) -> list[Listed]:
         states: The states of one run, the oldest first.
         keep_last: How many of the newest stay.
     """
-    present = [one for one in states if not one.is_aside]
+    present = [state for state in states if not state.is_aside and not state.nonfinite]
     kept, older = present[-keep_last:], present[:-keep_last]
     for one in [*reversed(kept), *reversed(older)]:
         if _is_whole(one):
             older = [other for other in older if other is not one]
             break
-    return [one for one in older if "best" not in one.kept]
+    faulty = [state for state in states if state.nonfinite and not state.is_aside and state is not states[-1]]
+    return [state for state in older if "best" not in state.kept] + faulty
 
 
 def _places(folder: AnyPath) -> list[AnyPath]:
@@ -127,7 +133,7 @@ def _order(path: AnyPath) -> tuple[int, str]:
 
 
 def _with_reasons(states: list[Listed]) -> list[Listed]:
-    newest = next((one for one in reversed(states) if not one.is_aside and one.problem is None), None)
+    newest = next((one for one in reversed(states) if not (one.is_aside or one.problem or one.nonfinite)), None)
     best = None if newest is None else newest.best_step
 
     def reasons(one: Listed) -> Iterator[str]:

@@ -17,6 +17,7 @@ from trainer_lib.foundation.strict_json import read_json
 
 SCHEMA = 3  # 1 had the sizes of files and no checksums, 2 nothing of the run
 CHECKSUM = "xxh3_128"  # what a file's checksum is called by
+NONFINITE = "nonfinite"  # what is known of a file of weights, if some of them are not finite
 _FORMAT = "trainer_lib state"
 _NONE = type(None)
 _TYPES: dict[str, Any] = {
@@ -66,7 +67,7 @@ class Manifest:
         origin: Of what another library saved: which, and what of it was left out.
         parts: The names of what was saved.
         kinds: For the parts of which that matters, the name of their class.
-        files: For each file what is known of it: its size and its checksum.
+        files: For each file what is known of it: its size, its checksum, and which weights in it are not finite.
         versions: Of the libraries that wrote it.
         schema: The version of this format.
     """
@@ -90,6 +91,11 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     schema: int = SCHEMA
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """The weights and buffers with a NaN or an infinity, by name."""
+        return list(dict.fromkeys(name for facts in self.files.values() for name in facts.get(NONFINITE, ())))
 
     def content(self) -> dict[str, Any]:
         """Return what the file says."""
@@ -144,10 +150,11 @@ def read_manifest(folder: AnyPath) -> Manifest:
         manifest = Manifest(**content)
         _check_types(manifest)
         sizes_are_numbers = all(isinstance(facts["size"], int) for facts in manifest.files.values())
+        names_are_texts = all(isinstance(name, str) for name in manifest.nonfinite)
         has_checksums = schema < 2 or all(isinstance(facts[CHECKSUM], str) for facts in manifest.files.values())
     except (KeyError, TypeError, AttributeError, CheckpointError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
-    if not sizes_are_numbers or not has_checksums:
+    if not (sizes_are_numbers and has_checksums and names_are_texts):
         raise DamagedError(f"{path} is damaged: sizes have to be numbers, and checksums texts.")
     return manifest
 

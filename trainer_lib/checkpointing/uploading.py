@@ -15,10 +15,10 @@ from typing import Any
 
 from trainer_lib.checkpointing.agreement import exchange, together
 from trainer_lib.checkpointing.background import UPLOAD_THREADS
-from trainer_lib.checkpointing.layout import MANIFEST_NAME, is_committed, replaced_beside
+from trainer_lib.checkpointing.layout import MANIFEST_NAME, is_committed, is_weights, replaced_beside
 from trainer_lib.checkpointing.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
 from trainer_lib.checkpointing.remote_storage import PARTIAL_NAME, RemoteStorage, temporary_folder
-from trainer_lib.checkpointing.writer import Saving
+from trainer_lib.checkpointing.writer import Saving, faults_of
 from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError, UnwritableError
 from trainer_lib.foundation.remote import AnyPath, RemotePath, persistently
@@ -55,6 +55,8 @@ class RemoteSaving:
 
     Attributes:
         folder: Where hooks of this process write, on this machine.
+        may_be_infinite: The names of buffers whose infinities are no fault.
+        nonfinite: The weights and buffers that are not finite, by the file; of all processes after `commit`.
     """
 
     folder: Path
@@ -64,6 +66,8 @@ class RemoteSaving:
         self._storage = RemoteStorage(target)
         self._group = group
         self._leads = group.rank == leader
+        self.may_be_infinite: Collection[str] = ()
+        self.nonfinite: dict[str, list[str]] = {}
         self._written: dict[str, str] = {}  # checksums of what was sent from here, by name
 
     def __enter__(self) -> "RemoteSaving":
@@ -96,10 +100,14 @@ class RemoteSaving:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=UPLOAD_THREADS) as pool:
             for name, checksum in zip(mine, pool.map(self._send, mine, mine.values()), strict=True):
                 self._written[name] = checksum
+                if is_weights(name) and (faults := mine[name].nonfinite(self.may_be_infinite)):
+                    self.nonfinite[name] = faults
 
     def commit(self, manifest: Manifest) -> None:
         """Send the manifest, once all processes are through."""
-        reports = exchange(self._group, self._written, "save_state")
+        answers = exchange(self._group, (self._written, self.nonfinite), "save_state")
+        reports = [written for written, _ in answers]
+        self.nonfinite = {name: faults for _, its in answers for name, faults in its.items()}
         with together(self._group, "save_state"):
             if self._leads:
                 checksums = _united(reports)
@@ -153,7 +161,10 @@ class RemoteSaving:
                 f"{self.target} has no {', '.join(missing[:4])}, which was just written there: the processes do not "
                 "write to the same storage, or it loses what it is given."
             )
-        return {name: {"size": found[name], CHECKSUM: checksum} for name, checksum in sorted(checksums.items())}
+        return {
+            name: {"size": found[name], CHECKSUM: checksum, **faults_of(name, self.nonfinite)}
+            for name, checksum in sorted(checksums.items())
+        }
 
     def _clear_up(self) -> None:
         """Delete what is not needed now that the state is there, and what failed saves left."""

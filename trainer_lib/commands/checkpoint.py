@@ -94,8 +94,10 @@ def _verify(options: argparse.Namespace) -> int:
             problem = str(error)
         seconds = time.monotonic() - began
         results.append({"path": str(one.path), "is_whole": problem is None, "problem": problem, "seconds": seconds})
+        results[-1]["nonfinite"] = one.nonfinite
         if not options.json:
-            told = f"{convert_bytes(one.size)} in {seconds:.1f} s" if problem is None else problem
+            faults = f"; not finite: {', '.join(one.nonfinite)}" if one.nonfinite else ""
+            told = f"{convert_bytes(one.size)} in {seconds:.1f} s{faults}" if problem is None else problem
             print(f"{'whole  ' if problem is None else 'DAMAGED'}  {one.path}: {told}")
     if options.json:
         _print_json(results)
@@ -215,6 +217,7 @@ def _facts(one: Any) -> dict[str, Any]:
         "saved": one.saved,
         "status": one.status,
         "problem": one.problem,
+        "nonfinite": one.nonfinite,
         "metrics": dict(one.metrics),
         "kept": list(one.kept),
         "world_size": None if one.manifest is None else one.manifest.world_size,
@@ -230,7 +233,8 @@ def _row(one: Any) -> list[str]:
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in one.metrics.items() if isinstance(value, float))
     step = "" if one.step is None else f"step {one.step}"
     why = [] if one.manifest is None else [f"saved for: {', '.join(one.manifest.reasons)}"] * bool(one.manifest.reasons)
-    notes = one.problem if one.status == "damaged" else "; ".join([*filter(None, [", ".join(one.kept)]), *why])
+    faults = [f"not finite: {', '.join(one.nonfinite)}"] if one.nonfinite else []
+    notes = one.problem if one.status == "damaged" else "; ".join([*filter(None, [", ".join(one.kept)]), *faults, *why])
     return [one.path.name, step, convert_bytes(one.size), f"{_age(one.saved)} ago", one.status, notes or "", metrics]
 
 

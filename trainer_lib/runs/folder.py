@@ -75,8 +75,11 @@ class RunFolder:
         return self.path / CHECKPOINTS / f"checkpoint-{step:08d}"
 
     def newest_checkpoint(self) -> AnyPath | None:
-        """Return the checkpoint of the most updates; on a disk one without a manifest is one too, and damaged."""
-        return next(reversed(self.checkpoints()), None)
+        """Return the checkpoint of the most updates whose weights are finite.
+
+        On a disk one without a manifest is one too, and damaged.
+        """
+        return next((path for path in reversed(self.checkpoints()) if not _has_nonfinite(path)), None)
 
     def checkpoints(self) -> list[AnyPath]:
         """Return the checkpoints of this run, the oldest first; those that another run left here are none."""
@@ -102,6 +105,15 @@ class RunFolder:
         """Return what each checkpoint has a copy of, so that a run that lost its file is known all the same."""
         known = {name: self.facts[name] for name in ("created", "number", "what") if name in self.facts}
         return facts_as_bytes({"run_id": self.run_id, **known})
+
+
+def _has_nonfinite(folder: AnyPath) -> bool:
+    try:
+        return bool(read_manifest(folder).nonfinite)
+    except UnreachableError:
+        raise
+    except CheckpointError:  # damaged, and set aside when it is opened
+        return False
 
 
 def new_run(root: AnyPath, name: str | None, what: dict[str, Any], number: int = 1) -> RunFolder:

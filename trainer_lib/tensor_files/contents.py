@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.foundation.strict_json import read_json
+from trainer_lib.tensor_files.finite import nonfinite_names
 from trainer_lib.tensor_files.safetensors import write_tensors
 from trainer_lib.tensor_files.storage import without_aliases
 
@@ -28,6 +29,11 @@ class Content(ABC):
     @abstractmethod
     def size(self) -> int:
         """About how many bytes it takes."""
+
+    def nonfinite(self, may_be_infinite: Collection[str]) -> list[str]:
+        """Return the names of its tensors with a NaN, or with an infinity that is a fault."""
+        del may_be_infinite
+        return []
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,10 @@ class Tensors(Content):
         """The bytes of the tensors."""
         return tensor_bytes(self.tensors)
 
+    def nonfinite(self, may_be_infinite: Collection[str]) -> list[str]:
+        """Look at each tensor."""
+        return nonfinite_names(self.tensors, may_be_infinite)
+
 
 @dataclass(frozen=True)
 class PickledTensors(Content):
@@ -72,6 +82,10 @@ class PickledTensors(Content):
     def size(self) -> int:
         """The bytes of the tensors."""
         return tensor_bytes(self.tensors)
+
+    def nonfinite(self, may_be_infinite: Collection[str]) -> list[str]:
+        """Look at each tensor."""
+        return nonfinite_names(self.tensors, may_be_infinite)
 
 
 @dataclass(frozen=True)

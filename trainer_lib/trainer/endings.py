@@ -35,7 +35,8 @@ def final_checkpoint(run: RunFolder) -> AnyPath | None:
     entries = _entries(run)
     state, arguments = run.facts["state"], run.facts.get("arguments") or {}
     best = state["best"]["step"] if arguments.get("load_best_at_end") and state["best"] is not None else None
-    chosen = [entry for entry in entries if entry["step"] == best] or entries
+    good = [entry for entry in entries if not entry.get("nonfinite")]
+    chosen = [entry for entry in good if entry["step"] == best] or good
     return path_at(chosen[-1]["path"]) if chosen else None
 
 

@@ -3,21 +3,29 @@
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from trainer_lib.callbacks.accumulation import AccumulationSchedule
 from trainer_lib.callbacks.jsonl import JsonlLog
 from trainer_lib.events import Best, Run, RunState
-from trainer_lib.foundation.errors import ConfigurationError, UnreachableError, UnwritableError, did_you_mean
+from trainer_lib.foundation.errors import (
+    ConfigurationError,
+    NonFiniteError,
+    UnreachableError,
+    UnwritableError,
+    did_you_mean,
+)
 from trainer_lib.foundation.interruption import Interruption
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.foundation.remote import AnyPath, path_at
 from trainer_lib.logging import get_logger
+from trainer_lib.modules.names import canonical_name
 from trainer_lib.runs import HISTORY_FILE, IDENTITY_FILE, RunFolder
 from trainer_lib.runs.lease import Lease
 from trainer_lib.seeding import set_seed
@@ -110,6 +118,7 @@ class Fitting:
         self._watching = ExitStack()
         self.bad_samples, self.splitting = BadSamples(self), Splitting(self)
         accelerator.register_for_checkpointing(_Saved(self))
+        accelerator.infinite_buffers = _infinite_buffers(trainer)
         adapters = Adapters(accelerator)
         self._handles = [
             accelerator.register_save_state_pre_hook(self._write_beside),
@@ -276,16 +285,18 @@ class Fitting:
     @property
     def can_go_back(self) -> bool:
         """Whether there is a checkpoint of this run."""
-        return bool(self.run.state.checkpoints) or self.saves.pending is not None
+        return bool(self._good_checkpoints()) or self.saves.pending is not None
 
     def go_back(self, first: int) -> None:
         """Go on from the last checkpoint, and leave out the samples from `first` to where the run stands."""
         self.saves.settle()
-        state = self.run.state
+        state, good = self.run.state, self._good_checkpoints()
+        if not good:
+            raise NonFiniteError("There is no checkpoint with finite weights to go back to.")
         self.tell_time()
         left_out = [*state.left_out, [first, state.samples]]
         kept = {"left_out": left_out, "skipped": state.skipped, "seconds": state.seconds}
-        self.load(path_at(state.checkpoints[-1]["path"]))
+        self.load(path_at(good[-1]["path"]))
         for name, value in kept.items():
             setattr(state, name, value)
         state.status = "running"
@@ -297,6 +308,18 @@ class Fitting:
             return batches
         self._has_opened = True
         return same_data.compared_opening(self.run.accelerator.group, self.loader, batches)
+
+    def best_of(self, checkpoints: Iterable[Mapping[str, Any]]) -> Best | None:
+        """Return the best evaluation of those that good checkpoints were saved with; `None` without one."""
+        best, name = None, self.trainer.default_metric
+        if name is None:
+            return None
+        for entry in checkpoints:
+            value = float(entry["metrics"].get(name, math.nan))
+            is_good = math.isfinite(value) and not entry.get("nonfinite")
+            if is_good and (best is None or self._is_better(value, best.value)):
+                best = Best(name, value, entry["step"])
+        return best
 
     def forget_save(self) -> None:
         """Let the same step be saved again."""
@@ -422,6 +445,9 @@ class Fitting:
 
     # -- private -------------------------------------------------------------------------------------------------
 
+    def _good_checkpoints(self) -> list[dict[str, Any]]:
+        return [entry for entry in self.run.state.checkpoints if not entry.get("nonfinite")]
+
     def _leaving(self) -> Leaving:
         accelerator = self.run.accelerator
         return Leaving(
@@ -532,6 +558,14 @@ class _Saved:
         self._fitting.guard.load_state_dict(state.get("guard", {}))  # which older ones do not have
         self._fitting.bad_samples.load_state_dict(state.get("bad_samples", {}))
         self._fitting.splitting.load_state_dict(state.get("splitting", {}))
+
+
+def _infinite_buffers(trainer: "Trainer") -> frozenset[str]:
+    """Return the buffers that a model begins with infinities in, such as masks of attention."""
+    models = trainer.prepare_models()
+    buffers = [pair for model in models for pair in trainer.accelerator.unwrap_model(model).named_buffers()]
+    floats = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point() and not buffer.is_meta]
+    return frozenset(canonical_name(name) for name, buffer in floats if bool(torch.isinf(buffer).any()))
 
 
 def _named(verb: str, value: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def checkpoints_there(
     for path in own.values():
         entry = _entry_of(path)
         if entry is not None and entry["step"] <= up_to:
-            found.setdefault(entry["step"], entry)
+            found[entry["step"]] = {**entry, **found.get(entry["step"], {}), **_faults(entry)}
     return [found[step] for step in sorted(found)]
 
 
@@ -47,4 +47,10 @@ def _entry_of(path: AnyPath) -> dict[str, Any] | None:
     if manifest.run_id is None:
         return None
     position = {"epoch": manifest.epoch, "samples": manifest.samples, "seconds": None}
-    return {"path": str(path), "step": manifest.step, "metrics": dict(manifest.metrics), **position}
+    faults = {"nonfinite": manifest.nonfinite} if manifest.nonfinite else {}
+    return {"path": str(path), "step": manifest.step, "metrics": dict(manifest.metrics), **position, **faults}
+
+
+def _faults(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint knows and the list in it cannot: which weights are not finite."""
+    return {"nonfinite": entry["nonfinite"]} if "nonfinite" in entry else {}

@@ -1,6 +1,7 @@
 """This file is a run's checkpoints while they are saved: announced, written, and told of once they are there."""
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.foundation.errors import CheckpointError, RunInUseError, UnsavedError, UnwritableError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.result import FitResult
 
 _logger = get_logger(__name__)
+
+_SHOWN = 4  # names in a message
 
 
 class Saves:
@@ -143,5 +146,23 @@ class Saves:
         is_behind = run.args.save_in_background
         ended = run.accelerator._background.ended_at if is_behind else time.monotonic()
         run.state.save_seconds = ended - self._began
+        if faults := run.accelerator._background.nonfinite:
+            entry["nonfinite"] = faults
+            self._tell_nonfinite(entry)
         run.state.checkpoints = [*run.state.checkpoints, entry]
         return entry
+
+    def _tell_nonfinite(self, entry: Mapping[str, Any]) -> None:
+        """Warn of a checkpoint that counts as none, and forget that its evaluation was the best."""
+        run, state = self._fitting.run, self._fitting.run.state
+        names = entry["nonfinite"]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        what = f"{entry['path']} has weights or buffers that are not finite: {', '.join(names[:_SHOWN])}{more}."
+        _logger.warning(
+            "%s It does not count as a good checkpoint: no older one is deleted for it, it is never the best, and it "
+            "is not resumed.",
+            what,
+        )
+        run.note("not_finite", why=what)
+        if state.best is not None and state.best.step == entry["step"]:
+            state.best = self._fitting.best_of(state.checkpoints)

@@ -1,0 +1,47 @@
+"""Which tensors have a NaN or an infinity, found without a temporary copy: while a checkpoint is written."""
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_PIECE = 1 << 18  # numbers that are looked at together, so that they stay in the cache
+# By type: that of integers of the same size, all bits but the sign, and the bits of infinity.
+_BITS = {
+    torch.float16: (torch.int16, 0x7FFF, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
+    torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
+}
+
+
+def nonfinite_names(tensors: Mapping[str, Tensor], may_be_infinite: Collection[str] = ()) -> list[str]:
+    """Return the names of the tensors with a NaN or an infinity.
+
+    Args:
+        tensors: The tensors by name.
+        may_be_infinite: Of which infinities are no fault, such as masks.
+
+    Example:
+        >>> bad = torch.tensor([1.0, float("nan")])
+        >>> nonfinite_names({"weight": torch.ones(2), "bias": bad, "mask": 1 / torch.zeros(2)}, {"mask"})
+        ['bias']
+    """
+    found = {name: _fault(tensor) for name, tensor in tensors.items()}
+    return [name for name, fault in found.items() if fault == "nan" or (fault and name not in may_be_infinite)]
+
+
+def _fault(tensor: Tensor) -> Literal["nan", "inf"] | None:
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if values.dtype not in _BITS or not values.numel():
+        return None
+    if values.device.type != "cpu":
+        if bool(values.isfinite().all()):
+            return None
+        return "nan" if bool(values.isnan().any()) else "inf"
+    kind, magnitude, infinity = _BITS[values.dtype]
+    # Of numpy, which takes no threads from training.
+    bits = values.reshape(-1).view(kind).numpy()
+    largest = max(int((bits[at : at + _PIECE] & magnitude).max()) for at in range(0, len(bits), _PIECE))
+    return None if largest < infinity else "inf" if largest == infinity else "nan"
