@@ -198,6 +198,7 @@ class TorchProcesses:
         """Leave the group."""
         _let_threads_go()
         dist.destroy_process_group(self._group)
+        _forget_layouts()
 
 
 def form(world: World, device: torch.device, options: InitProcessGroupKwargs) -> ProcessGroup:
@@ -207,6 +208,7 @@ def form(world: World, device: torch.device, options: InitProcessGroupKwargs) ->
         WorldError: If they do not find one another, or are not as many as asked for.
     """
     if not dist.is_initialized():
+        _forget_layouts()
         _bring_together(world, options, _backend(device, options.backend))
         atexit.register(leave_at_exit)
     group = TorchProcesses(options.timeout)
@@ -224,6 +226,7 @@ def form(world: World, device: torch.device, options: InitProcessGroupKwargs) ->
 def form_alone(device: torch.device, options: InitProcessGroupKwargs) -> ProcessGroup:
     """Return a real group of this process alone, for what works on real groups only."""
     if not dist.is_initialized():
+        _forget_layouts()
         dist.init_process_group(_backend(device, options.backend), store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(leave_at_exit)
     return TorchProcesses(options.timeout)
@@ -231,7 +234,10 @@ def form_alone(device: torch.device, options: InitProcessGroupKwargs) -> Process
 
 def adopted() -> ProcessGroup | None:
     """Return the group that the script itself formed, if it did."""
-    return TorchProcesses() if dist.is_available() and dist.is_initialized() else None
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    _forget_layouts()
+    return TorchProcesses()
 
 
 def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str) -> None:
@@ -271,6 +277,14 @@ def _let_threads_go() -> None:
     # of the group joins them while it holds the interpreter: both would wait for ever. Once the interpreter is gone
     # they abort the process. Nobody can wait for them, and all they need is that this thread lets them.
     time.sleep(_TIME_FOR_THREADS)
+
+
+def _forget_layouts() -> None:
+    # Of a mesh that is equal to one of an earlier world, sharded tensors get cached layouts, whose groups are gone.
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _check_address(world: World) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from tests.faults.trainings import Dies
@@ -86,3 +87,27 @@ def test_resumed_shards(kind: str, tmp_path: Path) -> None:
     whole = run_world(both, ("whole", None, "never"), 2, timeout=60)
     assert run_world(both, ("parts", 5, "never"), 2, timeout=60) == [None, None]
     assert run_world(both, ("parts", None, "auto"), 2, timeout=60) == whole
+
+
+@pytest.mark.slow
+def test_each_world_of_a_process_shards_on_its_own_groups() -> None:
+    """The groups of the second mesh have other names than those of the first, which are gone."""
+
+    def fits() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for further_groups in (2, 0):
+            mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+            args = arguments(max_steps=3, fsdp=True, parallelism=mesh, per_device_train_batch_size=2, shuffle=False)
+            one = trainer(args)
+            for _ in range(further_groups):
+                dist.new_group(backend="gloo")
+            one.fit()
+            found.append({name: value.full_tensor() for name, value in one.unwrapped_model.state_dict().items()})
+            one.accelerator.end_training()
+        return found
+
+    alone = trainer(arguments(max_steps=3, shuffle=False))
+    alone.fit()
+    for first, second in run_world(fits, (), 4):
+        torch.testing.assert_close(first, dict(alone.unwrapped_model.state_dict()), rtol=2e-5, atol=1e-6)
+        torch.testing.assert_close(second, first, rtol=0, atol=0)
