@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.tasks import arguments, network, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, UnsupportedError
+from trainer_lib import Accelerator, ConfigurationError, FullyShardedDataParallelPlugin, UnsupportedError
 from trainer_lib.foundation.environment import patch_environment
 from trainer_lib.options.kinds import PrecisionType
 from trainer_lib.state import AcceleratorState, PartialState
@@ -85,3 +86,35 @@ def test_reset() -> None:
     assert AcceleratorState().mixed_precision == "no"
     AcceleratorState._reset_state(reset_partial_state=True)
     assert not PartialState._shared_state
+
+
+def test_an_accelerator_that_nobody_has_any_more_makes_room_for_other_settings() -> None:
+    first = Accelerator(mixed_precision="bf16", cpu=True)
+    with pytest.raises(ConfigurationError, match=r"'no' came too late: .* delete the last reference .*free_memory"):
+        Accelerator(mixed_precision="no")
+    assert Accelerator().mixed_precision == "bf16", "settings are shared while one lives"
+    first.keeps_itself = first  # type: ignore[attr-defined]  # a cycle
+    del first
+    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+    assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
+    assert Accelerator().mixed_precision == "no", "the default, as if there had been no other"
+
+
+def test_trainers_one_after_the_other_have_settings_of_their_own() -> None:
+    plugin = FullyShardedDataParallelPlugin()
+    precisions: list[Any] = []
+    models = [network() for _ in range(4)]  # which outlive their trainers
+    options: list[dict[str, Any]] = [{"mixed_precision": "bf16"}, {}, {"fsdp": plugin}, {}]
+    for model, more in zip(models, options, strict=True):
+        one = trainer(arguments(max_steps=2, **more), model=model)
+        precisions.append((one.fit().state.step, one.accelerator.mixed_precision, one.accelerator.state.is_fsdp2))
+        del one
+    assert precisions == [(2, "bf16", False), (2, "no", False), (2, "no", True), (2, "no", False)]
+
+
+def test_a_trainer_says_which_settings_another_one_has() -> None:
+    other = trainer(arguments(mixed_precision="bf16"))
+    with pytest.raises(ConfigurationError, match=r"trains with 'bf16' already, as the Accelerator or Trainer that"):
+        trainer(arguments())
+    other.accelerator.free_memory()
+    assert trainer(arguments()).accelerator.mixed_precision == "no"

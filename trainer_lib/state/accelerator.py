@@ -1,7 +1,9 @@
 """This file is what the engine is set to: precision on top of the place of the process."""
 
+import gc
 from contextlib import ExitStack
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
@@ -12,6 +14,12 @@ from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.state.arrangement import Arrangement, arrange
 from trainer_lib.state.control import ProcessControl
 from trainer_lib.state.process import PartialState
+
+_HOW_TO_FREE = (
+    "All Accelerators and Trainers of a process share these settings while one of them lives. Before making one with "
+    "other settings, delete the last reference to the first, or call `accelerator.free_memory()` on it "
+    "(`trainer.accelerator.free_memory()` of a Trainer)."
+)
 
 
 class AcceleratorState(ProcessControl):
@@ -27,6 +35,7 @@ class AcceleratorState(ProcessControl):
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
+    _living: ClassVar["WeakSet[AcceleratorState]"] = WeakSet()  # each Accelerator has one
 
     # Engines that this version does not have; scripts ask whether there is one.
     deepspeed_plugin: None = None
@@ -34,10 +43,12 @@ class AcceleratorState(ProcessControl):
     torch_tp_plugin: None = None
 
     _arrangement: Arrangement
+    _asked: tuple[Any, ...]
     _dynamo_plugin: TorchDynamoPlugin
     _mixed_precision: str
     _partial: PartialState
     _replaceable: bool
+    _was_used: bool  # by an Accelerator
     _told_to_others: ExitStack
 
     def __init__(
@@ -61,28 +72,37 @@ class AcceleratorState(ProcessControl):
         )
         dynamo_plugin = compilation_plugin(None, dynamo_plugin)
         partial = PartialState(cpu, **kwargs)
+        precision = _precision(mixed_precision or environment.mixed_precision_requested())
+        asked = precision, dynamo_plugin, fsdp_plugin, parallelism_config
+        if _from_accelerator:
+            if partial.has_left:  # by `end_training` of the Accelerator before
+                partial.join_again(cpu, **kwargs)
+                if self.initialized:
+                    self.release()
+            self._release_unused(asked)
         if not self.initialized or (self._replaceable and (_from_accelerator or mixed_precision is not None)):
             environment.refuse_unsupported_engines()
             dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
             dynamo_plugin.check_backend()
             arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes)
-            self._mixed_precision = _precision(mixed_precision or environment.mixed_precision_requested())
+            self._mixed_precision, self._asked = precision, asked
             self._dynamo_plugin = dynamo_plugin
             self._arrangement = arrangement
             self._told_to_others = ExitStack()
             self._prepare_sharding(partial)
             self._partial = partial
-            self._replaceable = False
+            self._replaceable = self._was_used = False
         elif mixed_precision is not None and _precision(mixed_precision) != self._mixed_precision:
             raise ConfigurationError(
                 f"mixed_precision={str(mixed_precision)!r} came too late: this process already trains with "
-                f"{self._mixed_precision!r}. Call `accelerator.free_memory()` on the first Accelerator before making "
-                "one with other settings."
+                f"{self._mixed_precision!r}. {_HOW_TO_FREE}"
             )
         else:
             self._refuse_late(
                 dynamo_plugin=dynamo_plugin, fsdp_plugin=fsdp_plugin, parallelism_config=parallelism_config
             )
+        self._was_used |= _from_accelerator
+        self._living.add(self)
 
     @property
     def initialized(self) -> bool:
@@ -148,12 +168,19 @@ class AcceleratorState(ProcessControl):
         if reset_partial_state:
             PartialState._reset_state()
 
+    def _release_unused(self, asked: tuple[Any, ...]) -> None:
+        """Let go of the settings if others are asked for now and no living Accelerator has them."""
+        if not self.initialized or self._replaceable or not self._was_used or asked == self._asked:
+            return
+        gc.collect()  # one that is done may be kept by a cycle of references only
+        if not self._living:
+            self.release()
+
     def _refuse_late(self, **plugins: Any) -> None:
         for name, plugin in plugins.items():
             if plugin is not None and plugin != getattr(self, name):
                 raise ConfigurationError(
-                    f"{name}={plugin} came too late: this process already has {getattr(self, name)}. "
-                    "Call `accelerator.free_memory()` on the first Accelerator before making one with other settings."
+                    f"{name}={plugin} came too late: this process already has {getattr(self, name)}. {_HOW_TO_FREE}"
                 )
 
     def _prepare_sharding(self, partial: PartialState) -> None:

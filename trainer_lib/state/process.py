@@ -37,6 +37,7 @@ class PartialState(ProcessControl):
     debug: bool
     fork_launched: bool
     group: ProcessGroup
+    has_left: bool
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
@@ -73,6 +74,16 @@ class PartialState(ProcessControl):
         elif self.initialized:
             self.group.destroy()
             self.group = LoneProcess()
+            self.has_left = True
+
+    def join_again(self, cpu: bool = False, **kwargs: Any) -> None:
+        """Form the world once more, after it was left; all of its processes have to.
+
+        Args:
+            cpu: Stay on the CPU even if there is an accelerator.
+            **kwargs: The fields of `InitProcessGroupKwargs`.
+        """
+        self._start(cpu or self.device.type == "cpu", _process_group_options(kwargs))
 
     def __repr__(self) -> str:
         """Return the place of this process in one line a fact."""
@@ -101,6 +112,7 @@ class PartialState(ProcessControl):
         self.debug = environment.debug_mode()
         self.fork_launched = environment.launched_by_fork()
         self.device = device
+        self.has_left = False
         self.num_processes = group.size
         self.process_index = group.rank
         self.local_process_index = group.rank if world is None else world.local_rank

@@ -45,8 +45,9 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
     if made.mixed_precision != meant:
         raise ConfigurationError(
             f"mixed_precision={args.mixed_precision!r} means {meant!r}, and this process trains with "
-            f"{made.mixed_precision!r} already. Give mixed_precision={made.mixed_precision!r}, hand on that engine "
-            "(accelerator=…), or call trainer.accelerator.free_memory() on the Trainer that is done."
+            f"{made.mixed_precision!r} already, as the Accelerator or Trainer that lives in it does. Give "
+            f"mixed_precision={made.mixed_precision!r}, hand on that engine (accelerator=…), delete the last reference "
+            "to that Trainer, or call trainer.accelerator.free_memory() on it."
         )
     return made
 
