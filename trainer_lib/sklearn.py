@@ -101,7 +101,7 @@ class _Estimator(BaseEstimator):
     def _parts(self) -> dict[str, Mapping[str, Any]]:
         args = TrainingArguments() if self.args is None else self.args
         return {
-            "args": {name: getattr(args, name) for name in getattr(args, "__dataclass_fields__", ())},
+            "args": {name: getattr(args, name) for name in _field_names(args)},
             "module_kwargs": self.module_kwargs if isinstance(self.module_kwargs, Mapping) else {},
         }
 
@@ -351,6 +351,10 @@ class _Weighted(Trainer):
         of_each: Any = copy.deepcopy(loss_fn).to(self.accelerator.device)
         of_each.reduction = "none"
         return of_each
+
+
+def _field_names(args: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(args)] if dataclasses.is_dataclass(args) else []
 
 
 def _in_columns(numbers: Array) -> Array:

@@ -100,12 +100,19 @@ def is_shifted_by_name(bare: nn.Module) -> bool:
 @contextmanager
 def asking(bare: nn.Module) -> Generator[None]:
     """Return the context in which a model computes a loss that leaves no trace."""
+    # What would be compiled for these shapes is not used again.
+    eager = torch.compiler.set_stance("force_eager")
+    with generators_kept(bare), torch.no_grad(), buffers_kept([bare]), evaluating([bare]), eager:
+        yield
+
+
+@contextmanager
+def generators_kept(bare: nn.Module) -> Generator[None]:
+    """Return the context after which the random generators of a model's device stand where they stood."""
     generators = Generators(next((parameter.device for parameter in bare.parameters()), torch.device("cpu")))
     drawn = generators.state_dict()
     try:
-        # What would be compiled for these shapes is not used again.
-        with torch.no_grad(), buffers_kept([bare]), evaluating([bare]), torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         generators.load_state_dict(drawn)
 

@@ -12,8 +12,8 @@ from trainer_lib.foundation.batches import as_mapping, label_names_in, targets_o
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.batch_size import is_out_of_memory
-from trainer_lib.trainer.label_shift import asking, has_token_labels
-from trainer_lib.trainer.losses import IGNORED, Weight
+from trainer_lib.trainer.label_shift import asking, generators_kept, has_token_labels, is_from_transformers
+from trainer_lib.trainer.losses import IGNORED, LossResult, Weight
 from trainer_lib.trainer.rows import count_rows, take_rows
 
 _logger = get_logger(__name__)
@@ -70,6 +70,8 @@ def is_mean_over_items(
 class MeanCheck:
     """Warns once, at the first batch of a run whose updates are made of several, if their losses do not add up.
 
+    Only models of transformers are called for it, and loss functions without a state: calls leave no trace there.
+
     Args:
         bare: The model.
         count: Counts the items of a batch.
@@ -87,18 +89,42 @@ class MeanCheck:
         self._bare, self._count, self._label_names, self._is_needed = bare, count, label_names, is_needed
         self._is_made = False
 
-    def __call__(self, loss_of: LossOf, name: str, batch: Any, masks: bool) -> None:
-        """Check the loss called `name` on a batch, unless that has been done."""
+    def of_model(self, loss_of: LossOf, batch: Any) -> None:
+        """Check the loss that a model returns."""
+        if self._is_due() and is_from_transformers(self._bare):
+            has_more = bool(_further_labels(batch, self._label_names))
+            with asking(self._bare):
+                is_mean = not has_more and self._judge(loss_of, self._count, batch, masks=True)
+            self._tell(type(self._bare).__name__, is_mean)
+
+    def of_function(
+        self, loss_fn: Callable[[Any, Any], Any], name: str, batch: Any, outputs: Any, targets: Any
+    ) -> None:
+        """Check a loss function by what a model returned for a batch."""
+        if self._is_due() and not (isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())):
+
+            def loss_of(part: Any) -> Any:
+                loss = loss_fn(part[1], part[2])
+                # A LossResult says itself what it is a mean over.
+                return math.nan if isinstance(loss, LossResult) else loss
+
+            whole = batch, outputs, targets
+            with generators_kept(self._bare), torch.no_grad():
+                is_mean = self._judge(loss_of, lambda part: self._count(part[0]), whole, masks=False)
+            self._tell(name, is_mean)
+
+    def _is_due(self) -> bool:
         if self._is_made or not torch.is_grad_enabled():
-            return
+            return False
         self._is_made = True
-        if not self._is_needed():
-            return
-        answer: bool | None = not _further_labels(batch, self._label_names)
-        if answer and all(parameter.dtype is torch.float32 for parameter in self._bare.parameters()):
-            with asking(self._bare), _full_precision():
-                answer = is_mean_over_items(loss_of, self._count, batch, self._label_names, masks)
-        if answer is False:
+        return self._is_needed() and all(parameter.dtype is torch.float32 for parameter in self._bare.parameters())
+
+    def _judge(self, loss_of: LossOf, count: Callable[[Any], Weight], batch: Any, masks: bool) -> bool | None:
+        with _full_precision():
+            return is_mean_over_items(loss_of, count, batch, self._label_names if masks else None, masks)
+
+    def _tell(self, name: str, is_mean: bool | None) -> None:
+        if is_mean is False:
             _logger.warning_once(
                 f"The loss of {name} is not a mean over the items of a batch: it has several parts, is a sum, or the "
                 "samples of a batch influence each other (as in-batch negatives do). So each update is a mean of "

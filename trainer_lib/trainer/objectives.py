@@ -1,7 +1,6 @@
 """This file is where the loss of a batch comes from: a loss function beside the model, or the model itself."""
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -21,7 +20,6 @@ from trainer_lib.trainer.batches import (
     split,
     targets_of,
 )
-from trainer_lib.trainer.label_shift import is_from_transformers
 from trainer_lib.trainer.loss_checks import check_compared, check_loss, explained
 from trainer_lib.trainer.losses import IGNORED, LossResult, SummedLoss, Weight, sum_from_mean, summed
 from trainer_lib.trainer.mean_check import MeanCheck
@@ -73,13 +71,13 @@ class LossFunction:
         inputs, targets = split(batch, self._label_names)
         if not self._is_checked:
             self._check(inputs)
-            if self._check_mean is not None and self._summed is None:
-                self._check_mean(self._plain_loss, self._name, batch, masks=False)
         outputs = call_model(model, inputs)
         if self._summed is not None:
             predictions = outputs if type(outputs) is Tensor else predictions_of(outputs)
             loss, weight = self._compared(self._summed, predictions, targets)
             return LossResult(loss, weight, outputs)
+        if self._check_mean is not None:
+            self._check_mean.of_function(self._loss_fn, self._name, batch, outputs, targets)
         loss = self._loss_fn(outputs, targets)
         if isinstance(loss, LossResult):
             return loss if loss.outputs is not None else loss._replace(outputs=outputs)
@@ -104,11 +102,6 @@ class LossFunction:
     def _name(self) -> str:
         function = getattr(self._loss_fn, "func", self._loss_fn)
         return getattr(function, "__name__", type(function).__name__)
-
-    def _plain_loss(self, batch: Any) -> Any:
-        inputs, targets = split(batch, self._label_names)
-        loss = self._loss_fn(call_model(self._bare, inputs), targets)
-        return math.nan if isinstance(loss, LossResult) else loss  # a LossResult says itself what it is a mean over
 
     def _compared(self, loss: SummedLoss, predictions: Any, targets: Any) -> tuple[Tensor, Weight]:
         if not self._has_compared:
@@ -165,8 +158,7 @@ class OwnLoss:
             self._is_checked = True
         weight = self._count(batch)
         if self._check_mean is not None:
-            self._check_mean(self._plain_loss, type(self._bare).__name__, batch, is_from_transformers(self._bare))
-            self._check_mean = None
+            self._check_mean.of_model(self._plain_loss, batch)
         if self._divides is False or not torch.is_grad_enabled():
             outputs = call_model(model, batch)
             return outputs, _summed(outputs, weight)
