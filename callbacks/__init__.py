@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.model_summary import ModelSummary as ModelSummary
     from trainer_lib.callbacks.neftune import NEFTune as NEFTune
     from trainer_lib.callbacks.notebook import NotebookChart as NotebookChart
+    from trainer_lib.callbacks.notifications import Slack as Slack
+    from trainer_lib.callbacks.notifications import Webhook as Webhook
     from trainer_lib.callbacks.predictions import Predictions as Predictions
     from trainer_lib.callbacks.printer import Printer as Printer
     from trainer_lib.callbacks.profile import Profile as Profile
@@ -105,7 +107,9 @@ _HOMES = {
     "SystemMonitor": "trainer_lib.callbacks.system",
     "TensorBoardCallback": "trainer_lib.callbacks.trackers",
     "Throughput": "trainer_lib.callbacks.throughput",
+    "Slack": "trainer_lib.callbacks.notifications",
     "Timer": "trainer_lib.callbacks.timer",
+    "Webhook": "trainer_lib.callbacks.notifications",
     "TrackerCallback": "trainer_lib.callbacks.trackers",
     "TrackioCallback": "trainer_lib.callbacks.trackers",
     "WandbCallback": "trainer_lib.callbacks.trackers",
@@ -156,6 +160,7 @@ __all__ = [
     "Provenance",
     "SampleLosses",
     "SequenceLengthWarmup",
+    "Slack",
     "SwanLabCallback",
     "SystemMonitor",
     "TensorBoardCallback",
@@ -164,6 +169,7 @@ __all__ = [
     "TrackerCallback",
     "TrackioCallback",
     "WandbCallback",
+    "Webhook",
     "after",
     "ask_run",
     "before",
