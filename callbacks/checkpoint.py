@@ -51,6 +51,8 @@ class Checkpoint(Callback):
             )
         self.keep_last, self.keep_best = keep_last, keep_best
         self.keep_every = None if keep_every is None else Every.parse(keep_every, "keep_every")
+        if self.keep_every is not None and self.keep_every.unit == "tokens":
+            raise ConfigurationError(f'keep_every="{self.keep_every}": give steps, epochs, samples or a time.')
         self.metric, self._greater_is_better = metric, greater_is_better
         self._best: float | None = None  # by a metric of one's own
         if metric is not None:

@@ -37,6 +37,12 @@ from trainer_lib.foundation.every import Every
         ("2 hrs", 7200, "seconds"),
         ("2 days", 172_800, "seconds"),
         ("2d", 172_800, "seconds"),
+        ("1M tokens", 1_000_000, "tokens"),
+        ("1.1 M tokens", 1_100_000, "tokens"),
+        ("10B tokens", 10_000_000_000, "tokens"),
+        ("1k steps", 1000, "steps"),
+        ("2.5K samples", 2500, "samples"),
+        ("1 token", 1, "tokens"),
         ("1:02:03", 3723, "seconds"),
         ("99:00:00", 356_400, "seconds"),
         ("1-02:03:04", 93_784, "seconds"),
@@ -110,7 +116,7 @@ def test_there_are_no_parts_of_steps_and_samples(given: Any) -> None:
         ("5 minuts", " Did you mean 'minutes'?"),
         ("5 stepss", " Did you mean 'steps'?"),
         ("5 m", ""),
-        ("5 tokens", ""),
+        ("5 batches", ""),
     ],
 )
 def test_unknown_units_are_named_with_the_nearest(given: str, hint: str) -> None:
@@ -119,7 +125,7 @@ def test_unknown_units_are_named_with_the_nearest(given: str, hint: str) -> None
         Every.parse(given, "eval_every")
     assert str(refused.value) == (
         f"eval_every={given!r}: unknown unit {word!r}. "
-        f"Known: steps, epochs, samples, seconds, minutes, hours, days.{hint}"
+        f"Known: steps, epochs, samples, tokens, seconds, minutes, hours, days.{hint}"
     )
 
 

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from trainer_lib.events.run_state import RunState
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.every import Every
 
 _TINY = 1e-9  # what a sum of parts of an epoch may be off by
@@ -20,6 +21,11 @@ class Gate:
 
     def __init__(self, amount: Any, field: str) -> None:
         self._every = Every.parse(amount, field)
+        if self._every.unit == "tokens":
+            raise ConfigurationError(
+                f'{field}="{self._every}": callbacks count steps, epochs, samples and time. Tokens are counted for '
+                "max_tokens, log_every, eval_every and save_every."
+            )
         self._amount = float(self._every.amount)
         self._position = 0.0
         self._began = time.monotonic()
@@ -68,10 +74,10 @@ class Gate:
                 return state.step
             case "epochs":
                 return state.epochs
-            case "samples":
-                return state.samples
             case "seconds":
                 return time.monotonic() - self._began
+            case _:
+                return state.samples
 
 
 class EveryAmount(Gate):

@@ -26,6 +26,7 @@ class RunState:
         step: The updates made.
         micro_batches: The batches of this process that updates were made from.
         samples: The samples of all processes that updates were made from.
+        tokens: The tokens in them, without padding; `None` where nothing asks for their number.
         items: What the loss counted in them (tokens of a language model, samples of a classifier), up to the last log.
         epoch: The passes over the data that are through.
         steps_in_epoch: The updates made in the pass under way.
@@ -34,6 +35,7 @@ class RunState:
         steps_per_epoch: The updates of a pass; `None` where the data does not tell.
         max_steps: The updates of the run; `None` where that is not known.
         max_epochs: The passes of the run; `None` where it is not they that end it.
+        max_tokens: The tokens that end the run; `None` where it is not they that end it.
         seconds: How long training took, over all restarts, without the time since the last step.
         save_seconds: How long the last checkpoint took until it was on the disk; `None` before there was one.
         best: The best evaluation so far.
@@ -48,6 +50,7 @@ class RunState:
     step: int = 0
     micro_batches: int = 0
     samples: int = 0
+    tokens: int | None = None
     items: float = 0.0
     epoch: int = 0
     steps_in_epoch: int = 0
@@ -56,6 +59,7 @@ class RunState:
     steps_per_epoch: int | None = None
     max_steps: int | None = None
     max_epochs: float | None = None
+    max_tokens: int | None = None
     seconds: float = 0.0
     save_seconds: float | None = None
     best: Best | None = None
@@ -101,6 +105,7 @@ _SURVIVING = (
     "step",
     "micro_batches",
     "samples",
+    "tokens",
     "items",
     "epoch",
     "steps_in_epoch",

@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.shown import shown
 
-Unit = Literal["steps", "epochs", "samples", "seconds"]
+Unit = Literal["steps", "epochs", "samples", "tokens", "seconds"]
 
 _UNITS: dict[str, tuple[Unit, int]] = {
     "step": ("steps", 1),
     "epoch": ("epochs", 1),
     "sample": ("samples", 1),
+    "token": ("tokens", 1),
     "second": ("seconds", 1),
     "minute": ("seconds", 60),
     "hour": ("seconds", 3600),
@@ -23,7 +24,10 @@ _UNITS: dict[str, tuple[Unit, int]] = {
 _SHORT = {"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "d": "day"}
 # Commas stand between thousands only: "1,5 epochs" is one and a half to many people, and is refused.
 _NUMBER = r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)?(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?"
-_SPELLED = re.compile(rf"({_NUMBER})\s*([a-zA-Z]+)")
+# "1M tokens", with a space behind the letter: "10m" is minutes to some people.
+_SPELLED = re.compile(rf"({_NUMBER})\s*(?:([kKMGBT])\s+)?([a-zA-Z]+)")
+_THOUSANDS = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_WHOLE = ("steps", "samples", "tokens")
 _CLOCK = re.compile(r"(?:([0-9]+)[-:])?([0-9]{1,2}):([0-5][0-9]):([0-5][0-9])")
 
 
@@ -32,14 +36,14 @@ class Every:
     """An amount of training, of one unit.
 
     Args:
-        amount: How much; more than nothing, and whole for steps and samples.
-        unit: Of what: "steps", "epochs", "samples" or "seconds".
+        amount: How much; more than nothing, and whole for steps, samples and tokens.
+        unit: Of what: "steps", "epochs", "samples", "tokens" or "seconds".
 
     Example:
         >>> Every.parse("500 steps"), Every.parse("10 minutes")
         (Every(amount=500, unit='steps'), Every(amount=600, unit='seconds'))
-        >>> str(Every.parse(100))
-        '100 steps'
+        >>> str(Every.parse(100)), str(Every.parse("2M tokens"))
+        ('100 steps', '2000000 tokens')
     """
 
     amount: float
@@ -86,12 +90,14 @@ class Every:
         spelled = _SPELLED.fullmatch(text.strip())
         if spelled is None:
             raise _no_amount(text, field)
-        number, word = spelled.groups()
+        number, thousands, word = spelled.groups()
         try:
             amount = float(number.replace(",", ""))
         except ValueError:  # no digits, as in "epochs", or "1__0 steps"
             raise _no_amount(text, field) from None
         unit, factor = _unit(word, text, field)
+        if thousands:  # 1.1 times a million is a little more than that
+            amount = round(amount * _THOUSANDS[thousands], 6)
         return cls(_amount(amount * factor, unit, text, field), unit)
 
     def __str__(self) -> str:
@@ -105,7 +111,7 @@ def _amount(amount: float, unit: Unit, given: Any, field: str) -> float:
         raise ConfigurationError(f"{field}={shown(given)} must be more than nothing, and finite.")
     if amount == int(amount):
         return int(amount)
-    if unit in ("steps", "samples"):
+    if unit in _WHOLE:
         raise ConfigurationError(f"{field}={shown(given)}: there are no parts of {unit}. Give a whole number.")
     return amount
 
@@ -125,5 +131,5 @@ def _unit(word: str, given: str, field: str) -> tuple[Unit, int]:
 def _no_amount(value: Any, field: str) -> ConfigurationError:
     return ConfigurationError(
         f'{field}={shown(value)} is no amount of training. Give a number and a unit, such as "500 steps", "1 epoch", '
-        '"100_000 samples" or "10 minutes".'
+        '"100_000 samples", "1M tokens" or "10 minutes".'
     )

@@ -54,7 +54,7 @@ class GradientWindow:
         self.state = state
         self.is_alone = is_alone
         self.waits_for_all = False  # a window ends early only with the data of all processes, not with this one's
-        self.notes: Sequence[float] = ()  # what else the processes tell each other with the weights of an update
+        self.notes: Sequence[Weight] = ()  # what else the processes tell each other with the weights of an update
         self.heard: Sequence[Weight] = ()  # the averages of that
         self.reset()
 

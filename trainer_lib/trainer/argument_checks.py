@@ -63,6 +63,7 @@ CHECKS: dict[str, Check] = {
     "data_seed": optional(values.whole(at_least=0, below=2**32)),
     "num_train_epochs": optional(values.number(above=0, hint=_NO_LIMIT)),
     "max_steps": optional(values.whole(hint=_NO_LIMIT)),
+    "max_tokens": optional(values.tokens),
     "max_time": optional(values.duration),
     "deadline": optional(values.moment),
     "stop_signals": values.signals,

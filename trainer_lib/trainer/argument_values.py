@@ -209,11 +209,35 @@ def interval(name: str, value: Any) -> str | int | float:
         return NEVER
     if value is None or value is False or (isinstance(value, str) and value.lower() in _ALSO_NEVER):
         raise ConfigurationError(f'{name}={shown(value)}: for never, give {name}="{NEVER}".')
-    return amount(name, value)
+    return _amount_of_training(name, value)
 
 
 def amount(name: str, value: Any) -> str | int | float:
-    """How often: amounts of training."""
+    """How often: amounts of training, but for tokens."""
+    kept = _amount_of_training(name, value)
+    if Every.parse(value, name).unit == "tokens":
+        raise ConfigurationError(
+            f"{name}={shown(value)}: tokens are counted for max_tokens, log_every, eval_every and save_every. Give "
+            "steps, epochs, samples or a time."
+        )
+    return kept
+
+
+def tokens(name: str, value: Any) -> str | int:
+    """Numbers of tokens."""
+    return value if isinstance(value, str) and read_tokens(name, value) else read_tokens(name, value)
+
+
+def read_tokens(name: str, value: Any) -> int:
+    """Return a number of tokens: "10B", "500_000 tokens" or a whole number."""
+    if isinstance(value, str):
+        spelled = value.strip()
+        every = Every.parse(spelled if spelled.lower().endswith(("token", "tokens")) else f"{spelled} tokens", name)
+        return int(every.amount)
+    return whole()(name, value)
+
+
+def _amount_of_training(name: str, value: Any) -> str | int | float:
     if isinstance(value, str) and value.lower().removesuffix("s") in ("epoch", "step"):
         raise ConfigurationError(
             f'{name}={shown(value)} has no number. Give {name}="1 {value.lower().removesuffix("s")}".'

@@ -20,7 +20,7 @@ from trainer_lib.options.distributed import DistributedDataParallelKwargs
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.argument_checks import check_agreement, check_names, check_values
-from trainer_lib.trainer.argument_values import NEVER, read_duration, read_warmup
+from trainer_lib.trainer.argument_values import NEVER, read_duration, read_tokens, read_warmup
 from trainer_lib.trainer.parameter_groups import ParameterGroup
 
 _logger = get_logger(__name__)
@@ -35,7 +35,7 @@ _AUTO_SIZE = 64
 class TrainingArguments:
     """Everything that can be said about a run without an object, checked when it is said.
 
-    Amounts of training are texts with a unit: "500 steps", "1 epoch", "100_000 samples", "10 minutes"; a bare number is
+    Amounts of training are texts with a unit: "500 steps", "1 epoch", "100k samples", "10 minutes"; a bare number is
     steps. Arguments of Hugging Face's Trainer that mean the same have the same names; the others are refused with what
     to give in their place. Values are kept in the form in which they can be written down: paths and intervals as texts,
     numbers as Python's.
@@ -49,9 +49,11 @@ class TrainingArguments:
         seed: Seeds weights, dropout and the order of the data; `None` seeds nothing.
         data_seed: Seeds the order of the data alone.
 
-        num_train_epochs: Passes over the data. Of this and the next two the first reached ends the run; with none of
+        num_train_epochs: Passes over the data. Of this and the next three the first reached ends the run; with none of
             them it is 3 passes.
         max_steps: Updates.
+        max_tokens: Tokens that end the run: those of `input_ids`, of all processes, without what `attention_mask` marks
+            as padding. A number, or a text such as "10B".
         max_time: Time, over all restarts: "90 minutes", "1-12:00:00", seconds or a `timedelta`.
         deadline: When the program has to be through, its last save included: a date and time ("2030-01-31T18:00"),
             seconds since 1970, or "auto": what the scheduler tells (SLURM), if there is one. The run then ends with
@@ -158,6 +160,7 @@ class TrainingArguments:
 
     num_train_epochs: float | None = None
     max_steps: int | None = None
+    max_tokens: int | str | None = None
     max_time: float | timedelta | str | None = None
     deadline: str | float | datetime | None = "auto"
     stop_signals: Sequence[str] = STOP_SIGNALS
@@ -258,9 +261,20 @@ class TrainingArguments:
     @property
     def epoch_limit(self) -> float | None:
         """The passes that end the run: 3, if nothing else would."""
-        if self.num_train_epochs is None and self.max_steps is None and self.max_time is None:
+        if all(getattr(self, name) is None for name in ("num_train_epochs", "max_steps", "max_tokens", "max_time")):
             return 3.0
         return self.num_train_epochs
+
+    @property
+    def token_limit(self) -> int | None:
+        """The tokens that end the run."""
+        return None if self.max_tokens is None else read_tokens("max_tokens", self.max_tokens)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether something goes by the number of tokens."""
+        intervals = (self.log_interval, self.eval_interval, self.save_interval)
+        return self.max_tokens is not None or any(every is not None and every.unit == "tokens" for every in intervals)
 
     @property
     def time_limit(self) -> float | None:
@@ -362,6 +376,7 @@ class TrainingArguments:
         if not self.dry_run:
             return self
         changes: dict[str, Any] = {"num_train_epochs": 1, "max_steps": None, "max_time": None, "log_every": "1 step"}
+        changes["max_tokens"] = None
         changes |= {"output_dir": None, "resume": NEVER, "save_every": None, "load_best_at_end": False}
         changes["report_to"] = ()
         if self.overfit_batches is not None:

@@ -105,6 +105,8 @@ def _length(fitting: "Fitting") -> str:
         parts.append(f"{state.steps_per_epoch} an epoch")
     if state.max_epochs is not None:
         parts.append(f"{state.max_epochs:g} epochs")
+    if args.token_limit is not None:
+        parts.append(f"at most {args.token_limit:,} tokens")
     if args.time_limit is not None:
         parts.append(f"at most {args.time_limit:g} s")
     if state.step:

@@ -21,6 +21,7 @@ __all__ = [
     "check_names",
     "check_values",
     "count_items",
+    "count_tokens",
     "is_scalar",
     "label_names_in",
     "loss_of",
@@ -54,6 +55,31 @@ def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: b
     if isinstance(labels, dict) and list(labels) == SPAN:
         return _count_spans(labels, batch)
     return float(batch_size(batch))
+
+
+def count_tokens(batch: Any) -> int | Tensor:
+    """Return how many tokens a batch has in `input_ids`, without what `attention_mask` marks as padding.
+
+    On an accelerator it is a tensor, so that nothing waits for it.
+
+    Raises:
+        ConfigurationError: If it has none.
+
+    Example:
+        >>> count_tokens({"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])})
+        4
+    """
+    named = as_mapping(batch) or {}
+    tokens, mask = named.get("input_ids"), named.get("attention_mask")
+    if not isinstance(tokens, Tensor):
+        raise ConfigurationError(
+            "max_tokens and intervals in tokens count input_ids, and the batch has none. It has: "
+            f"{', '.join(map(repr, named)) or 'no names'}. Give limits and intervals in steps, epochs or samples."
+        )
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+        return tokens.numel()
+    found = mask.count_nonzero()
+    return int(found) if found.is_cpu else found
 
 
 def _count_spans(spans: dict[str, Any], batch: Any) -> Weight:

@@ -42,6 +42,8 @@ class Cadence:
     def _now(self, state: RunState) -> float:
         if self.unit == "epochs":
             return state.epochs
+        if self.unit == "tokens":
+            return state.tokens or 0
         return time.monotonic() if self.unit == "seconds" else state.samples
 
     def _after(self, state: RunState) -> float:

@@ -42,7 +42,7 @@ POLICIES: dict[str, Policy] = {
     **_of(Policy.REFUSED, "shuffle", "group_by_length", "length_column", "sample_weights"),
     **_of(Policy.REFUSED, "validation_split"),
     **_of(Policy.REFUSED, "limit_train_batches", "overfit_batches", "optimizer"),
-    **_of(Policy.NOW, "num_train_epochs", "max_steps", "max_time"),
+    **_of(Policy.NOW, "num_train_epochs", "max_steps", "max_tokens", "max_time"),
     **_of(Policy.NOW, "per_device_train_batch_size", "per_device_eval_batch_size"),
     **_of(Policy.NOW, "gradient_accumulation_steps", "global_batch_size"),
     **_of(Policy.NOW, "learning_rate", "optimizer_kwargs", "weight_decay", "parameter_groups", "max_grad_norm"),

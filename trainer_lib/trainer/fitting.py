@@ -144,7 +144,7 @@ class Fitting:
                 )
             state.steps_per_epoch = math.ceil(batches / self.trainer.accelerator.gradient_accumulation_steps)
         epochs = args.epoch_limit
-        state.max_epochs, state.max_steps = epochs, args.max_steps
+        state.max_epochs, state.max_steps, state.max_tokens = epochs, args.max_steps, args.token_limit
         if epochs is not None and state.steps_per_epoch is not None:
             steps = math.ceil(epochs * state.steps_per_epoch - 1e-9)
             if self._plan is not None and batches is not None:
@@ -185,10 +185,20 @@ class Fitting:
 
     def _begin_counting(self) -> None:
         args = self.trainer.args
+        self._begin_counting_tokens()
         intervals = {"log": args.log_interval, "evaluate": self.trainer.evaluation_interval, "save": args.save_interval}
         self._began = time.monotonic()
         self.deadline = self._deadline()
         self.cadences = Cadences(intervals, args.time_limit, self.run, self.deadline)
+
+    def _begin_counting_tokens(self) -> None:
+        state = self.run.state
+        if not self.trainer.args.counts_tokens:
+            state.tokens = None
+        elif state.tokens is None:
+            if state.step:
+                _logger.warning("The checkpoint has no count of tokens: they are counted from step %d.", state.step)
+            state.tokens = 0
 
     def _deadline(self) -> Deadline | None:
         given, accelerator = self.trainer.args.deadline, self.run.accelerator

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.logging import get_logger
-from trainer_lib.trainer.batches import batch_size
+from trainer_lib.trainer.batches import batch_size, count_tokens
 from trainer_lib.trainer.failures import add_note
 from trainer_lib.trainer.fillers import buffers_kept
 from trainer_lib.trainer.loss_checks import check_result, no_gradients
@@ -45,6 +45,8 @@ class Loop:
         self.uncounted = 0  # samples of this rank that no rank has counted yet, where none knows those of the others
         self.guard = fitting.guard
         self.compute = fitting.splitting.step if fitting.splitting.is_on else self.trainer.training_step
+        self.counts_tokens = self.run.args.counts_tokens
+        self.tokens: int | Tensor = 0  # of this process, not yet put together with those of the others
         self.began = 0  # the samples before this window
         self.is_left_out = self.goes_back = False
         self.is_stopped = self.has_gradients = False
@@ -112,6 +114,8 @@ class Loop:
         if rows is not None and rows.real < rows.total:  # the rest repeats samples, to make the processes even
             is_filler = rows.real == 0
             batch = real_rows(batch, rows)
+        if self.counts_tokens and not is_filler:
+            self.tokens = self.tokens + count_tokens(batch)
         run.batch = batch
         with self.accelerator.accumulate(*self.models):
             if self.window.size == 1:
@@ -123,7 +127,8 @@ class Loop:
             if self.gradients.sync_gradients and not self.is_alone:
                 is_end = float(loader.end_of_dataloader)
                 uncounted = [] if of_round is not None else [float(self.uncounted)]
-                self.window.notes, self.window.heard = [*run.control.send(), is_end, *uncounted], ()
+                tokens = [self.tokens] if self.counts_tokens else []
+                self.window.notes, self.window.heard = [*run.control.send(), is_end, *uncounted, *tokens], ()
             if is_filler:
                 self.run_along()
             else:
@@ -233,6 +238,9 @@ class Loop:
             self.end_apart(float(heard[control.COUNT]))
         if heard and self.loader.samples_in_round is None:
             self.count_all(float(heard[control.COUNT + 1]))
+        if heard and self.counts_tokens:
+            at = control.COUNT + 1 + (self.loader.samples_in_round is None)
+            self.count_all_tokens(float(heard[at]) * self.accelerator.num_processes)
         if self.hears_late:
             heard, self.heard = self.heard, heard
         control.hear([float(number) for number in heard])
@@ -261,6 +269,17 @@ class Loop:
         elif self.is_left_out and self.gradients.sync_gradients:  # no gradients take the number to the others
             counts = self.accelerator.group.all_gather_objects(self.uncounted)
             self.count_all(sum(counts) / len(counts))
+
+        if self.counts_tokens and self.gradients.sync_gradients:
+            if self.is_alone:
+                self.count_all_tokens(self.tokens)
+            elif self.is_left_out:
+                self.count_all_tokens(sum(self.accelerator.group.all_gather_objects(int(self.tokens))))
+
+    def count_all_tokens(self, tokens: float | Tensor) -> None:
+        """Count the tokens of all ranks."""
+        self.run.state.tokens = (self.run.state.tokens or 0) + round(float(tokens))
+        self.tokens = 0
 
     def count_all(self, mean: float) -> None:
         """Count the samples of all ranks by their mean over the ranks."""
@@ -347,6 +366,7 @@ class Loop:
             self.is_stopped
             or (state.max_steps is not None and state.step >= state.max_steps)
             or (state.max_epochs is not None and state.epoch >= state.max_epochs)
+            or (state.max_tokens is not None and (state.tokens or 0) >= state.max_tokens)
         )
 
     def no_data(self) -> None:

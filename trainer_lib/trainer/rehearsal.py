@@ -30,6 +30,7 @@ _SHORT: Mapping[str, Any] = {
     "output_dir": None,
     "resume": "never",
     "num_train_epochs": None,
+    "max_tokens": None,
     "max_time": None,
     "deadline": None,
     "stop_signals": (),

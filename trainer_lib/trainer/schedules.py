@@ -50,7 +50,8 @@ _TOLD = {
     "optimizer": "the trainer",
 }
 _UNKNOWN = (
-    ", and that is not known: the data has no length, or max_time alone ends the run. Give max_steps or schedule_steps"
+    ", and that is not known: the data has no length, or max_time or max_tokens alone ends the run. Give max_steps or "
+    "schedule_steps"
 )
 _ONE_CYCLE_WARMUP = 0.3  # as torch's OneCycleLR
 _DECAY = 0.1
