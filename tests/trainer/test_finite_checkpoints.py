@@ -29,8 +29,9 @@ class Breaks(Transformer):
         self._at, self._value = at, value
 
     def on_step_end(self, run: Run) -> None:
+        prepared: Any = run.model
         if run.state.step >= self._at:
-            dict(run.accelerator.unwrap_model(run.model).named_buffers())["seen"].fill_(self._value)
+            dict(run.accelerator.unwrap_model(prepared).named_buffers())["seen"].fill_(self._value)
 
 
 def model() -> nn.Module:
@@ -135,6 +136,7 @@ class Poisons(Transformer):
     def on_loss(self, run: Run) -> None:
         if run.state.step == 8 and not self.has_done:
             self.has_done = True
+            assert run.loss_sum is not None
             run.loss_sum = run.loss_sum * math.nan
 
 

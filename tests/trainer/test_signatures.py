@@ -45,6 +45,7 @@ def test_the_types_of_enumerated_arguments_are_what_the_checks_allow() -> None:
     assert set(enumerated) == {
         "mixed_precision",
         "on_save_error",
+        "on_exception",
         "on_nonfinite",
         "on_bad_sample",
         "per_device_train_batch_size",

@@ -99,6 +99,7 @@ CHECKS: dict[str, Check] = {
     "save_every": optional(values.interval),
     "save_in_background": values.flag,
     "on_save_error": values.choice("continue", "raise"),
+    "on_exception": values.choice("save", "raise"),
     "on_nonfinite": values.choice("raise", "skip", "rewind"),
     "max_nonfinite": values.whole(hint=' For none, give on_nonfinite="raise".'),
     "loss_spike": optional(values.number(above=1)),

@@ -97,6 +97,8 @@ class TrainingArguments:
         save_in_background: Whether a thread writes checkpoints, from a copy in host memory, while training goes on.
         on_save_error: What follows when the disk does not take a checkpoint: "continue" warns, trains on and saves when
             that is due again; "raise" ends the run.
+        on_exception: What follows when an error ends the run between two updates, such as one that the dataset raises:
+            "save" saves the state after the last update (on one process, with an `output_dir`), "raise" saves nothing.
         on_nonfinite: What follows when a loss or gradients are not finite, which never changes a weight: "raise" ends
             the run, "skip" leaves the update out, "rewind" goes back to the last checkpoint and then leaves it out.
         max_nonfinite: How many updates of a run may be left out.
@@ -200,6 +202,7 @@ class TrainingArguments:
     save_every: int | str | timedelta | Every | None = None
     save_in_background: bool = True
     on_save_error: Literal["continue", "raise"] = "continue"
+    on_exception: Literal["save", "raise"] = "save"
     on_nonfinite: Literal["raise", "skip", "rewind"] = "raise"
     max_nonfinite: int = 10
     loss_spike: float | None = None

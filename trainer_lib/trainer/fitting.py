@@ -17,6 +17,8 @@ from trainer_lib.events import Best, Run, RunState
 from trainer_lib.foundation.errors import (
     ConfigurationError,
     NonFiniteError,
+    RunInUseError,
+    StateError,
     UnreachableError,
     UnwritableError,
     did_you_mean,
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
+# Errors after which nothing is saved: they say that the state is not good, or cannot be saved.
+_SAVED_AFTER_NONE = (NonFiniteError, StateError, RunInUseError)
+
 
 class Fitting:
     """What one `fit` is made of.
@@ -65,6 +70,7 @@ class Fitting:
 
     Attributes:
         interruption: What ended it early, known to all processes; `None`: nothing.
+        is_cut_short: Whether an error ends it, with what is owed of the last step.
         owed: What is left to do of the last step, before the next one, as `Control` knows it; with reasons.
     """
 
@@ -74,6 +80,7 @@ class Fitting:
         self.signals, self.lease = signals, lease or Lease(None)
         self.interruption: Interruption | None = None
         self.owed: dict[str, str | None] = {}
+        self.is_cut_short = False
         self.deadline: Deadline | None = None
         args, accelerator = trainer.args, trainer.accelerator
         self.trainer, self.folder, self.events = trainer, folder, trainer.events
@@ -384,8 +391,39 @@ class Fitting:
         told: list[Interruption | None] = self.run.accelerator.group.all_gather_objects(self.run.control.interruption)
         return next((one for one in told if one is not None), None)
 
+    def save_after(self, error: Exception) -> None:
+        """Save the state after the last update, which an error did not touch; a failure of that is only warned of.
+
+        On several processes nothing is saved: the others may be anywhere.
+        """
+        run, state, args = self.run, self.run.state, self.trainer.args
+        is_wanted = args.on_exception == "save" and self.folder is not None and args.save_interval is not None
+        if not is_wanted or run.accelerator.num_processes > 1 or isinstance(error, _SAVED_AFTER_NONE):
+            return
+        if not state.step or self._saved_at == state.step:
+            return
+        self.owed = {name: run.control.reason for name in ("evaluate", "stop") if run.control.is_due(name)}
+        self.is_cut_short, state.status = True, "running"
+        run.control.save_reasons.add("exception")
+        try:
+            self.save()
+            self.saves.settle()
+        except Exception as failure:  # noqa: BLE001 - the first error is the one to be told
+            _logger.warning("After an error the state of step %d could not be saved: %s", state.step, failure)
+            return
+        if self.saves.failure is None:
+            path = state.checkpoints[-1]["path"]
+            error.add_note(f'The state after step {state.step} is saved in {path}; resume="auto" resumes it.')
+
     def finish(self) -> None:
-        """Do what the last step leaves to do: log, evaluate, save."""
+        """Do what the last step leaves to do: log, evaluate, save; its state survives an error meanwhile."""
+        try:
+            self._finish()
+        except Exception as error:
+            self.save_after(error)
+            raise
+
+    def _finish(self) -> None:
         run, state, trainer = self.run, self.run.state, self.trainer
         self.log()
         if trainer.evaluation_interval is not None and self._evaluated_at != state.step and not self.evaluate():
@@ -555,7 +593,7 @@ class _Saved:
             "guard": fitting.guard.state_dict(),
             "bad_samples": fitting.bad_samples.state_dict(),
             "splitting": fitting.splitting.state_dict(),
-            "owed": {} if fitting.interruption is None else fitting.owed,
+            "owed": fitting.owed if fitting.interruption is not None or fitting.is_cut_short else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -50,13 +50,23 @@ class Loop:
         self.began = 0  # the samples before this window
         self.is_left_out = self.goes_back = False
         self.is_stopped = self.has_gradients = False
+        self.is_settled = False  # whether an update is complete, and the next one has not begun
         self.updates_in_vain = 0
         # Numbers on an accelerator are read an update later, when they are there: nothing waits for its backward.
         self.hears_late = self.accelerator.device.type != "cpu"
         self.heard: Sequence[float | Tensor] = ()
 
     def train(self) -> None:
-        """Go over the data until training is over."""
+        """Go over the data until training is over; the state after the last update survives an error."""
+        try:
+            self.go_over_data()
+        except Exception as error:
+            if self.is_settled:
+                self.fitting.save_after(error)
+            raise
+
+    def go_over_data(self) -> None:
+        """Train until a limit is reached."""
         state = self.run.state
         if self.is_over:
             _logger.warning("There is nothing left to train: the run is at step %d already.", state.step)
@@ -89,10 +99,12 @@ class Loop:
 
     def one_pass(self) -> None:
         """Go over the data once, from where it was left."""
+        self.is_settled = True
         self.events.fire("on_epoch_begin", self.run)
         batches = iter(self.loader)  # has the workers, and is held until they were asked whether they live
         try:
             for batch in self.fitting.opened(batches):
+                self.is_settled = False
                 self.micro_batch(batch)
                 if self.gradients.sync_gradients:
                     self.finish_step()
@@ -303,6 +315,7 @@ class Loop:
             self.fitting.saves.ask_when_written()
         if self.is_alone:
             run.control.agree_alone()
+        self.is_settled = True
         if not run.control.is_empty or self.is_over:
             self.act()
 
