@@ -151,6 +151,19 @@ def test_what_cannot_be_read_apart_is_left_to_training() -> None:
     assert samples_at(Named(), [0]) is None
 
 
+def test_a_dataset_that_closes_its_file_is_not_copied() -> None:
+    closed: list[int] = []
+
+    class Closing(Augmented):
+        def __del__(self) -> None:
+            closed.append(1)
+
+    data = Closing()
+    assert samples_at(Subset(data, [0]), [0]) is None
+    assert not closed
+    assert len(data) == 40
+
+
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,8 @@ def _twin(dataset: Any) -> Any:
     """Return a shallow copy of a dataset, and of those inside of it, with generators of its own."""
     if isinstance(dataset, (list, tuple, dict)):
         return dataset  # pyright: ignore[reportUnknownVariableType]
+    if hasattr(type(dataset), "__del__"):
+        raise TypeError("Deleting the copy may close what the dataset has open.")
     twin = copy.copy(dataset)
     attributes: dict[str, Any] = getattr(twin, "__dict__", {})
     for name, value in list(attributes.items()):

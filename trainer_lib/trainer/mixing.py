@@ -32,7 +32,7 @@ class MixedDataset(Dataset[Any]):
     Example:
         >>> mixed = MixedDataset([["a"] * 2, ["b"] * 6], weights=[3, 1])
         >>> [mixed[index] for index in range(len(mixed))], mixed.counts
-        (['a', 'a', 'a', 'b', 'a', 'a', 'a', 'b'], [6, 2])
+        (['b', 'a', 'a', 'a', 'b', 'a', 'a', 'a'], [6, 2])
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class MixedDataset(Dataset[Any]):
         """Return where the sample of an index comes from in this epoch: which dataset, and which of its samples.
 
         Example:
-            >>> MixedDataset([["a", "b"], ["c"]]).place(1)[0]
-            1
+            >>> mixed = MixedDataset([["a", "b"], ["c"]])
+            >>> mixed.place(0), mixed[0]
+            ((1, 0), 'c')
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"Sample {index} of {len(self)}.")
