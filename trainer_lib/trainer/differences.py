@@ -54,7 +54,7 @@ POLICIES: dict[str, Policy] = {
     **_of(Policy.ASIDE, "hang_timeout"),
     **_of(Policy.NOW, "keep_best", "keep_every", "metric_for_best", "greater_is_better", "load_best_at_end"),
     **_of(Policy.NOW, "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "drop_last"),
-    **_of(Policy.NOW, "seed_each_sample", "on_bad_sample", "max_bad_samples"),
+    **_of(Policy.NOW, "seed_each_sample", "on_bad_sample", "max_bad_samples", "remove_unused_columns"),
     **_of(Policy.NOW, "limit_eval_batches", "label_names", "predict_with_generate", "generation_kwargs"),
 }
 
