@@ -42,7 +42,8 @@ def convert(caplog: pytest.LogCaptureFixture, **given: Any) -> tuple[TrainingArg
     """Return what Hugging Face's arguments become, and what is said about those that become nothing."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, LOGGER):
-        ours = TrainingArguments.from_transformers(HuggingFace(**{"remove_unused_columns": False, **given}))
+        told: dict[str, Any] = {"remove_unused_columns": False, **given}
+        ours = TrainingArguments.from_transformers(HuggingFace(**told))
     return ours, caplog.text
 
 
@@ -65,6 +66,7 @@ def test_each_field_has_the_same_name_another_form_or_a_reason(kind: Any) -> Non
             # The same name, and values that have another form here.
             "max_steps",
             "num_train_epochs",
+            "eval_delay",
             "max_grad_norm",
             "lr_scheduler_kwargs",
             "gradient_checkpointing",
@@ -327,12 +329,24 @@ def test_sharding_is_converted(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_is_lost_is_told_by_name_and_reason(caplog: pytest.LogCaptureFixture) -> None:
     ours, said = convert(
-        caplog, learning_rate=1e-3, neftune_noise_alpha=5.0, push_to_hub=True, eval_delay=3, save_steps=0.5
+        caplog, learning_rate=1e-3, neftune_noise_alpha=5.0, push_to_hub=True, torch_empty_cache_steps=3, save_steps=0.5
     )
     assert ours == TrainingArguments(learning_rate=1e-3)
     assert len(caplog.records) == 1
     told = [line.split(":")[0] for line in said.splitlines()[1:]]
-    assert told == ["  neftune_noise_alpha", "  eval_delay", "  save_strategy, save_steps", "  push_to_hub"]
+    assert told == [
+        "  neftune_noise_alpha",
+        "  torch_empty_cache_steps",
+        "  save_strategy, save_steps",
+        "  push_to_hub",
+    ]
+
+
+def test_a_delay_of_evaluations_is_converted(caplog: pytest.LogCaptureFixture) -> None:
+    ours, said = convert(caplog, eval_strategy="epoch", eval_delay=2)
+    assert (ours.eval_every, ours.eval_delay, said) == ("1 epoch", "2 epochs", "")
+    ours, said = convert(caplog, eval_strategy="steps", eval_steps=5, eval_delay=20)
+    assert (ours.eval_every, ours.eval_delay, said) == ("5 steps", "20 steps", "")
 
 
 def test_steps_overrule_epochs_as_they_do_there(caplog: pytest.LogCaptureFixture) -> None:

@@ -252,6 +252,29 @@ def test_the_banner_says_what_will_happen(capsys: pytest.CaptureFixture[str], tm
     assert banner.count("\n  model ") == 1
 
 
+@pytest.mark.parametrize(
+    ("every", "delay", "evaluated"),
+    [
+        (2, None, [2, 4, 6, 8, 10]),
+        (2, 5, [6, 8, 10]),
+        ("1 epoch", "2 epochs", [10]),
+        ("0.5 epochs", "16 samples", [3, 5, 8, 10]),
+    ],
+)
+def test_evaluations_begin_after_their_delay(every: Any, delay: Any, evaluated: list[int]) -> None:
+    state = trainer(arguments(eval_every=every, eval_delay=delay), eval_dataset=points(8)).fit().state
+    assert [entry["step"] for entry in state.history if "eval_loss" in entry] == evaluated
+
+
+def test_a_delay_says_something_only_where_there_are_evaluations() -> None:
+    with pytest.raises(ConfigurationError, match=r"eval_delay must be an amount of training.*got '5 minutes'"):
+        arguments(eval_delay="5 minutes")
+    with pytest.raises(ConfigurationError, match='eval_every="never" makes none'):
+        arguments(eval_delay=5, eval_every="never")
+    with pytest.raises(ConfigurationError, match="eval_delay=5 needs evaluations"):
+        trainer(arguments(eval_delay=5)).fit()
+
+
 class StepsItself(Trainer):
     def training_step(self, model: Any, batch: Any) -> None:
         self.backward(nn.functional.cross_entropy(model(batch[0]), batch[1]))

@@ -185,8 +185,10 @@ def test_one_that_has_trained_hands_on_its_weights(tmp_path: Path, caplog: pytes
 
 def test_arguments_are_converted_where_they_are_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, NOTES):
-        given = Trainer(model(), their_arguments(tmp_path, push_to_hub=False, eval_delay=2), train_dataset=rows())
-    assert [line.split(":")[0].strip() for line in caplog.text.splitlines()[1:]] == ["eval_delay"]
+        given = Trainer(
+            model(), their_arguments(tmp_path, push_to_hub=False, torch_empty_cache_steps=2), train_dataset=rows()
+        )
+    assert [line.split(":")[0].strip() for line in caplog.text.splitlines()[1:]] == ["torch_empty_cache_steps"]
     assert (given.args.learning_rate, given.args.log_every, given.args.shuffle) == (0.01, "1 step", False)
 
 

@@ -95,6 +95,7 @@ CHECKS: dict[str, Check] = {
     "use_cpu": values.flag,
     "log_every": values.interval,
     "eval_every": optional(values.interval),
+    "eval_delay": optional(values.counted_amount),
     "eval_on_start": values.flag,
     "save_every": optional(values.interval),
     "save_in_background": values.flag,
@@ -209,6 +210,14 @@ def _files(args: "TrainingArguments") -> None:
         )
 
 
+def _delay(args: "TrainingArguments") -> None:
+    if args.eval_delay is not None and args.eval_every == NEVER:
+        raise ConfigurationError(
+            f'eval_delay={args.eval_delay!r} delays evaluations, and eval_every="never" makes none. Leave one of them '
+            "out."
+        )
+
+
 def _best(args: "TrainingArguments") -> None:
     if args.load_best_at_end and args.keep_best == 0:
         raise ConfigurationError("load_best_at_end=True and keep_best=0: the best is not kept. Leave keep_best out.")
@@ -315,6 +324,7 @@ def _generation(args: "TrainingArguments") -> None:
 _AGREEMENTS: tuple[Callable[["TrainingArguments"], None], ...] = (
     _batch_size,
     _files,
+    _delay,
     _best,
     _one_knob,
     _schedule,

@@ -246,6 +246,14 @@ def _amount_of_training(name: str, value: Any) -> str | int | float:
     return value if isinstance(value, (str, int)) else str(every)
 
 
+def counted_amount(name: str, value: Any) -> str | int | float:
+    """Amounts of training that every process counts alike: not time."""
+    kept = amount(name, value)
+    if Every.parse(value, name).unit == "seconds":
+        raise _refusal(name, value, 'an amount of training, such as "500 steps" or "2 epochs", and not a time')
+    return kept
+
+
 def duration(name: str, value: Any) -> str | float:
     """How long: seconds, a text, or a `timedelta`."""
     read_duration(name, value)

@@ -92,6 +92,7 @@ class TrainingArguments:
 
         log_every: How often to log, or "never".
         eval_every: How often to evaluate, or "never"; by default each epoch, if there is something to evaluate on.
+        eval_delay: How much to train before the first evaluation that is due at its interval, such as "2 epochs".
         eval_on_start: Evaluate before the first step too.
         save_every: How often to save, or "never"; by default each epoch, if there is an `output_dir`.
         save_in_background: Whether a thread writes checkpoints, from a copy in host memory, while training goes on.
@@ -198,6 +199,7 @@ class TrainingArguments:
 
     log_every: int | str | timedelta | Every = "50 steps"
     eval_every: int | str | timedelta | Every | None = None
+    eval_delay: int | str | Every | None = None
     eval_on_start: bool = False
     save_every: int | str | timedelta | Every | None = None
     save_in_background: bool = True
@@ -327,6 +329,11 @@ class TrainingArguments:
     def eval_interval(self) -> Every | None:
         """How often to evaluate, if there is something to evaluate on; `None`: never."""
         return _interval("eval_every", "1 epoch" if self.eval_every is None else self.eval_every)
+
+    @property
+    def evaluation_delay(self) -> Every | None:
+        """How much to train before the first evaluation at an interval; `None`: nothing."""
+        return None if self.eval_delay is None else Every.parse(self.eval_delay, "eval_delay")
 
     @property
     def save_interval(self) -> Every | None:

@@ -18,9 +18,10 @@ class Cadence:
         name: What is asked for, as `Control` knows it.
         interval: How often.
         state: Where the run stands.
+        delay: How much of training comes before the first time.
     """
 
-    def __init__(self, name: str, interval: Every, state: RunState) -> None:
+    def __init__(self, name: str, interval: Every, state: RunState, delay: Every | None = None) -> None:
         self.name, self._interval = name, interval
         self._amount, self.unit = interval.amount, interval.unit
         if self.unit == "epochs" and self._amount != int(self._amount) and not state.steps_per_epoch:
@@ -29,15 +30,22 @@ class Cadence:
                 "or steps."
             )
         self._next = self._after(state)
+        self._delay = delay
 
     def is_due(self, state: RunState) -> bool:
         """Whether it is due after this step; asked once a step."""
         if self.unit == "steps":  # first: by far the most frequent
-            return state.step % self._amount == 0
+            return state.step % self._amount == 0 and self._is_begun(state)
         if self._now(state) < self._next:
             return False
         self._next = self._after(state)
-        return True
+        return self._is_begun(state)
+
+    def _is_begun(self, state: RunState) -> bool:
+        if self._delay is None:
+            return True
+        done = {"steps": state.step, "samples": state.samples, "epochs": state.epochs}[self._delay.unit]
+        return done >= self._delay.amount - 1e-9
 
     def _now(self, state: RunState) -> float:
         if self.unit == "epochs":
@@ -61,13 +69,23 @@ class Cadences:
         time_limit: How many seconds the run may take, those before a restart included.
         run: The run.
         deadline: When it has to be through, on the process whose clock counts.
+        eval_delay: How much of training comes before the first evaluation.
     """
 
     def __init__(
-        self, intervals: dict[str, Every | None], time_limit: float | None, run: Run, deadline: Deadline | None = None
+        self,
+        intervals: dict[str, Every | None],
+        time_limit: float | None,
+        run: Run,
+        deadline: Deadline | None = None,
+        eval_delay: Every | None = None,
     ) -> None:
         self._deadline = deadline
-        every = [Cadence(name, interval, run.state) for name, interval in intervals.items() if interval is not None]
+        every = [
+            Cadence(name, interval, run.state, eval_delay if name == "evaluate" else None)
+            for name, interval in intervals.items()
+            if interval is not None
+        ]
         # The same on all processes, which therefore need not agree; their clocks are not.
         self._counted = [cadence for cadence in every if cadence.unit != "seconds"]
         self._timed = [cadence for cadence in every if cadence.unit == "seconds"] if run.is_main_process else []

@@ -49,7 +49,7 @@ POLICIES: dict[str, Policy] = {
     **_of(Policy.NOW, "lr_scheduler", "lr_scheduler_kwargs", "warmup", "schedule_steps"),
     **_of(Policy.NOW, "mixed_precision", "compile", "gradient_checkpointing", "fsdp", "parallelism", "ddp"),
     **_of(Policy.NOW, "sync_batchnorm", "tf32", "deterministic", "detect_anomaly", "gc_every", "use_cpu"),
-    **_of(Policy.NOW, "log_every", "eval_every", "eval_on_start", "save_every", "save_in_background"),
+    **_of(Policy.NOW, "log_every", "eval_every", "eval_delay", "eval_on_start", "save_every", "save_in_background"),
     **_of(Policy.NOW, "on_save_error", "on_exception", "on_nonfinite", "max_nonfinite", "loss_spike", "keep_last"),
     **_of(Policy.ASIDE, "hang_timeout"),
     **_of(Policy.NOW, "keep_best", "keep_every", "metric_for_best", "greater_is_better", "load_best_at_end"),

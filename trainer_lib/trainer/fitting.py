@@ -196,7 +196,7 @@ class Fitting:
         intervals = {"log": args.log_interval, "evaluate": self.trainer.evaluation_interval, "save": args.save_interval}
         self._began = time.monotonic()
         self.deadline = self._deadline()
-        self.cadences = Cadences(intervals, args.time_limit, self.run, self.deadline)
+        self.cadences = Cadences(intervals, args.time_limit, self.run, self.deadline, args.evaluation_delay)
 
     def _begin_counting_tokens(self) -> None:
         state = self.run.state

@@ -91,11 +91,15 @@ def _logging(given: Mapping[str, Any]) -> dict[str, Any] | str:
     return _interval(given.get("logging_strategy", "steps"), given.get("logging_steps", 500), "log_every")
 
 
-@_form("eval_strategy", "eval_steps", "evaluation_strategy")
+@_form("eval_strategy", "eval_steps", "evaluation_strategy", "eval_delay")
 def _evaluating(given: Mapping[str, Any]) -> dict[str, Any] | str:
     strategy = given.get("eval_strategy", given.get("evaluation_strategy", "steps"))
     steps = given.get("eval_steps")
-    return _interval(strategy, 500 if steps is None else steps, "eval_every")
+    found = _interval(strategy, 500 if steps is None else steps, "eval_every")
+    if isinstance(found, str) or not given.get("eval_delay") or found.get("eval_every") == NEVER:
+        return found
+    unit = "epochs" if str(getattr(strategy, "value", strategy)).lower() == "epoch" else "steps"
+    return {**found, "eval_delay": f"{given['eval_delay']:g} {unit}"}
 
 
 @_form("save_strategy", "save_steps")

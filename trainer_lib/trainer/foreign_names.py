@@ -47,7 +47,6 @@ NONE_HERE: dict[str, str] = {
     "trackio_space_id": _TRACKING,
     "trackio_bucket_id": _TRACKING,
     "trackio_static_space_id": _TRACKING,
-    "eval_delay": f"{_NOT_YET}; evaluation begins after the first eval_every",
     "prediction_loss_only": "outputs are kept only where metrics or predict ask for them",
     "eval_do_concat_batches": "metrics are fed batch by batch; predict returns rows",
     "eval_use_gather_object": "objects of any kind are gathered",

@@ -258,6 +258,8 @@ def _check_not_asked_for(trainer: "Trainer") -> None:
         )
     if args.eval_every not in (None, "never"):
         asked = f"eval_every={args.eval_every!r}"
+    elif args.eval_delay is not None:
+        asked = f"eval_delay={args.eval_delay!r}"
     elif args.eval_on_start:
         asked = "eval_on_start=True"
     elif args.load_best_at_end:

@@ -38,6 +38,7 @@ _SHORT: Mapping[str, Any] = {
     "schedule_steps": None,
     "log_every": "1 step",
     "eval_every": "never",
+    "eval_delay": None,
     "eval_on_start": False,
     "save_every": None,
     "load_best_at_end": False,
