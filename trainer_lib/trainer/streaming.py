@@ -42,6 +42,11 @@ class MeanMetric(Metric):
         """Start over."""
         self._sum, self._without = RunningSum(device), 0
 
+    def measured(self, output: EvaluationOutput) -> dict[str, Measured]:
+        """Return the sum and the weight of a batch by name; nothing if the batch has neither."""
+        measured = self._measure(output)
+        return {} if measured is None else {self.name: measured}
+
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
         measured = self._measure(output)
@@ -90,17 +95,24 @@ class FunctionMetric(Metric):
         self._device = device
         self._sums: dict[str | None, RunningSum] = {}
 
+    def measured(self, output: EvaluationOutput) -> dict[str, Measured]:
+        """Return the sums and weights of a batch by name."""
+        return {self.name if key is None else f"{self.name}_{key}": part for key, part in self._of(output).items()}
+
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
+        for key, part in self._of(output).items():
+            if key not in self._sums:
+                self._sums[key] = RunningSum(self._device)
+            self._sums[key].add(*part)
+
+    def _of(self, output: EvaluationOutput) -> dict[str | None, Measured]:
         value = self._function(output.predictions, output.labels)
         named: Mapping[str | None, Any] = value if isinstance(value, Mapping) else {None: value}
         rows = count_rows((output.labels, output.predictions))
         if rows is None:
             raise ConfigurationError(f"The metric {self.name!r} got predictions and labels that have no rows.")
-        for key, one in named.items():
-            if key not in self._sums:
-                self._sums[key] = RunningSum(self._device)
-            self._sums[key].add(*self._over_rows(key, one, rows))
+        return {key: self._over_rows(key, part, rows) for key, part in named.items()}
 
     def state(self) -> dict[str | None, tuple[float, float, bool]]:
         """Return the sums and weights."""

@@ -49,6 +49,7 @@ from trainer_lib.trainer.quarantine import leave_out_while_evaluating
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.saving import read_arguments, save_model
 from trainer_lib.trainer.signals import Signals
+from trainer_lib.trainer.training_metrics import TrainingMetrics
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.learning_rate_finder import LearningRateSweep
@@ -98,6 +99,8 @@ class Trainer:
         collate_fn: Makes a batch of samples.
         processing_class: A tokenizer or processor, which pads batches and is saved with the model.
         metrics: What evaluations compute batch by batch, by name; for several sets possibly by the set's name first.
+        train_metrics: What each training batch is measured by, in the logs: means such as "accuracy", and functions of
+            predictions and labels.
         compute_metrics: A function of all predictions and labels, as in Hugging Face's trainer.
         optimizer: An optimizer, a function that makes one of parameters, or several of these by name.
         scheduler: A schedule, a function that makes one of an optimizer, or several of these by name.
@@ -135,6 +138,7 @@ class Trainer:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         processing_class: Any = None,
         metrics: Any = None,
+        train_metrics: Any = None,
         compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
         optimizer: Any = None,
         scheduler: Any = None,
@@ -152,6 +156,8 @@ class Trainer:
             self.train_dataset, self.eval_dataset = validation.split_for(self)
         self.events = Dispatcher(defaults.callbacks(self.args, admission.checked_callbacks(callbacks)))
         names = [] if self.eval_dataset is None else list(named_sets(self, self.eval_dataset))
+        if train_metrics is not None:
+            self.events.add(TrainingMetrics(train_metrics))
         self.measures = defaults.measures(names, metrics, compute_metrics)
         if accelerator is not None:
             admission.check_accelerator(accelerator, self.args)

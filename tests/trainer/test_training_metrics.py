@@ -1,0 +1,60 @@
+"""Tests of metrics of training batches: means over all samples between two logs, on any number of ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
+from trainer_lib.foundation.errors import ConfigurationError
+
+
+def confidence(predictions: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    chances = predictions.softmax(-1)
+    return {"mean": chances.amax(-1), "right": chances.gather(1, labels[:, None])[:, 0]}
+
+
+def logged(count: int = 40) -> list[dict[str, float]]:
+    # Nothing is learned, so that what is measured is known.
+    args = arguments(num_train_epochs=1, learning_rate=0.0, log_every=2, per_device_train_batch_size=4, shuffle=False)
+    made = trainer(args, train_dataset=points(count), train_metrics={"accuracy": "accuracy", "sure": confidence})
+    history = made.fit().history
+    return [{name: entry[name] for name in ("accuracy", "sure_mean", "sure_right")} for entry in history]
+
+
+def expected(first: int, last: int, count: int) -> dict[str, float]:
+    inputs, labels = points(count)
+    scores, labels = network()(inputs[first:last]), labels[first:last]
+    sure = confidence(scores, labels)
+    right = (scores.argmax(-1) == labels).float().mean().item()
+    return {"accuracy": right, "sure_mean": sure["mean"].mean().item(), "sure_right": sure["right"].mean().item()}
+
+
+def test_each_log_has_the_mean_over_its_samples() -> None:
+    found = logged()
+    assert len(found) == 5
+    for number, values in enumerate(found):
+        assert values == pytest.approx(expected(8 * number, 8 * number + 8, 40), rel=1e-6)
+
+
+def test_two_processes_measure_what_one_would_of_uneven_data() -> None:
+    for found in run_world(logged, (19,), 2, timeout=60):  # updates of 8, 8 and 3 samples
+        assert found[0] == pytest.approx(expected(0, 16, 19), rel=1e-6)
+        assert found[1] == pytest.approx(expected(16, 19, 19), rel=1e-6)
+
+
+def test_what_is_no_mean_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="train_metrics has 'f1', which is not a mean over labels or rows"):
+        trainer(train_metrics=["f1"])
+
+
+def test_a_step_without_outputs_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def without_outputs(self: Any, model: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    made = trainer(arguments(max_steps=2), train_metrics=["accuracy"])
+    kind = type("Mine", (type(made),), {"compute_loss": without_outputs})
+    kind(network(), arguments(max_steps=2), train_dataset=points(), train_metrics=["accuracy"]).fit()
+    assert caplog.text.count("the training step returned no outputs") == 1
