@@ -252,7 +252,7 @@ def _generated(trainer: "Trainer", model: Any, batch: Any) -> EvaluationOutput:
     return generate_step(
         bare,
         batch,
-        trainer.args.generation_kwargs,
+        {**(trainer.args.generation_kwargs or {}), **trainer._generation_options},
         trainer.processing_class,
         loss_of=loss_of,
         in_lockstep=trainer.accelerator.strategy.needs_lockstep and trainer.accelerator.num_processes > 1,

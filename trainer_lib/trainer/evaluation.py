@@ -21,7 +21,7 @@ from trainer_lib.trainer.metrics import computed_metrics
 from trainer_lib.trainer.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.passage import Passage, Step
 from trainer_lib.trainer.prediction_files import MANIFEST, check_free
-from trainer_lib.trainer.predictions import Collector, Predictions, Writer
+from trainer_lib.trainer.predictions import Collector, ComputedMetrics, Predictions, Writer, computed
 from trainer_lib.trainer.relay import Relay
 from trainer_lib.trainer.streaming import mean_loss
 from trainer_lib.trainer.undisturbed import undisturbed
@@ -118,6 +118,7 @@ class Evaluator:
         has_labels: bool = True,
         limit: int | None = None,
         prefix: str = "predict",
+        compute_metrics: Callable[..., Any] | None = None,
     ) -> Predictions:
         """Return what the step predicts for all samples, in the order of the set, on every process.
 
@@ -129,6 +130,8 @@ class Evaluator:
             has_labels: Whether to return the labels, and to measure the loss.
             limit: How many batches of each process to predict; `None` for all.
             prefix: What the names of metrics begin with.
+            compute_metrics: A function of all predictions and labels that returns further metrics, where there are
+                labels and all of them are in memory.
 
         Raises:
             ConfigurationError: If the set is empty, or there is something in the folder.
@@ -145,6 +148,9 @@ class Evaluator:
                 outputs = ([EvaluationOutput(predictions=part.predictions) for part in parts] for parts in outputs)
             collected, *values = self._measure("", outputs, metrics)
             measured = _prefixed(prefix, "", zip(metrics[1:], values, strict=True))
+            if compute_metrics is not None and to is None and has_labels:
+                predictions, labels = collected
+                measured |= self._computed(compute_metrics, predictions, labels, prefix)
             if isinstance(collector, Writer):
                 self._on_main_process(f"Predictions in {to}", lambda: collector.commit(measured))
             self._dispatcher.fire("on_predict_end", run)
@@ -198,6 +204,15 @@ class Evaluator:
             + "\n  ".join(lines)
             + "\nGive the same metrics, in the same order, on all processes."
         )
+
+    def _computed(self, function: Callable[..., Any], predictions: Any, labels: Any, prefix: str) -> dict[str, float]:
+        """Return what a function makes of predictions and labels on the main process; without labels nothing."""
+        failure, values = Failure("compute_metrics"), dict[str, float]()
+        if self._accelerator.is_main_process and labels is not None:
+            with failure.kept():
+                values = computed(function, predictions, labels)
+        values = failure.raised_or_value(exchange(failure.or_value(values))[0])
+        return _prefixed(prefix, "", iter([(ComputedMetrics(function), values)]))
 
     def _on_main_process(self, what: str, function: Callable[[], None]) -> None:
         """Call a function on the main process; what it raises is raised on all."""

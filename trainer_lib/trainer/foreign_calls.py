@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from types import CodeType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from torch import nn
 
@@ -31,7 +31,6 @@ _OF_VERBS: dict[str, dict[str, str]] = {
     "evaluate": {
         "eval_dataset": "dataset",
         "dataloaders": "dataset",
-        "metric_key_prefix": "prefix",
         "ignore_keys": "evaluation_step(model, batch), which a subclass overrides",
     },
     "predict": {
@@ -40,23 +39,34 @@ _OF_VERBS: dict[str, dict[str, str]] = {
         "ignore_keys": "evaluation_step(model, batch), which a subclass overrides",
     },
 }
+# Names of Hugging Face's trainer that mean the same here, and are taken as well.
+_SYNONYMS = {"evaluate": {"metric_key_prefix": "prefix"}, "predict": {"metric_key_prefix": "prefix"}}
 _NEAR = 0.85
 
 
 def in_our_terms(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Have a method of the trainer answer a call that another trainer would take with the call to make here."""
-    name, known = method.__name__, list(inspect.signature(method).parameters)[1:]
+    name, parameters = method.__name__, list(inspect.signature(method).parameters.values())[1:]
+    known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    synonyms, takes_more = _SYNONYMS.get(name, {}), len(known) < len(parameters)
 
     @functools.wraps(method)
     def call(self: S, *positional: P.args, **named: P.kwargs) -> R:
-        _check_call(name, known, positional, named)
-        return method(self, *positional, **named)
+        options: dict[str, Any] = {synonyms.get(key, key): value for key, value in named.items()}
+        generates = takes_more and bool(getattr(getattr(self, "args", None), "predict_with_generate", False))
+        _check_call(name, known, positional, options, generates)
+        return cast(Any, method)(self, *positional, **options)
 
     return call
 
 
-def _check_call(name: str, known: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any]) -> None:
-    strange = {key: value for key, value in named.items() if key not in known}
+def _check_call(
+    name: str, known: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any], generates: bool
+) -> None:
+    # What nobody knows is for `generate`, where predictions are what a model writes.
+    strange = {
+        key: value for key, value in named.items() if key not in known and (not generates or key in _OF_VERBS[name])
+    }
     resume = positional[0] if positional else named.get("resume")
     takes_data = name == "fit" and not _is_resume(resume)
     if not takes_data and len(positional) <= len(known) and not strange and not _is_model(positional):

@@ -142,16 +142,22 @@ class ComputedMetrics(Collector):
         return self._failure.raised_or_value(states[0])
 
     def _computed(self) -> dict[str, float]:
-        predictions, labels = self._predictions.joined(), self._labels.joined()
-        takes_two = _required(self._function) == 2
-        given = (predictions, labels) if takes_two else (EvaluationPrediction(predictions, labels),)
-        values = self._function(*given)
-        if not isinstance(values, Mapping):
-            raise ConfigurationError(
-                f"compute_metrics returned a {type(values).__name__}. Return numbers by name, such as "
-                '{"accuracy": 0.9}.'
-            )
-        return as_numbers("", values)
+        return computed(self._function, self._predictions.joined(), self._labels.joined())
+
+
+def computed(function: Callable[..., Any], predictions: Any, labels: Any) -> dict[str, float]:
+    """Return what `compute_metrics` makes of all predictions and labels: numbers by name.
+
+    Raises:
+        ConfigurationError: If it returns something else.
+    """
+    takes_two = _required(function) == 2
+    values = function(predictions, labels) if takes_two else function(EvaluationPrediction(predictions, labels))
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(
+            f'compute_metrics returned a {type(values).__name__}. Return numbers by name, such as {{"accuracy": 0.9}}.'
+        )
+    return as_numbers("", values)
 
 
 class Writer(Metric):

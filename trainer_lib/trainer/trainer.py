@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -170,6 +171,8 @@ class Trainer:
         self._objective: Objective | None = None
         self.is_rehearsing = False  # while a tool trains to find something out
         self._has_fitted = self._has_checked_loss = False
+        self._run_folder: AnyPath | None = None
+        self._generation_options: Mapping[str, Any] = {}  # of the evaluation or prediction under way
 
     if not TYPE_CHECKING:  # where it would let every misspelt name pass
 
@@ -250,6 +253,7 @@ class Trainer:
             return self._fit_at(place, lease)
 
     def _fit_at(self, place: Place, lease: Lease) -> FitResult:
+        self._run_folder = None if place.folder is None else place.folder.path
         if self._has_fitted:  # weights stay, all else begins anew
             self.accelerator.free_memory()
             self.prepared = None
@@ -291,12 +295,13 @@ class Trainer:
         return result
 
     @in_our_terms
-    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+    def evaluate(self, dataset: Any = None, prefix: str = "eval", **generation_kwargs: Any) -> dict[str, float]:
         """Evaluate; the metrics are the same on all processes.
 
         Args:
             dataset: What on; by default `eval_dataset`. One, or several by name.
-            prefix: What the names of the metrics begin with.
+            prefix: What the names of the metrics begin with (`metric_key_prefix`, as Hugging Face calls it).
+            **generation_kwargs: With `predict_with_generate`, what `generate` is told besides: `max_length=64`.
         """
         if not isinstance(prefix, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"prefix={shown(prefix)} must be a text, which the names of metrics begin with.")
@@ -306,18 +311,24 @@ class Trainer:
         loaders = preflight.loaders_of(self, given, told_as)
         self.prepare_models()
         sets = {name: self._set(name, loader) for name, loader in loaders.items()}
-        metrics = self._evaluator.evaluate(self.run, self.prepared, sets, prefix)
+        with self._generating(generation_kwargs):
+            metrics = self._evaluator.evaluate(self.run, self.prepared, sets, prefix)
         if not metrics:
             _logger.warning_once(NOTHING_MEASURED)
         return metrics
 
     @in_our_terms
-    def predict(self, dataset: Any, to: str | Path | None = None) -> Predictions:
-        """Return the model's predictions, in the dataset's order.
+    def predict(
+        self, dataset: Any, to: str | Path | None = None, prefix: str = "predict", **generation_kwargs: Any
+    ) -> Predictions:
+        """Return the model's predictions, in the dataset's order, with the loss and `compute_metrics` of the labels.
 
         Args:
             dataset: What on; without labels too.
-            to: A folder to write them to, batch by batch, instead of keeping them in memory.
+            to: A folder to write them to, batch by batch, instead of keeping them in memory; `compute_metrics`, which
+                wants all of them in memory, is not called then.
+            prefix: What the names of the metrics begin with (`metric_key_prefix`, as Hugging Face calls it).
+            **generation_kwargs: With `predict_with_generate`, what `generate` is told besides: `max_length=64`.
         """
         if dataset is None:
             raise ConfigurationError("predict() needs data: predict(dataset).")
@@ -325,7 +336,11 @@ class Trainer:
         self.prepare_models()
         loader = self._prepared_for_evaluation(given)
         target = None if to is None else local_path(to, "predict(to=…)")
-        return self._evaluator.predict(self.run, self.prepared, loader, to=target)
+        _, compute_metrics = self.measures[""]
+        with self._generating(generation_kwargs):
+            return self._evaluator.predict(
+                self.run, self.prepared, loader, to=target, prefix=prefix, compute_metrics=compute_metrics
+            )
 
     def preview(self, batches: int = 2) -> "Preview":
         """Return what there is to see of the first batches of training, as the model gets them.
@@ -406,11 +421,21 @@ class Trainer:
 
         return search(self, space, n, metric, greater_is_better, study)
 
-    def save_model(self, output_dir: str | AnyPath) -> None:
-        """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it."""
+    def save_model(self, output_dir: str | AnyPath | None = None) -> None:
+        """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it.
+
+        Args:
+            output_dir: The folder; by default `model` in the folder of the run, after `fit` with an `output_dir`.
+        """
+        if output_dir is None and self._run_folder is None:
+            raise ConfigurationError(
+                "save_model() without a folder saves into the folder of the run, and there was no run yet. Give one: "
+                'save_model("model"); or call it after fit() with output_dir.'
+            )
         self.prepare_models()
+        target = self._run_folder / "model" if output_dir is None and self._run_folder else path_at(output_dir or "")
         with weights_in_use(self):
-            save_model(self, path_at(output_dir))
+            save_model(self, target)
 
     def model_card(
         self,
@@ -729,6 +754,14 @@ class Trainer:
         return self.label_shift.answer
 
     # -- private -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _generating(self, options: Mapping[str, Any]) -> Generator[None]:
+        self._generation_options = options
+        try:
+            yield
+        finally:
+            self._generation_options = {}
 
     def _make_objective(self) -> Objective:
         if not isinstance(self.model, nn.Module):
