@@ -225,6 +225,7 @@ def test_cross_validation(loop: Loop) -> None:
     assert min(*alone["accuracies"], alone["test_accuracy"]) > 0.7
 
 
+@pytest.mark.slow
 def test_compiled(loop: Loop, tmp_path: Path) -> None:
     alone = loop("compiled", 1, "--output_dir", tmp_path / "alone")
     together = loop("compiled", 2, "--output_dir", tmp_path / "together")

@@ -121,6 +121,7 @@ def test_torchs_own_backends_train_alike(backend: str) -> None:
         assert_same(train(TorchDynamoPlugin(backend, use_regional_compilation=True)), train(None))
 
 
+@pytest.mark.slow
 def test_the_graph_is_cut_by_the_buckets_of_ddp() -> None:
     """So that the first buckets travel while the rest of backward computes."""
 
@@ -197,6 +198,7 @@ class Dropping(torch.nn.Module):
         return torch.nn.functional.dropout(inputs * self.weight, 0.5)
 
 
+@pytest.mark.slow
 def test_activations_computed_again_drop_what_the_forward_dropped() -> None:
     def body() -> tuple[float, list[float]]:
         plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True)

@@ -167,6 +167,7 @@ class Cuts(Callback):
             self._line.mend()
 
 
+@pytest.mark.slow
 def test_a_save_that_is_cut_fails_alone(line: Line, caplog: pytest.LogCaptureFixture) -> None:
     bucket = made()
     one = trainer(
@@ -184,6 +185,7 @@ def test_a_save_that_is_cut_fails_alone(line: Line, caplog: pytest.LogCaptureFix
     assert not any("checkpoint-00000004" in name or "partial" in name for name in files(f"{bucket}/runs"))
 
 
+@pytest.mark.slow
 def test_a_load_that_is_cut_damages_nothing(line: Line) -> None:
     state = f"{made()}/state"
     accelerator, model, optimizer = trained(state, updates=1)  # type: ignore[arg-type]

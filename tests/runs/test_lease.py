@@ -112,6 +112,7 @@ def test_a_second_program_that_resumes_a_run_is_refused_until_the_first_is_gone(
     assert lease_files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_two_ranks_are_refused_alike(tmp_path: Path, start: Any) -> None:
     with pytest.raises(InterruptedError):
         trainer(arguments(output_dir=tmp_path, save_every=2), callbacks=[Dies(5)]).fit()
