@@ -109,7 +109,8 @@ class TrainingArguments:
         keep_best: How many of the best checkpoints to keep besides.
         keep_every: How often to keep one for good, such as "1000 steps": of those that are saved, the first at or after
             each multiple.
-        metric_for_best: The metric that says which is the best; by default the loss of the evaluation.
+        metric_for_best: The metric that says which is the best; by default the loss of the evaluation. Of several sets
+            "mean_loss" or another "mean_…" is the mean over them.
         greater_is_better: Whether more of it is better; known for well-known names.
         load_best_at_end: Go back to the best checkpoint when training ends.
 

@@ -73,7 +73,9 @@ class Evaluator:
         in_lockstep = accelerator.strategy.needs_lockstep and accelerator.group.size > 1
         self._passage = Passage(dispatcher, step, in_lockstep)
 
-    def evaluate(self, run: Run, model: Models, sets: Mapping[str, EvaluationSet], prefix: str) -> dict[str, float]:
+    def evaluate(
+        self, run: Run, model: Models, sets: Mapping[str, EvaluationSet], prefix: str, over_sets: Sequence[str] = ()
+    ) -> dict[str, float]:
         """Return the metrics of all sets, `prefix_name`, or of a set that has a name, `prefix_set_name`.
 
         Args:
@@ -81,6 +83,7 @@ class Evaluator:
             model: The prepared model, or several by name.
             sets: The sets by name; a single one may be called "".
             prefix: What the metrics' names begin with.
+            over_sets: Metrics of which the mean over several sets is returned too, `prefix_mean_name`.
 
         Raises:
             ConfigurationError: If a set is empty.
@@ -104,6 +107,7 @@ class Evaluator:
                     of_set["_".join(part for part in (prefix, name, "left_out") if part)] = len(bad.agreed)
                 self._dispatcher.fire("on_evaluate_set_end", run, name, of_set)
                 metrics |= of_set
+            metrics |= _means(metrics, prefix, list(sets), over_sets)
             run.metrics = metrics
             self._dispatcher.fire("on_evaluate_end", run, metrics)
         return metrics
@@ -287,6 +291,17 @@ def _prefixed(prefix: str, name: str, values: Iterator[tuple[Metric, Any]]) -> d
                 raise ConfigurationError(f"Two metrics are called {full!r}. Give one of them another name.")
             metrics[full] = number
     return metrics
+
+
+def _means(metrics: Mapping[str, float], prefix: str, sets: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Return the mean of each metric over the sets, each of which counts alike."""
+    means: dict[str, float] = {}
+    for name in names if len(sets) > 1 else ():
+        values = [metrics.get(f"{prefix}_{of_set}_{name}") for of_set in sets]
+        numbers = [value for value in values if value is not None]
+        if len(numbers) == len(values):
+            means[f"{prefix}_mean_{name}"] = sum(numbers) / len(numbers)
+    return means
 
 
 def _listed(model: Models) -> list[nn.Module]:

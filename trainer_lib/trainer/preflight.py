@@ -308,7 +308,17 @@ def _metric_names(trainer: "Trainer") -> tuple[list[str], list[str]]:
         foreign = any(overrides(one, "on_evaluate_end") and _is_foreign(one) for one in trainer.events)
         if measures.compute is not None or foreign:
             stems.append(f"{stem}_")
+    sets = list(named_sets(trainer, trainer.eval_dataset))
+    if len(sets) > 1:
+        known += [f"eval_mean_{name}" for name in _in_all_sets(known, sets)]
     return known, stems
+
+
+def _in_all_sets(known: Sequence[str], sets: Sequence[str]) -> list[str]:
+    """Return the metrics that every set has, without what their names begin with."""
+    stems = [f"eval_{name}_" for name in sets]
+    names = [name.removeprefix(stems[0]) for name in known if name.startswith(stems[0])]
+    return [name for name in names if all(f"{stem}{name}" in known for stem in stems)]
 
 
 def _may_be_several(metric: Metric) -> bool:

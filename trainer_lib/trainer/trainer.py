@@ -312,7 +312,7 @@ class Trainer:
         self.prepare_models()
         sets = {name: self._set(name, loader) for name, loader in loaders.items()}
         with self._generating(generation_kwargs):
-            metrics = self._evaluator.evaluate(self.run, self.prepared, sets, prefix)
+            metrics = self._evaluator.evaluate(self.run, self.prepared, sets, prefix, self._over_sets)
         if not metrics:
             _logger.warning_once(NOTHING_MEASURED)
         return metrics
@@ -799,6 +799,12 @@ class Trainer:
         if not isinstance(weight, Tensor) or weight.ndim:
             check_weight(weight, "What num_items returns")
         return weight
+
+    @property
+    def _over_sets(self) -> list[str]:
+        """The metrics whose mean over several sets is asked for."""
+        named = (self.args.metric_for_best or "").removeprefix("eval_")
+        return [named.removeprefix("mean_")] if named.startswith("mean_") else []
 
     def _prepared_for_evaluation(self, loader: DataLoader[Any]) -> Any:
         return defaults.prepared_for_evaluation(self, loader)
