@@ -61,7 +61,7 @@ class Manifest:
         samples: The samples that updates were made from.
         items: What the loss counted in them: tokens of a language model, samples of a classifier.
         arguments: The arguments of the training, as plain values.
-        reasons: Why it was saved: "interval", "best", "end", "asked", "interruption"; "imported".
+        reasons: Why it was saved: "interval", "best", "end", "asked", "interruption", "exception"; "imported".
         metrics: The evaluation at its step, if there was one.
         best: The best evaluation so far: its metric, value and step.
         origin: Of what another library saved: which, and what of it was left out.
