@@ -102,7 +102,9 @@ def test_contestants_do_the_same_work_on_two_processes() -> None:
 def test_processes_of_a_comparison_are_started() -> None:
     rows = compare_on_processes(scenario_of("evaluation"), [Bare, Trainer], rounds=1, steps=8).rows
     assert [len(row.samples) for row in rows] == [1, 1]
-    _resource_tracker._stop()  # type: ignore[attr-defined]  # which Python starts for spawned processes, and keeps
+    # Python starts it for spawned processes, and keeps it. It would wait for all processes that were forked meanwhile.
+    os.kill(_resource_tracker._pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    _resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

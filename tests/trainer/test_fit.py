@@ -358,8 +358,8 @@ def test_a_plateau_lowers_the_rate() -> None:
     class Worse(Trainer):
         values = itertools.count()
 
-        def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
-            del dataset, prefix
+        def evaluate(self, dataset: Any = None, *more: Any, **options: Any) -> dict[str, float]:
+            del dataset, more, options
             return {"eval_loss": float(next(self.values))}
 
     args = arguments(lr_scheduler="plateau", lr_scheduler_kwargs={"patience": 0, "factor": 0.5}, eval_every=2)
