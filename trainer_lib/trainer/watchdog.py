@@ -29,10 +29,11 @@ from trainer_lib.trainer.stacks import Stack, WorkerWork, stacks_of_worker
 EXIT_CODE = 70  # "an internal error of the software", for shells that ask
 _LOOKS = 20  # during the timeout
 _MOST_BETWEEN_LOOKS = 5.0  # seconds
-_MOST_PATIENCE = 2.0  # seconds for the others to answer
+_PATIENCE = (0.5, 2.0)  # seconds at least and at most for the others to answer
+_LEAST_SILENCE = 2.0  # seconds, on a busy machine
 _ASKED_WHILE_MOVING = 8  # ranks a look, so that something is known of one that is stopped
 _GRACE = 2.0  # seconds for the others to end too, before an error of the backend ends them
-_BUSY = 0.1  # of a processor: a thread that computes more than that moves
+_BUSY = 0.02  # of a processor: a thread that computes more than that moves
 
 _logger = get_logger(__name__)
 
@@ -59,7 +60,7 @@ class Watchdog:
         self._run, self._timeout, self._folder = run, timeout, folder
         self._rank = run.accelerator.process_index
         self._between = min(timeout / _LOOKS, _MOST_BETWEEN_LOOKS)
-        self._patience = min(timeout / 4, _MOST_PATIENCE)
+        self._patience = min(max(timeout / 4, _PATIENCE[0]), _PATIENCE[1])
         self._watched = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._watched) if hasattr(time, "pthread_getcpuclockid") else None
         # Waiting for an accelerator may keep the processor busy, which looks like work.
@@ -201,7 +202,7 @@ class Watchdog:
         return self._is_heard(peer, now) and peer.told["idle"] < self._timeout / 2
 
     def _is_heard(self, peer: _Peer, now: float) -> bool:
-        return now - peer.heard_at < self._timeout / 2
+        return now - peer.heard_at < max(self._timeout / 2, _LEAST_SILENCE)
 
     def _end(self, now: float) -> NoReturn:
         self._ends = True
