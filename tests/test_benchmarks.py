@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.resource_tracker import _resource_tracker
