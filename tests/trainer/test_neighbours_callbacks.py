@@ -293,7 +293,12 @@ def test_evaluations_and_predictions_outside_training_are_told() -> None:
 
 class EndsPasses(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        control.should_epoch_stop = True
+        control.should_epoch_stop = state.global_step == 2
+
+
+def test_an_epoch_ends_where_a_callback_of_transformers_says() -> None:
+    state = trainer(callbacks=[EndsPasses()]).fit().state
+    assert state.step == 2 + (state.max_epochs or 0) * (state.steps_per_epoch or 0) - (state.steps_per_epoch or 0)
 
 
 class Pushes(TrainerCallback):
@@ -304,7 +309,6 @@ class Pushes(TrainerCallback):
     ("make", "said"),
     [
         (lambda: trainer(callbacks=[EarlyStoppingCallback]), r"the class EarlyStoppingCallback\. Give an object"),
-        (lambda: trainer(callbacks=[EndsPasses()]).fit(), "EndsPasses asks for the end of an epoch"),
         (lambda: trainer(callbacks=2 * [EndsPasses()]), "callbacks has the same AdaptedCallback twice"),
     ],
 )

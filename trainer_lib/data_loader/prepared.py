@@ -286,6 +286,21 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.set_epoch(epoch)
         self._reader.set_epoch(epoch)
 
+    def end_pass(self) -> None:
+        """Count the pass being read as read to its end: a position saved from now on is that of the next pass.
+
+        Example:
+            >>> from trainer_lib.data_loader import prepare_data_loader
+            >>> loader = prepare_data_loader(DataLoader(range(4)), num_processes=1)
+            >>> for _ in loader:
+            ...     loader.end_pass()
+            ...     break
+            >>> loader.state_dict()["epoch"], loader.state_dict()["position"]
+            (1, 0)
+        """
+        if self._progress.now is not None:
+            self._progress.now.finished = True
+
     def rewind(self) -> None:
         """Have the next pass be the first one, from its beginning."""
         self._progress.go_to(Place())

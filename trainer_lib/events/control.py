@@ -16,6 +16,7 @@ class Control:
         reason: Why training is to stop, for the result.
         save_reasons: Why a checkpoint is asked for, on this process: "interval", "best"; for its manifest.
         interruption: What asked this process to save and end, such as a signal; it may be noted at any moment.
+        skip_batch: Whether this rank's batch is to be left out: asked for in `on_micro_batch_begin`, it weighs nothing.
         leaves: Whether the evaluation under way is to be left for that, asked batch by batch; `None`: it is not.
 
     Example:
@@ -26,11 +27,11 @@ class Control:
         True
     """
 
-    NAMES = ("log", "evaluate", "save", "stop")
+    NAMES = ("log", "evaluate", "save", "stop", "end_epoch")
     _SENT = (*NAMES, "settle", "interrupt")  # and what only the loop asks for
     COUNT = len(_SENT)  # the numbers that `send` returns
 
-    __slots__ = ("_agreed", "_asked", "_sent", "interruption", "leaves", "reason", "save_reasons")
+    __slots__ = ("_agreed", "_asked", "_sent", "interruption", "leaves", "reason", "save_reasons", "skip_batch")
 
     def __init__(self) -> None:
         self._asked: set[str] = set()  # by someone on this process
@@ -39,6 +40,7 @@ class Control:
         self.reason: str | None = None
         self.save_reasons: set[str] = set()
         self.interruption: Interruption | None = None
+        self.skip_batch = False
         self.leaves: Callable[[], bool] | None = None
 
     # -- for callbacks -------------------------------------------------------------------------------------------
@@ -78,6 +80,15 @@ class Control:
     @stop.setter
     def stop(self, wanted: bool) -> None:
         self._ask("stop", wanted)
+
+    @property
+    def end_epoch(self) -> bool:
+        """Whether someone asked for the end of this epoch: the next one begins after the update."""
+        return self._has("end_epoch")
+
+    @end_epoch.setter
+    def end_epoch(self, wanted: bool) -> None:
+        self._ask("end_epoch", wanted)
 
     # -- for the loop --------------------------------------------------------------------------------------------
 
@@ -129,6 +140,11 @@ class Control:
             self._agreed.remove(name)
             return True
         return False
+
+    def forget(self, name: str) -> None:
+        """Drop a request, whoever made it: what it asks for has happened."""
+        for requests in (self._asked, self._sent, self._agreed):
+            requests.discard(name)
 
     def is_due(self, name: str) -> bool:
         """Whether `name` is to be done."""

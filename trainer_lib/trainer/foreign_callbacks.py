@@ -14,7 +14,13 @@ from trainer_lib.trainer.foreign_views import arguments_seen, new_state, update_
 
 _logger = get_logger(__name__)
 
-_FLAGS = {"should_log": "log", "should_evaluate": "evaluate", "should_save": "save", "should_training_stop": "stop"}
+_FLAGS = {
+    "should_log": "log",
+    "should_evaluate": "evaluate",
+    "should_save": "save",
+    "should_training_stop": "stop",
+    "should_epoch_stop": "end_epoch",
+}
 
 
 def adapted(callback: Any) -> Any:
@@ -159,11 +165,6 @@ class AdaptedCallback(Transformer):
 
     def _ask(self, run: Run, asked: Mapping[str, bool]) -> None:
         """Ask for what the callback asks for, and nobody did before."""
-        if self._control.should_epoch_stop:
-            raise ConfigurationError(
-                f"{self.key} asks for the end of an epoch (should_epoch_stop), which there is not here. It can ask for "
-                "the end of training, should_training_stop; limit_train_batches=… makes epochs short."
-            )
         for theirs, ours in _FLAGS.items():
             if getattr(self._control, theirs) and not asked[ours]:
                 if ours == "stop":

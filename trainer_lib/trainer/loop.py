@@ -49,7 +49,7 @@ class Loop:
         self.tokens: int | Tensor = 0  # of this process, not yet put together with those of the others
         self.began = 0  # the samples before this window
         self.is_left_out = self.goes_back = False
-        self.is_stopped = self.has_gradients = False
+        self.is_stopped = self.has_gradients = self.is_pass_over = False
         self.is_settled = False  # whether an update is complete, and the next one has not begun
         self.updates_in_vain = 0
         # Numbers on an accelerator are read an update later, when they are there: nothing waits for its backward.
@@ -99,7 +99,7 @@ class Loop:
 
     def one_pass(self) -> None:
         """Go over the data once, from where it was left."""
-        self.is_settled = True
+        self.is_settled, self.is_pass_over = True, False
         self.events.fire("on_epoch_begin", self.run)
         batches = iter(self.loader)  # has the workers, and is held until they were asked whether they live
         try:
@@ -108,7 +108,7 @@ class Loop:
                 self.micro_batch(batch)
                 if self.gradients.sync_gradients:
                     self.finish_step()
-                    if self.goes_back or self.is_over:
+                    if self.goes_back or self.is_over or self.is_pass_over:
                         return
         except RuntimeError as error:
             self.loader.name_dead_workers(error)  # whose death torch raises wherever training is just then
@@ -141,8 +141,9 @@ class Loop:
                 uncounted = [] if of_round is not None else [float(self.uncounted)]
                 tokens = [self.tokens] if self.counts_tokens else []
                 self.window.notes, self.window.heard = [*run.control.send(), is_end, *uncounted, *tokens], ()
-            if is_filler:
+            if is_filler or run.control.skip_batch:
                 self.run_along()
+                run.control.skip_batch = False
             else:
                 try:
                     result = self.compute(run.model, run.batch)
@@ -308,7 +309,8 @@ class Loop:
         run.state.step += 1
         run.state.steps_in_epoch += 1
         events.fire("on_step_end", run)
-        if loader.end_of_dataloader and not loader.others_read_on:
+        self.is_pass_over = loader.end_of_dataloader and not loader.others_read_on
+        if self.is_pass_over or (run.control.end_epoch and self.ends_epoch()):
             self.finish_pass()
         self.fitting.cadences.ask(run)
         if self.fitting.saves.pending is not None:
@@ -319,9 +321,19 @@ class Loop:
         if not run.control.is_empty or self.is_over:
             self.act()
 
+    def ends_epoch(self) -> bool:
+        """Whether all ranks know that somebody asked for the end of this epoch."""
+        if self.is_alone:
+            self.run.control.agree_alone()
+        self.is_pass_over = self.run.control.take("end_epoch")
+        if self.is_pass_over:
+            self.loader.end_pass()
+        return self.is_pass_over
+
     def finish_pass(self) -> None:
         """Count a pass."""
         state = self.run.state
+        self.run.control.forget("end_epoch")
         state.epoch += 1
         state.steps_in_epoch = 0
         self.events.fire("on_epoch_end", self.run)
