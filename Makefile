@@ -1,5 +1,7 @@
 # A fresh machine needs Python 3.11 or newer and nothing else. Each target extends the one environment, .venv.
 PYTHON ?= python3
+# Compiled modules are kept, whatever the environment says: tests start hundreds of interpreters.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
