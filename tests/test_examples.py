@@ -95,6 +95,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in entry.items() if name not in timed} for entry in entries]
 
 
+@pytest.mark.slow
 def test_digits_with_an_accelerator_learn_the_same_on_two_processes(tmp_path: Path) -> None:
     alone = forked(1, tmp_path, DIGITS, "--epochs", "1")
     together = forked(2, tmp_path, DIGITS, "--epochs", "1")

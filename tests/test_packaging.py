@@ -101,6 +101,7 @@ def test_wheel_holds_what_reports_are_made_of(wheel: Path) -> None:
     assert "trainer_lib/runs/page/page.html" in names
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_unpacked_wheel_imports_the_callbacks(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
@@ -109,6 +110,7 @@ def test_unpacked_wheel_imports_the_callbacks(wheel: Path, tmp_path: Path) -> No
     assert Path(where) == tmp_path / "trainer_lib" / "callbacks" / "__init__.py"
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_sdist_holds_the_callbacks_once(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:

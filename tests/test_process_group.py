@@ -113,6 +113,7 @@ def test_a_group_of_the_script_that_is_not_the_launchers_world_is_an_error() -> 
         PartialState(cpu=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through_a_file", [True, False])
 def test_who_waits_for_a_missing_process_gives_up_in_time(through_a_file: bool, tmp_path: Any) -> None:
     port = free_port()

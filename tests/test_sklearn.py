@@ -172,6 +172,7 @@ def test_parameters_go_down_into_arguments_and_the_module() -> None:
         model.set_params(modul=layers)
 
 
+@pytest.mark.slow
 def test_a_search_in_two_processes_finds_what_one_finds() -> None:
     X, y = task()
     space = {"trainerclassifier__args__learning_rate": [1e-6, 0.05]}

@@ -261,6 +261,7 @@ def test_saves_of_two_kinds_at_once_are_named(tmp_path: Path) -> None:
     assert "save_state(background=True)" in run_world(body, timeout=60)[0]
 
 
+@pytest.mark.slow
 def test_shards_are_of_the_moment_of_the_call(tmp_path: Path) -> None:
     def body() -> bool:
         accelerator, model, optimizer = sharded(tmp_path)

@@ -190,6 +190,7 @@ def test_weights_are_read_from_shards_and_saved_whole(tmp_path: Path) -> None:
             assert torch.equal(value, state[name]), name
 
 
+@pytest.mark.slow
 def test_another_model_is_told_on_all_processes(tmp_path: Path) -> None:
     class Wider(Stack):
         def __init__(self) -> None:

@@ -386,6 +386,7 @@ def test_signal_reaches_the_processes_which_may_end_in_their_own_way(script: Any
     assert err.endswith(f"trainer-lib launch: Ended by {number.name}, and all processes with it.\n")
 
 
+@pytest.mark.slow
 def test_processes_do_not_outlive_a_killed_launcher(script: Any, tmp_path: Path) -> None:
     path = script("import signal; print('ready', flush=True); signal.pause()")
     start = [*COMMAND, "--num_processes", "2", path]

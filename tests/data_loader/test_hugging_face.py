@@ -61,6 +61,7 @@ def test_the_order_does_not_depend_on_the_world(kind: str) -> None:
     assert (orders[0] != orders[1]) == (kind in ("in memory", "shuffled"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_position_can_be_gone_on_from(kind: str, processes: int) -> None:

@@ -214,6 +214,7 @@ BROKEN_TENSORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["whole", "shards"], indirect=True)
 def test_broken_files_of_tensors_are_refused_by_name(
     state: Path, training: Accelerator, ledger: Ledger, tmp_path: Path
@@ -262,6 +263,7 @@ BROKEN_JSON = {
 CALLED = {"sampler": "loader", "random_states_0": "generators", "engine": "engine"}
 
 
+@pytest.mark.slow
 def test_broken_json_is_refused_by_name(states: Path, tmp_path: Path, training: Accelerator, ledger: Ledger) -> None:
     state = Path(shutil.copytree(states / "whole", tmp_path / "state"))
     wrong: list[str] = []
@@ -304,6 +306,7 @@ def changed(tree: Any, chance: random.Random) -> Any:
     return holder["tree"]
 
 
+@pytest.mark.slow
 def test_whatever_json_says_is_taken_up_or_refused(
     states: Path, tmp_path: Path, training: Accelerator, trials: Trials, ledger: Ledger
 ) -> None:

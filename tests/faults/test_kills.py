@@ -169,6 +169,7 @@ def what_was_lost(diary: list[dict[str, Any]]) -> tuple[int, int]:
 # -- at every step of a save -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("automatic", [False, True])
 def test_killed_at_any_step_the_older_or_the_newer_state_is_whole(
     automatic: bool, tmp_path: Path, ledger: Ledger

@@ -86,6 +86,7 @@ def test_process_that_fails_ends_though_a_thread_of_its_own_waits() -> None:
         run_forked(fail_beside_a_thread, timeout=LIMIT)
 
 
+@pytest.mark.slow
 def test_hung_processes_are_ended_and_say_where_they_were() -> None:
     def wait_for_nobody() -> None:
         state = PartialState()

@@ -27,6 +27,7 @@ def compiled_outside() -> nn.Module:
     return compiled(network())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [network, compiled_inside, compiled_outside])
 @pytest.mark.parametrize("other", [network, compiled_inside, compiled_outside])
 def test_names_are_those_of_the_author_however_a_model_is_compiled(build: Any, other: Any) -> None:

@@ -302,6 +302,7 @@ def test_logs_tell_no_keys(bucket: str, caplog: pytest.LogCaptureFixture) -> Non
     assert "secret-of-a-test" not in caplog.text
 
 
+@pytest.mark.slow
 def test_of_programs_that_lease_a_run_at_the_same_time_one_wins(bucket: str) -> None:
     def take() -> str:
         time.sleep(1.0 - time.time() % 1.0)  # both at the same moment

@@ -142,6 +142,7 @@ def _take(folder: Path, begin: Any, outcomes: Any) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_of_programs_that_follow_a_dead_one_at_the_same_time_one_wins_at_most(tmp_path: Path) -> None:
     context = get_context("fork")
     dead = context.Process(target=os._exit, args=(0,))

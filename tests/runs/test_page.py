@@ -205,6 +205,7 @@ def test_what_is_no_number_is_a_gap_and_a_sign(browser: Browser, tmp_path: Path)
     assert "1 × no number" in browser.run("document.querySelector('.legend').innerText")
 
 
+@pytest.mark.slow
 def test_a_live_page_draws_what_comes(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", [line("log", 1, loss=1.0)], {"status": "running"})
     live = LiveReport(find_runs([folder]))

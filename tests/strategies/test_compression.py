@@ -169,6 +169,7 @@ def _trained(options: dict[str, Any]) -> tuple[list[Tensor], float]:
     return toy.parameters(network), float(toy.losses(network, inputs, targets).mean().detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
 def test_compressed_training_learns_as_well(hook: str) -> None:
     state = {"start_powerSGD_iter": 3, "min_compression_rate": 1} if "power" in hook else {}

@@ -54,6 +54,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     return {**modules, **{name: value.clone() for name, value in model.state_dict().items()}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "options"),
     [(1, {"mixed_precision": "bf16", "compile": "eager", "gradient_accumulation_steps": 2}), (2, {})],

@@ -288,6 +288,7 @@ class TestTorchMetrics:
             assert found[name] == pytest.approx(at_once[name].compute().item(), rel=1e-5), name
         assert {"f1", "recall", *(f"wrapped_multiclassf1score_{n}" for n in range(CLASSES))} <= set(found)
 
+    @pytest.mark.slow
     def test_own_ones_are_merged_only_where_that_is_exact(self) -> None:
         torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -401,6 +402,7 @@ class TestEvaluate:
         assert found["matches"] == pytest.approx((given.argmax(1) == labels).double().mean().item())
         assert found["matches_last"] == given[-1].argmax()
 
+    @pytest.mark.slow
     def test_several_are_combined(self, module: Callable[[], Any]) -> None:
         evaluate = pytest.importorskip("evaluate")
         found = measured(lambda: {"both": evaluate.combine({"one": module(), "other": module()})}, run=run_forked)

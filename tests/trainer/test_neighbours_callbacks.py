@@ -246,6 +246,7 @@ class Pulled(TrainerCallback):
             raise KeyError("pulled")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_states_survive_a_restart(tmp_path: Path, processes: int) -> None:
     def body() -> tuple[list[int], list[Any]]:

@@ -47,6 +47,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory() -> None:
     torch.testing.assert_close(plain.state_dict(), saving.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     plain, compiled = network(), network()
     first = trainer(arguments(log_every=1), model=plain)

@@ -305,6 +305,7 @@ class Slow(Transformer):
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback", [Busy, Slow])
 def test_who_waits_for_one_that_moves_is_left_to_wait(callback: Any) -> None:
     def train() -> int:

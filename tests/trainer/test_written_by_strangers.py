@@ -87,6 +87,7 @@ def losses(run: dict[str, Any]) -> list[float]:
     return [entry["loss"] for entry in run["history"] if "loss" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_they_work_together(processes: int, tmp_path: Path) -> None:
     runs = run_world(train, (tmp_path / "whole", processes), num_processes=processes, timeout=60)
