@@ -21,7 +21,9 @@ from tests.tracking.misbehaving import Misbehaving, steps, taken
 from trainer_lib.commands.main import main
 from trainer_lib.tracking import GeneralTracker, Patience, TrackerGroup, register_tracker_class
 from trainer_lib.tracking.delivery import ChildDelivery
-from trainer_lib.tracking.spool import read_spool
+from trainer_lib.tracking.entries import Entry
+from trainer_lib.tracking.replay import find
+from trainer_lib.tracking.spool import Spool, read_spool
 
 ROOT = Path(__file__).parents[2]
 QUICK = Patience(linger=0.02, call=0.5, finish=1.0, working=0.0, first_pause=0.05, longest_pause=0.2)
@@ -342,3 +344,15 @@ def test_the_process_of_a_tracker_that_hangs_ends_with_the_run(tmp_path: Path) -
     for one in alive:
         one.kill()
     assert not alive
+
+
+@pytest.mark.fault("a kill between making a spool and writing its first line")
+def test_an_empty_spool_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = tmp_path / "spool" / "jsonl.jsonl"
+    path.parent.mkdir()
+    path.touch()
+    spool = Spool(path, {"format": "trainer_lib.spool", "tracker": "jsonl", "project": "runs", "token": "same"})
+    spool.add([Entry("log", {"loss": 1.0}, 3, 0.0, {})])
+    assert spool.path is not None
+    assert [json.loads(line)["step"] for line in read_spool(spool.path)[1]] == [3]
+    assert [waiting.path for waiting in find(tmp_path)] == [spool.path]

@@ -29,7 +29,7 @@ class Spool:
         self._lock = threading.Lock()
         self.lost = 0
         self._is_written = False  # whether the file has them
-        if path is not None and path.is_file():
+        if path is not None and path.is_file() and path.stat().st_size:  # else a kill left it before its first line
             self._take_over(path)
 
     def __len__(self) -> int:
