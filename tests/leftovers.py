@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,14 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _shared_memory() -> list[str]:
-    """Return the shared memory of processes that are gone."""
+    """Return the shared memory of processes that are gone, once torch's managers had time to remove theirs."""
+    deadline = time.monotonic() + _PATIENCE
+    while _ownerless() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return _ownerless()
+
+
+def _ownerless() -> list[str]:
     names = os.listdir(_MEMORY) if _MEMORY.is_dir() else []  # noqa: PTH208
     made = [(name, match) for name in names if (match := _SHARED_MEMORY.match(name))]
     return [name for name, match in made if not psutil.pid_exists(int(match[1]))]
