@@ -4,6 +4,7 @@ Each session has a temporary folder of its own, and its processes carry its name
 session on the same machine is not blamed on this one.
 """
 
+import contextlib
 import gc
 import getpass
 import os
@@ -11,7 +12,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +127,18 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _shared_memory() -> list[str]:
-    """Return the shared memory of processes that are gone, once torch's managers had time to remove theirs."""
-    deadline = time.monotonic() + _PATIENCE
-    while _ownerless() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return _ownerless()
+    """Return the shared memory of processes that are gone.
 
-
-def _ownerless() -> list[str]:
-    names = os.listdir(_MEMORY) if _MEMORY.is_dir() else []  # noqa: PTH208
-    made = [(name, match) for name in names if (match := _SHARED_MEMORY.match(name))]
-    return [name for name, match in made if not psutil.pid_exists(int(match[1]))]
+    Files without content do not count: torch leaves one where a process is killed between making and unlinking it.
+    """
+    files = list(_MEMORY.iterdir()) if _MEMORY.is_dir() else []
+    made = [(file, match) for file in files if (match := _SHARED_MEMORY.match(file.name))]
+    ownerless = [file for file, match in made if not psutil.pid_exists(int(match[1]))]
+    for file in ownerless:
+        with contextlib.suppress(OSError):
+            if not file.stat().st_size:
+                file.unlink()
+    return [file.name for file in ownerless if file.exists()]
 
 
 def _untracked() -> set[str]:
