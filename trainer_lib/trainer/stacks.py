@@ -138,7 +138,8 @@ def _reads_from_workers(frame: FrameType) -> bool:
     return code.co_name == "_get_data" and code.co_filename.endswith("/torch/utils/data/dataloader.py")
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
+def _outwards(frame: Any) -> Iterator[FrameType]:
+    """Yield a frame and those around it, up to torch's compiler: the frame that it compiles is not whole meanwhile."""
+    while isinstance(frame, FrameType):
         yield frame
-        frame = frame.f_back
+        frame = None if any(part in frame.f_code.co_filename for part in _COMPILERS) else frame.f_back
