@@ -178,6 +178,7 @@ def more_calls(case: Case, folder: Path, short: int = 50, long: int = 150) -> fl
             train(case, steps, folder, has_it, counter)
         return (counters[long].calls - counters[short].calls) / (long - short)
 
+    train(case, short, folder, has_it=True, meter=Meter())  # what is imported or kept at the first use is not counted
     return calls(has_it=True) - calls(has_it=False)
 
 
