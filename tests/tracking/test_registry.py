@@ -38,7 +38,11 @@ def test_names_and_objects_may_be_mixed() -> None:
         (["mlflow", "mlflow"], "log_with has the tracker 'mlflow' twice"),
         ([Silent(), Silent()], "log_with has the tracker 'silent' twice"),
         (Silent, "log_with has the class Silent. Give its name, or an object."),
-        ("aim", "The tracker aim is not supported"),
+        ("aim", "The tracker aim is not supported: its package writes without an error"),
+        (
+            "neptune",
+            "The tracker neptune is not supported: its service ended on 5 March 2026.*Use one of clearml, comet",
+        ),
         (3, "Unknown tracker '3'"),
     ],
 )

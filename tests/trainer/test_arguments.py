@@ -191,6 +191,7 @@ def test_trackers_are_named_as_they_are_known() -> None:
     [
         ("wandbb", "Unknown tracker 'wandbb'"),
         ("aim", "The tracker aim is not supported"),
+        ("neptune", "The tracker neptune is not supported: its service ended on 5 March 2026"),
         (["mlflow", "mlflow"], "report_to has the tracker 'mlflow' twice"),
         (["none", "mlflow"], 'or "none" alone'),
         (3, "report_to must be the name of a tracker"),

@@ -28,6 +28,11 @@ _BUILT_IN = {
     "jsonl": "trainer_lib.tracking.jsonl:JsonlTracker",
 }
 _OTHER_NAMES = {"comet": "comet_ml", "dvc": "dvclive"}
+# What other libraries know and this one refuses: why.
+_REFUSED = {
+    "aim": "its package writes without an error, and its own reader finds nothing",
+    "neptune": "its service ended on 5 March 2026 and deleted all runs, and nothing else reads what its package writes",
+}
 _IN_ALL = frozenset(_BUILT_IN) - {"jsonl"}  # it needs no package, and would be in every "all"
 
 _registered: dict[str, type[GeneralTracker]] = {}
@@ -73,10 +78,10 @@ def canonical(name: Any) -> str:
     text = _OTHER_NAMES.get(text.lower(), text)
     known = known_names()
     if text not in known:
-        if text == "aim":
+        if (why := _REFUSED.get(text.lower())) is not None:
             raise ConfigurationError(
-                "The tracker aim is not supported: what it writes was not found again. Use another, or pass an object "
-                f"of a class of your own. Known: {', '.join(known)}."
+                f"The tracker {text} is not supported: {why}. Use one of {', '.join(known)}, or pass an object of your "
+                "own class derived from GeneralTracker."
             )
         raise ConfigurationError(unknown("tracker", text, [*known, "all"]))
     return text
