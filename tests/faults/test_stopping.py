@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from torch import nn
 
 from tests.faults.conftest import Trials
 from tests.faults.ledger import Ledger
+from tests.launched import run_launched
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import outcome
 from tests.trainer.test_sharded_runs import layers, plugin
@@ -529,12 +529,8 @@ trainer(arguments(output_dir=sys.argv[1], max_steps=100_000, save_every="1 hour"
 def test_under_the_launcher_the_exit_code_tells_and_nothing_is_started_again(
     tmp_path: Path, who: str, which: signal.Signals
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launch = [sys.executable, "-m", "trainer_lib.commands.main", "launch", "--num_processes", "2", "--cpu"]
-    launch += ["--max_restarts", "2", str(script), str(tmp_path / "runs"), who, which.name]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    words = (str(tmp_path / "runs"), who, which.name)
+    ended = run_launched(SCRIPT, tmp_path, *words, options=["--max_restarts", "2"], timeout=90)
     assert ended.returncode == 128 + which, ended.stderr
     assert ended.stderr.endswith(f"trainer-lib launch: Ended by {which.name}, and all processes with it.\n")
     assert f"{which.name}: the run ends at step" in ended.stderr
@@ -548,13 +544,8 @@ def test_under_the_launcher_the_exit_code_tells_and_nothing_is_started_again(
 @pytest.mark.launch
 @pytest.mark.fault("`SIGKILL` for the launcher before the first save")
 def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launch = [sys.executable, "-m", "trainer_lib.commands.main", "launch", "--num_processes", "2", "--cpu"]
-    launch += [str(script), str(tmp_path / "runs"), "launcher", "SIGKILL"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
-    # Its output ends when the last rank does.
-    ended = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    words = (str(tmp_path / "runs"), "launcher", "SIGKILL")
+    ended = run_launched(SCRIPT, tmp_path, *words, variables={"TMPDIR": str(tmp_path)}, timeout=90)
     (run,) = (tmp_path / "runs").iterdir()
     assert '"status": "interrupted"' in (run / "run.json").read_text(), ended.stderr
     assert len(list((run / "checkpoints").glob("checkpoint-*/manifest.json"))) == 1, ended.stderr

@@ -2,16 +2,14 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.launched import run_launched
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, StateError, TrainingArguments
@@ -251,18 +249,7 @@ def uninterrupted() -> list[Any]:
 @pytest.mark.launch
 @pytest.mark.fault("`SIGKILL` for one of two processes; the launcher begins again")
 def test_a_killed_rank_under_the_launcher_goes_on_to_the_bit(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "trainer_lib.commands.main", "launch", "--num_processes", "2", "--cpu"]
-    ended = subprocess.run(
-        [*command, "--max_restarts", "2", str(script), str(tmp_path / "killed")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run_launched(SCRIPT, tmp_path, str(tmp_path / "killed"), options=["--max_restarts", "2"])
     assert ended.returncode == 0, ended.stderr
     assert re.search("going on at step [246]", ended.stderr)  # what was being written was lost with the rank
     (whole, _) = run_world(uninterrupted, (), 2, timeout=60)

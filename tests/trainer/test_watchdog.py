@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.launched import run_launched
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState
@@ -59,18 +60,7 @@ print("finished at", result.state.step)
 
 def launched(folder: Path, how: str, *options: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """Return how a job of two processes ended, and how many seconds after one of them hung."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "trainer_lib.commands.main", "launch", "--cpu", "--num_processes", "2", *options]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [*command, str(script), str(folder), how],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_launched(SCRIPT, folder, str(folder), how, options=options, variables={"OMP_NUM_THREADS": "1"})
     return done, time.time() - float((folder / "hung").read_text())
 
 

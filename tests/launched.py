@@ -1,0 +1,44 @@
+"""Jobs under the launcher: a script on ranks that `trainer-lib launch` starts."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_launched(
+    script: str,
+    folder: Path,
+    *arguments: str,
+    num_processes: int = 2,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on CPU ranks and return how the launcher ended, which is after its last rank closed its output.
+
+    Args:
+        script: Its text, which may import from `tests`.
+        folder: Where its file is written.
+        arguments: What follows the file on the command line.
+        num_processes: The ranks.
+        options: More options of the launcher.
+        variables: More environment variables.
+        timeout: The seconds after which the test fails.
+    """
+    file = folder / "script.py"
+    file.write_text(script)
+    launcher = [sys.executable, "-m", "trainer_lib.commands.main", "launch"]
+    launcher += ["--cpu", "--num_processes", str(num_processes), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
+    return subprocess.run(
+        [*launcher, str(file), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
