@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,21 @@ from trainer_lib.trainer import trainer as trainer_module
 
 optuna: Any = pytest.importorskip("optuna")
 
+ROOT = Path(__file__).parents[2]
+# A search that imports optuna first, and whether its trainer is gone with its last reference.
+SEARCHED = """
+import gc, weakref
+from tests.trainer.tasks import arguments, points, trainer
+
+def searched():
+    found = trainer(arguments(num_train_epochs=1), eval_dataset=points(24))
+    found.search({"learning_rate": [0.1]}, n=1)
+    return weakref.ref(found)
+
+left = searched()
+gc.collect()
+print("gone" if left() is None else "left")
+"""
 SPACE = {"learning_rate": (1e-3, 0.3, "log"), "weight_decay": [0.0, 0.1], "gradient_accumulation_steps": (1, 2)}
 
 
@@ -116,6 +133,12 @@ def grid(*sizes: int) -> Any:
 
 def fragile() -> Trainer:
     return Fragile(network(), arguments(num_train_epochs=1), train_dataset=points(), eval_dataset=points(16))
+
+
+def test_a_search_does_not_keep_its_trainer_alive() -> None:
+    command = [sys.executable, "-c", SEARCHED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "gone"
 
 
 def test_a_trial_that_fails_is_told_and_the_search_goes_on() -> None:

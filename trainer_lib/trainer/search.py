@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,7 @@ class _Searching:
         if trial.failure is not None:
             raise _FailedTrialError(trial.failure)
         if trial.is_pruned or trial.value is None:
-            raise require("optuna", "search").TrialPruned
+            raise _optuna().TrialPruned
         return trial.value
 
     def _agree(self, propose: Callable[[], Any]) -> Any:
@@ -203,8 +204,15 @@ class _Searching:
         return records, records[self.study.best_trial.number] if is_any else None
 
 
+def _optuna() -> Any:
+    # optuna keeps an ImportError of its own import, and with its traceback the frames of whoever imported it first. In
+    # a thread these hold neither the trainer nor its model.
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(require, "optuna", "search").result()
+
+
 def _study(trainer: "Trainer", is_more: bool, given: Any) -> Any:
-    optuna = require("optuna", "search")
+    optuna = _optuna()
     direction = "maximize" if is_more else "minimize"
     if given is None:
         return optuna.create_study(direction=direction, sampler=optuna.samplers.TPESampler(seed=trainer.args.seed))
