@@ -366,10 +366,10 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def samples_in_batch(self) -> int | None:
-        """The samples that the batch in hand is made of on this rank, with repeats; `None` where that is not known."""
+        """The samples that the batch in hand is made of on this rank, without repeats; `None`: none, or not known."""
         of_round = self._reader.total_batch_size
         if self.rows is not None:
-            return self.rows.total
+            return self.rows.real or None
         return None if of_round is None else of_round // self._processes
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.logging import get_logger
-from trainer_lib.trainer.batches import batch_size, count_tokens
+from trainer_lib.trainer.counts import Counts
 from trainer_lib.trainer.failures import add_note
 from trainer_lib.trainer.fillers import buffers_kept
 from trainer_lib.trainer.loss_checks import check_result, no_gradients
@@ -42,11 +42,9 @@ class Loop:
         self.optimizers, self.schedulers = list(self.run.optimizers.values()), fitting.step_schedulers
         self.parameters = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
         self.is_alone = self.accelerator.num_processes == 1
-        self.uncounted = 0  # samples of this rank that no rank has counted yet, where none knows those of the others
+        self.counts = Counts(fitting)
         self.guard = fitting.guard
         self.compute = fitting.splitting.step if fitting.splitting.is_on else self.trainer.training_step
-        self.counts_tokens = self.run.args.counts_tokens
-        self.tokens: int | Tensor = 0  # of this process, not yet put together with those of the others
         self.began = 0  # the samples before this window
         self.is_left_out = self.goes_back = False
         self.is_stopped = self.has_gradients = self.is_pass_over = False
@@ -119,28 +117,23 @@ class Loop:
     def micro_batch(self, batch: Any) -> None:
         """Add the gradients of a batch to those of its window, and update with the last one."""
         run, events, loader = self.run, self.events, self.loader
-        rows, of_round = loader.rows, loader.samples_in_round
-        is_filler = False
-        if of_round is None:
-            self.uncounted += (loader.samples_in_batch or batch_size(batch)) if rows is None else rows.real
+        rows, is_filler = loader.rows, False
         if rows is not None and rows.real < rows.total:  # the rest repeats samples, to make the processes even
             is_filler = rows.real == 0
             batch = real_rows(batch, rows)
-        if self.counts_tokens and not is_filler:
-            self.tokens = self.tokens + count_tokens(batch)
+        if not is_filler:
+            self.counts.read(batch)
         run.batch = batch
         with self.accelerator.accumulate(*self.models):
             if self.window.size == 1:
                 self.begin_window()
             if self.is_left_out:
-                self.count(of_round)
+                self.count()
                 return
             events.fire("on_micro_batch_begin", run)
             if self.gradients.sync_gradients and not self.is_alone:
                 is_end = float(loader.end_of_dataloader)
-                uncounted = [] if of_round is not None else [float(self.uncounted)]
-                tokens = [self.tokens] if self.counts_tokens else []
-                self.window.notes, self.window.heard = [*run.control.send(), is_end, *uncounted, *tokens], ()
+                self.window.notes, self.window.heard = [*run.control.send(), is_end, *self.counts.pending], ()
             if is_filler or run.control.skip_batch:
                 self.run_along()
                 run.control.skip_batch = False
@@ -153,7 +146,7 @@ class Loop:
                 self.note(result)
             if self.gradients.sync_gradients:
                 self.update()
-        self.count(of_round)
+        self.count()
 
     def begin_window(self) -> None:
         """Begin an update, unless it is one of the samples that are left out."""
@@ -249,11 +242,8 @@ class Loop:
             control.unsend()
         elif (not self.hears_late or self.loader.end_of_dataloader) and 0 < heard[control.COUNT] < 1:
             self.end_apart(float(heard[control.COUNT]))
-        if heard and self.loader.samples_in_round is None:
-            self.count_all(float(heard[control.COUNT + 1]))
-        if heard and self.counts_tokens:
-            at = control.COUNT + 1 + (self.loader.samples_in_round is None)
-            self.count_all_tokens(float(heard[at]) * self.accelerator.num_processes)
+        if heard:
+            self.counts.add(mean * self.accelerator.num_processes for mean in heard[control.COUNT + 1 :])
         if self.hears_late:
             heard, self.heard = self.heard, heard
         control.hear([float(number) for number in heard])
@@ -271,33 +261,13 @@ class Loop:
                 "its own says so by an attribute is_split_between_processes = True."
             )
 
-    def count(self, of_round: int | None) -> None:
-        """Count a micro-batch, with the samples of all ranks where each rank knows how many these are."""
+    def count(self) -> None:
+        """Count a micro-batch."""
         state = self.run.state
         state.micro_batches += 1
-        if of_round is not None:
-            state.samples += of_round
-        elif self.is_alone:
-            self.count_all(self.uncounted)
-        elif self.is_left_out and self.gradients.sync_gradients:  # no gradients take the number to the others
-            counts = self.accelerator.group.all_gather_objects(self.uncounted)
-            self.count_all(sum(counts) / len(counts))
-
-        if self.counts_tokens and self.gradients.sync_gradients:
-            if self.is_alone:
-                self.count_all_tokens(self.tokens)
-            elif self.is_left_out:
-                self.count_all_tokens(sum(self.accelerator.group.all_gather_objects(int(self.tokens))))
-
-    def count_all_tokens(self, tokens: float | Tensor) -> None:
-        """Count the tokens of all ranks."""
-        self.run.state.tokens = (self.run.state.tokens or 0) + round(float(tokens))
-        self.tokens = 0
-
-    def count_all(self, mean: float) -> None:
-        """Count the samples of all ranks by their mean over the ranks."""
-        self.run.state.samples += round(mean * self.accelerator.num_processes)
-        self.uncounted = 0
+        state.samples += self.loader.samples_in_round or 0
+        if self.gradients.sync_gradients and (self.is_alone or self.is_left_out):
+            self.counts.gather()
 
     def finish_step(self) -> None:
         """Count an update, and do what was asked for."""

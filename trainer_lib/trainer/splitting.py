@@ -64,7 +64,7 @@ class Splitting:
         """Do what `training_step` does, in parts if need be; with the last batch of a window put it together."""
         if self._window.size == 1:
             self._begin()
-        taken = _Taken(batch, self._trainer.weighs_nothing, self._samples())
+        taken = _Taken(batch, self._trainer.weighs_nothing, self._fitting.loader.samples_in_batch)
         self._batches.append(taken)
         self._window.is_alone = True  # parts tell the others nothing
         try:
@@ -104,11 +104,6 @@ class Splitting:
         self._mark = self._trainer.averages.mark()
         self._buffers.keep()
         self._is_fresh = self._window.is_fresh
-
-    def _samples(self) -> int | None:
-        loader = self._fitting.loader
-        has_repeats = loader.rows is not None and loader.rows.real < loader.rows.total
-        return None if has_repeats else loader.samples_in_batch
 
     def _computed(self, model: Any, taken: "_Taken") -> LossResult:
         batch = taken.batch
