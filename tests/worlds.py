@@ -100,9 +100,6 @@ def forget_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _left_groups[:] = groups
-    if "torch.distributed.tensor" in sys.modules:
-        # Meshes that are equal to an earlier one get its cached layouts, which name groups that are gone.
-        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from trainer_lib.callbacks.printer import Printer
 from trainer_lib.callbacks.progress import ProgressBar
-from trainer_lib.checkpointing.generators import Generators
+from trainer_lib.checkpointing.generators import generators_kept
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnsupportedError
 from trainer_lib.foundation.imports import require
 from trainer_lib.seeding import set_seed
@@ -373,10 +373,6 @@ def _seeded(args: TrainingArguments) -> Generator[None]:
     if args.seed is None:
         yield
         return
-    generators = Generators(PartialState(args.use_cpu).device)
-    drawn = generators.state_dict()
-    set_seed(args.seed)
-    try:
+    with generators_kept(PartialState(args.use_cpu).device):
+        set_seed(args.seed)
         yield
-    finally:
-        generators.load_state_dict(drawn)

@@ -1,6 +1,8 @@
 """This file is the random generators of a process as a state: Python's, numpy's, torch's, and its accelerator's."""
 
 import random
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -52,3 +54,14 @@ class Generators:
                     kind,
                     self._device_type,
                 )
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Generator[None]:
+    """Return the context after which the generators of this process and its device stand where they stood before it."""
+    generators = Generators(device)
+    drawn = generators.state_dict()
+    try:
+        yield
+    finally:
+        generators.load_state_dict(drawn)

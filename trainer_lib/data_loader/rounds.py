@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.state.gradients import Rows
 
-_TAKING_PART = 2  # samples that a process without any of its own computes: BatchNorm wants two
+TAKING_PART = 2  # samples that a rank without any of its own computes: BatchNorm needs two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Sharing:
         """Return how many units a process gets of a round in which `real` ones are its own."""
         if not self.fill:
             return real
-        return real or min(_TAKING_PART, self.share) if self.trims else self.share
+        return real or min(TAKING_PART, self.share) if self.trims else self.share
 
 
 @dataclass

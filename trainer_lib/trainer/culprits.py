@@ -1,11 +1,13 @@
 """This file is who is to blame for an update that is not finite: the process, its samples, and the parameters."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
-from trainer_lib.checkpointing.generators import Generators
+from trainer_lib.checkpointing.generators import generators_kept
 from trainer_lib.logging import get_logger
 from trainer_lib.strategies.gradients import local_values
 from trainer_lib.trainer.fillers import buffers_kept
@@ -63,16 +65,9 @@ class Culprits:
 
     def spoiled_weights(self) -> list[str]:
         """Return which weights are not finite on any rank. All ranks have to ask."""
-        models: Any = self._fitting.trainer.prepared_by_name()
-        own = [
-            f"{prefix}.{name}" if prefix else name
-            for prefix, model in models.items()
-            for name, parameter in self._run.accelerator.unwrap_model(model).named_parameters()
-            if not all(torch.isfinite(value).all() for value in local_values([parameter.detach()]))
-        ]
-        return list(
-            dict.fromkeys(name for names in self._run.accelerator.group.all_gather_objects(own) for name in names)
-        )
+        own = self._names_of_nonfinite(lambda parameter: parameter.detach())
+        gathered = self._run.accelerator.group.all_gather_objects(own)
+        return list(dict.fromkeys(name for names in gathered for name in names))
 
     def _whose(self, told: list[tuple[list[str], list[str], str]]) -> str:
         """Return whose gradients it is, where each process can compute its own once more."""
@@ -88,12 +83,11 @@ class Culprits:
         accelerator, trainer = self._run.accelerator, self._fitting.trainer
         if accelerator.strategy.needs_lockstep:
             return []  # a gradient that is not shared cannot be had
-        generators = Generators(accelerator.device)
-        drawn = generators.state_dict()
         for optimizer in self._run.optimizers.values():
             optimizer.optimizer.zero_grad()
         try:
             with ExitStack() as stack:
+                stack.enter_context(generators_kept(accelerator.device))
                 stack.enter_context(buffers_kept(self._fitting.models))
                 for model in self._fitting.models:
                     stack.enter_context(accelerator.no_sync(model))
@@ -102,17 +96,22 @@ class Culprits:
         except Exception as error:  # noqa: BLE001 - what is wrong is known; this was to tell it in more detail
             _logger.debug("The step could not be computed again: %s", error)
             return []
-        finally:
-            generators.load_state_dict(drawn)
         return self._parameters()
 
     def _parameters(self) -> list[str]:
+        return self._names_of_nonfinite(lambda parameter: parameter.grad)
+
+    def _names_of_nonfinite(self, of: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
         models: Any = self._fitting.trainer.prepared_by_name()
-        return [
-            f"{prefix}.{name}" if prefix else name
+        named = (
+            (f"{prefix}.{name}" if prefix else name, of(parameter))
             for prefix, model in models.items()
             for name, parameter in self._run.accelerator.unwrap_model(model).named_parameters()
-            if parameter.grad is not None and not all(torch.isfinite(v).all() for v in local_values([parameter.grad]))
+        )
+        return [
+            name
+            for name, tensor in named
+            if tensor is not None and not all(torch.isfinite(value).all() for value in local_values([tensor]))
         ]
 
     def _named(self, parameters: list[str]) -> str:

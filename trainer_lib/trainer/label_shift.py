@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpointing.generators import Generators
+from trainer_lib.checkpointing.generators import generators_kept
 from trainer_lib.foundation.batches import targets_of, with_targets
 from trainer_lib.memory.batch_size import is_out_of_memory
 from trainer_lib.trainer.batches import call_model, loss_of
@@ -102,19 +102,13 @@ def asking(bare: nn.Module) -> Generator[None]:
     """Return the context in which a model computes a loss that leaves no trace."""
     # What would be compiled for these shapes is not used again.
     eager = torch.compiler.set_stance("force_eager")
-    with generators_kept(bare), torch.no_grad(), buffers_kept([bare]), evaluating([bare]), eager:
+    with generators_kept(device_of(bare)), torch.no_grad(), buffers_kept([bare]), evaluating([bare]), eager:
         yield
 
 
-@contextmanager
-def generators_kept(bare: nn.Module) -> Generator[None]:
-    """Return the context after which the random generators of a model's device stand where they stood."""
-    generators = Generators(next((parameter.device for parameter in bare.parameters()), torch.device("cpu")))
-    drawn = generators.state_dict()
-    try:
-        yield
-    finally:
-        generators.load_state_dict(drawn)
+def device_of(bare: nn.Module) -> torch.device:
+    """Return the device of a model's parameters."""
+    return next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
 
 
 def _inner(bare: nn.Module) -> Any:

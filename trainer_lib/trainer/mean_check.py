@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.checkpointing.generators import generators_kept
 from trainer_lib.foundation.batches import as_mapping, label_names_in, targets_of, with_targets
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.batch_size import is_out_of_memory
-from trainer_lib.trainer.label_shift import asking, generators_kept, has_token_labels, is_from_transformers
+from trainer_lib.trainer.label_shift import asking, device_of, has_token_labels, is_from_transformers
 from trainer_lib.trainer.losses import IGNORED, LossResult, Weight
 from trainer_lib.trainer.rows import count_rows, take_rows
 
@@ -109,7 +110,7 @@ class MeanCheck:
                 return math.nan if isinstance(loss, LossResult) else loss
 
             whole = batch, outputs, targets
-            with generators_kept(self._bare), torch.no_grad():
+            with generators_kept(device_of(self._bare)), torch.no_grad():
                 is_mean = self._judge(loss_of, lambda part: self._count(part[0]), whole, masks=False)
             self._tell(name, is_mean)
 

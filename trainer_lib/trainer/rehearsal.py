@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.callbacks.live_control import LiveControl
-from trainer_lib.checkpointing.generators import Generators
+from trainer_lib.checkpointing.generators import generators_kept
 from trainer_lib.events import Callback, Dispatcher, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer import preflight
@@ -91,7 +91,7 @@ def rehearsal(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks:
     preflight.check(trainer)
     accelerator = trainer.accelerator
     with ExitStack() as stack:
-        stack.enter_context(_generators_kept(accelerator.device))
+        stack.enter_context(generators_kept(accelerator.device))
         trainer.prepare_models()
         stack.enter_context(_engine_kept(accelerator))
         stack.enter_context(_models_kept(trainer))
@@ -163,16 +163,6 @@ def _no_schedule(*arguments: Any, **named: Any) -> None:
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _generators_kept(device: torch.device) -> Generator[None]:
-    generators = Generators(device)
-    drawn = generators.state_dict()
-    try:
-        yield
-    finally:
-        generators.load_state_dict(drawn)
 
 
 @contextmanager

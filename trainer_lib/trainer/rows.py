@@ -6,11 +6,10 @@ import numpy as np
 from torch import Tensor
 
 from trainer_lib.collectives.rows import holds_rows
+from trainer_lib.data_loader.rounds import TAKING_PART
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.trees import leaves, map_leaves, named_leaves
 from trainer_lib.state.gradients import Rows
-
-_TAKING_PART = 2
 
 
 def count_rows(batch: Any) -> int | None:
@@ -69,11 +68,11 @@ def real_rows(batch: Any, rows: Rows) -> Any:
         >>> real_rows(["a cat", "a dog", "a cat"], Rows(total=3, real=2))
         ['a cat', 'a dog']
     """
-    if rows.real == 0 and rows.total <= _TAKING_PART:
+    if rows.real == 0 and rows.total <= TAKING_PART:
         return batch
     held = count_rows(batch)
     if held == rows.total:
-        return take_rows(batch, 0, rows.real or _TAKING_PART, rows.total)
+        return take_rows(batch, 0, rows.real or TAKING_PART, rows.total)
     if rows.real == 0:
         return batch
     raise ConfigurationError(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainer_lib.checkpointing.generators import Generators
+from trainer_lib.checkpointing.generators import generators_kept
 from trainer_lib.events import Run
 from trainer_lib.trainer import optimizer_modes
 
@@ -22,14 +22,16 @@ def undisturbed(run: Run, models: Sequence[nn.Module], device: torch.device) -> 
         models: The models.
         device: The device whose generator is kept.
     """
-    generators = Generators(device)
-    drawn = generators.state_dict()
     of_batch = {name: getattr(run, name) for name in _OF_A_BATCH}
     try:
-        with optimizer_modes.evaluating(run.optimizers.values()), evaluating(models), torch.no_grad():
+        with (
+            generators_kept(device),
+            optimizer_modes.evaluating(run.optimizers.values()),
+            evaluating(models),
+            torch.no_grad(),
+        ):
             yield
     finally:
-        generators.load_state_dict(drawn)
         for name, value in of_batch.items():
             setattr(run, name, value)
 
