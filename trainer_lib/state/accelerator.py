@@ -165,6 +165,7 @@ class AcceleratorState(ProcessControl):
         if "_told_to_others" in AcceleratorState._shared_state:
             AcceleratorState._shared_state["_told_to_others"].close()
         AcceleratorState._shared_state.clear()
+        AcceleratorState._living.clear()
         if reset_partial_state:
             PartialState._reset_state()
 
