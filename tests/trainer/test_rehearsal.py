@@ -16,6 +16,7 @@ from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer, Transformer, set_seed
 from trainer_lib.callbacks import EMA, LiveControl, Mixup
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.imports import is_package_available
 
 Use = Callable[[Trainer], Any]
 
@@ -128,10 +129,15 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert not different, different
 
 
+def needs_optuna() -> None:
+    if not is_package_available("optuna"):  # importing it would keep the frames of this test
+        pytest.skip("optuna is not installed")
+
+
 @pytest.mark.parametrize("tool", ["find_learning_rate", "find_batch_size", "preview", "search"])
 def test_a_run_after_a_tool_is_the_run_without_it(tool: str, tmp_path: Path) -> None:
     if tool == "search":
-        pytest.importorskip("optuna")
+        needs_optuna()
     expected = outcome(plain := made())
     plain.accelerator.free_memory()
     folder = tmp_path / "runs"
@@ -183,7 +189,7 @@ def test_objects_that_were_given_are_as_they_were(tool: str) -> None:
 )
 def test_processes_leave_all_as_it_was(names: list[str], tmp_path: Path) -> None:
     if "search" in names:
-        pytest.importorskip("optuna")
+        needs_optuna()
 
     def train() -> list[Any]:
         outcomes: list[Any] = []
