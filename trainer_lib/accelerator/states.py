@@ -62,7 +62,7 @@ def save(
     clear_up = partial(_clear_up, engine.should_save_model, target.parent, engine.project_configuration.total_limit)
     with ExitStack() as stack:
         saving = stack.enter_context(saving_to(target, engine.group, engine._leader))
-        saving.may_be_infinite = engine.infinite_buffers
+        saving.finite.infinite_buffers = engine.infinite_buffers
         with together(engine.group, "save_state"):
             files = _files(engine, parts, saving.folder, words)
             manifest = described(engine, parts, automatic)
@@ -290,7 +290,7 @@ def _write(
         if note_written is not None:
             note_written()
     saving.commit(manifest)
-    saves.nonfinite = list(dict.fromkeys(name for faults in saving.nonfinite.values() for name in faults))
+    saves.nonfinite, saves.infinite_states = saving.finite.names, saving.finite.infinite_states
     if clear_up is not None:
         clear_up()
         group.barrier()

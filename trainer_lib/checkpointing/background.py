@@ -37,7 +37,8 @@ class BackgroundSaves:
         self._error: BaseException | None = None
         self._written_at: float | None = None
         self.ended_at = 0.0  # the last one, by time.monotonic
-        self.nonfinite: list[str] = []  # the weights and buffers of the last one that are not finite, of all processes
+        self.nonfinite: list[str] = []  # what makes the last one not finite, on any process
+        self.infinite_states: list[str] = []  # its optimizer states with an infinity
         self._groups: tuple[ProcessGroup, ProcessGroup] | None = None
 
     @property

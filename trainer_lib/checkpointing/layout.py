@@ -83,6 +83,16 @@ def is_weights(name: str) -> bool:
     return name.startswith(("model", "pytorch_model"))
 
 
+def is_optimizer_state(name: str) -> bool:
+    """Whether a file in a state holds the state of an optimizer, by its name.
+
+    Example:
+        >>> is_optimizer_state("optimizer_1.safetensors"), is_optimizer_state("model.safetensors")
+        (True, False)
+    """
+    return name.startswith(OPTIMIZER_NAME)
+
+
 def is_committed(folder: AnyPath) -> bool:
     """Whether a folder holds a state that was written to the end."""
     return (folder / MANIFEST_NAME).is_file()

@@ -59,7 +59,7 @@ class Listed:
 
     @property
     def nonfinite(self) -> list[str]:
-        """The weights and buffers that are not finite."""
+        """The weights, buffers and optimizer states that are not finite."""
         return [] if self.manifest is None else self.manifest.nonfinite
 
 

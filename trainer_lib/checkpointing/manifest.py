@@ -17,7 +17,7 @@ from trainer_lib.foundation.strict_json import read_json
 
 SCHEMA = 3  # 1 had the sizes of files and no checksums, 2 nothing of the run
 CHECKSUM = "xxh3_128"  # what a file's checksum is called by
-NONFINITE = "nonfinite"  # what is known of a file of weights, if some of them are not finite
+NONFINITE = "nonfinite"  # what is known of a file of weights or of an optimizer, if some tensors in it are not finite
 _FORMAT = "trainer_lib state"
 _NONE = type(None)
 _TYPES: dict[str, Any] = {
@@ -67,7 +67,7 @@ class Manifest:
         origin: Of what another library saved: which, and what of it was left out.
         parts: The names of what was saved.
         kinds: For the parts of which that matters, the name of their class.
-        files: For each file what is known of it: its size, its checksum, and which weights in it are not finite.
+        files: For each file what is known of it: its size, its checksum, and which tensors in it are not finite.
         versions: Of the libraries that wrote it.
         schema: The version of this format.
     """
@@ -94,7 +94,7 @@ class Manifest:
 
     @property
     def nonfinite(self) -> list[str]:
-        """The weights and buffers with a NaN or an infinity, by name."""
+        """The weights and buffers with a NaN or an infinity and the optimizer states with a NaN, by name."""
         return list(dict.fromkeys(name for facts in self.files.values() for name in facts.get(NONFINITE, ())))
 
     def content(self) -> dict[str, Any]:

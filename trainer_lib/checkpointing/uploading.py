@@ -15,10 +15,11 @@ from typing import Any
 
 from trainer_lib.checkpointing.agreement import exchange, together
 from trainer_lib.checkpointing.background import UPLOAD_THREADS
-from trainer_lib.checkpointing.layout import MANIFEST_NAME, is_committed, is_weights, replaced_beside
+from trainer_lib.checkpointing.finite_check import FiniteCheck
+from trainer_lib.checkpointing.layout import MANIFEST_NAME, is_committed, replaced_beside
 from trainer_lib.checkpointing.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
 from trainer_lib.checkpointing.remote_storage import PARTIAL_NAME, RemoteStorage, temporary_folder
-from trainer_lib.checkpointing.writer import Saving, faults_of
+from trainer_lib.checkpointing.writer import Saving
 from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError, UnwritableError
 from trainer_lib.foundation.remote import AnyPath, RemotePath, persistently
@@ -55,8 +56,7 @@ class RemoteSaving:
 
     Attributes:
         folder: Where hooks of this process write, on this machine.
-        may_be_infinite: The names of buffers whose infinities are no fault.
-        nonfinite: The weights and buffers that are not finite, by the file; of all processes after `commit`.
+        finite: What of it is not finite; of all processes after `commit`.
     """
 
     folder: Path
@@ -66,8 +66,7 @@ class RemoteSaving:
         self._storage = RemoteStorage(target)
         self._group = group
         self._leads = group.rank == leader
-        self.may_be_infinite: Collection[str] = ()
-        self.nonfinite: dict[str, list[str]] = {}
+        self.finite = FiniteCheck()
         self._written: dict[str, str] = {}  # checksums of what was sent from here, by name
 
     def __enter__(self) -> "RemoteSaving":
@@ -100,14 +99,13 @@ class RemoteSaving:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=UPLOAD_THREADS) as pool:
             for name, checksum in zip(mine, pool.map(self._send, mine, mine.values()), strict=True):
                 self._written[name] = checksum
-                if is_weights(name) and (faults := mine[name].nonfinite(self.may_be_infinite)):
-                    self.nonfinite[name] = faults
+                self.finite.look_at(name, mine[name])
 
     def commit(self, manifest: Manifest) -> None:
         """Send the manifest, once all processes are through."""
-        answers = exchange(self._group, (self._written, self.nonfinite), "save_state")
+        answers = exchange(self._group, (self._written, self.finite), "save_state")
         reports = [written for written, _ in answers]
-        self.nonfinite = {name: faults for _, its in answers for name, faults in its.items()}
+        self.finite.merge(finite for _, finite in answers)
         with together(self._group, "save_state"):
             if self._leads:
                 checksums = _united(reports)
@@ -162,7 +160,7 @@ class RemoteSaving:
                 "write to the same storage, or it loses what it is given."
             )
         return {
-            name: {"size": found[name], CHECKSUM: checksum, **faults_of(name, self.nonfinite)}
+            name: {"size": found[name], CHECKSUM: checksum, **self.finite.facts(name)}
             for name, checksum in sorted(checksums.items())
         }
 

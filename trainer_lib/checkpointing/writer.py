@@ -6,22 +6,22 @@ or beside it (`layout.replaced_beside`) between two renames.
 
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from trainer_lib.checkpointing.agreement import exchange, together
+from trainer_lib.checkpointing.finite_check import FiniteCheck
 from trainer_lib.checkpointing.layout import (
     MANIFEST_NAME,
     deleted_beside,
     is_committed,
-    is_weights,
     partial_beside,
     replaced_beside,
 )
-from trainer_lib.checkpointing.manifest import CHECKSUM, NONFINITE, Manifest, library_versions, read_manifest, sealed
+from trainer_lib.checkpointing.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
 from trainer_lib.checkpointing.storage import remove
 from trainer_lib.foundation.checksums import checksum_of
 from trainer_lib.foundation.errors import CheckpointError, TrainerLibError, UnwritableError
@@ -40,8 +40,7 @@ class Saving:
         leader: The process that makes and renames folders for this one: the first of all, or of its machine.
 
     Attributes:
-        may_be_infinite: The names of buffers whose infinities are no fault.
-        nonfinite: The weights and buffers that are not finite, by the file; of all processes after `commit`.
+        finite: What of it is not finite; of all processes after `commit`.
     """
 
     def __init__(self, target: Path, group: ProcessGroup, leader: int = 0) -> None:
@@ -50,8 +49,7 @@ class Saving:
         self._group = group
         self._leader = leader
         self._leads = group.rank == leader
-        self.may_be_infinite: Collection[str] = ()
-        self.nonfinite: dict[str, list[str]] = {}
+        self.finite = FiniteCheck()
         self._written: dict[str, str] = {}  # checksums of what was written here, by name
 
     def __enter__(self) -> "Saving":
@@ -87,16 +85,15 @@ class Saving:
             except (OSError, RuntimeError) as error:
                 raise _cannot_write(path, error, sum(one.size for one in files.values())) from error
             self._written[name] = checksum
-            if is_weights(name) and (faults := content.nonfinite(self.may_be_infinite)):
-                self.nonfinite[name] = faults
+            self.finite.look_at(name, content)
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest and make the folder the state, once all processes are through."""
-        reports = exchange(self._group, (self._leader, self._written, self.nonfinite), "save_state")
+        reports = exchange(self._group, (self._leader, self._written, self.finite), "save_state")
         written = {
             name: checksum for leader, its, _ in reports if leader == self._leader for name, checksum in its.items()
         }
-        self.nonfinite = {name: faults for *_, its in reports for name, faults in its.items()}
+        self.finite.merge(finite for *_, finite in reports)
         with together(self._group, "save_state"):
             if self._leads:
                 try:
@@ -123,7 +120,7 @@ class Saving:
             if checksum is None:
                 sync(path)
                 checksum = checksum_of(path)
-            files[name] = {"size": path.stat().st_size, CHECKSUM: checksum, **faults_of(name, self.nonfinite)}
+            files[name] = {"size": path.stat().st_size, CHECKSUM: checksum, **self.finite.facts(name)}
         return files
 
     def _take_over_foreign_files(self) -> None:
@@ -157,11 +154,6 @@ class Saving:
         sync(self.target.parent)
         for older in (replaced, deleted):
             remove(older)
-
-
-def faults_of(name: str, nonfinite: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Return what a manifest says of a file besides: which weights in it are not finite, if some are not."""
-    return {NONFINITE: nonfinite[name]} if name in nonfinite else {}
 
 
 def _link(source: str, target: str) -> None:

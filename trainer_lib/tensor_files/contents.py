@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from trainer_lib.foundation.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.remote import AnyPath
 from trainer_lib.foundation.strict_json import read_json
-from trainer_lib.tensor_files.finite import nonfinite_names
+from trainer_lib.tensor_files.finite import Fault, nonfinite_tensors
 from trainer_lib.tensor_files.safetensors import write_tensors
 from trainer_lib.tensor_files.storage import without_aliases
 
@@ -30,10 +30,9 @@ class Content(ABC):
     def size(self) -> int:
         """About how many bytes it takes."""
 
-    def nonfinite(self, may_be_infinite: Collection[str]) -> list[str]:
-        """Return the names of its tensors with a NaN, or with an infinity that is a fault."""
-        del may_be_infinite
-        return []
+    def nonfinite(self) -> dict[str, Fault]:
+        """Return its tensors with a NaN or an infinity, by name."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,9 @@ class Tensors(Content):
         """The bytes of the tensors."""
         return tensor_bytes(self.tensors)
 
-    def nonfinite(self, may_be_infinite: Collection[str]) -> list[str]:
+    def nonfinite(self) -> dict[str, Fault]:
         """Look at each tensor."""
-        return nonfinite_names(self.tensors, may_be_infinite)
+        return nonfinite_tensors(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,9 @@ class PickledTensors(Content):
         """The bytes of the tensors."""
         return tensor_bytes(self.tensors)
 
-    def nonfinite(self, may_be_infinite: Collection[str]) -> list[str]:
+    def nonfinite(self) -> dict[str, Fault]:
         """Look at each tensor."""
-        return nonfinite_names(self.tensors, may_be_infinite)
+        return nonfinite_tensors(self.tensors)
 
 
 @dataclass(frozen=True)

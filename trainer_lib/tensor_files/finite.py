@@ -1,10 +1,12 @@
 """Which tensors have a NaN or an infinity, found without a temporary copy: while a checkpoint is written."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+Fault = Literal["nan", "inf"]
 
 _PIECE = 1 << 18  # numbers that are looked at together, so that they stay in the cache
 # By type: that of integers of the same size, all bits but the sign, and the bits of infinity.
@@ -16,23 +18,18 @@ _BITS = {
 }
 
 
-def nonfinite_names(tensors: Mapping[str, Tensor], may_be_infinite: Collection[str] = ()) -> list[str]:
-    """Return the names of the tensors with a NaN or an infinity.
-
-    Args:
-        tensors: The tensors by name.
-        may_be_infinite: Of which infinities are no fault, such as masks.
+def nonfinite_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Fault]:
+    """Return the tensors that are not finite, by name: "nan", or "inf" for those with infinities alone.
 
     Example:
         >>> bad = torch.tensor([1.0, float("nan")])
-        >>> nonfinite_names({"weight": torch.ones(2), "bias": bad, "mask": 1 / torch.zeros(2)}, {"mask"})
-        ['bias']
+        >>> nonfinite_tensors({"weight": torch.ones(2), "bias": bad, "mask": 1 / torch.zeros(2)})
+        {'bias': 'nan', 'mask': 'inf'}
     """
-    found = {name: _fault(tensor) for name, tensor in tensors.items()}
-    return [name for name, fault in found.items() if fault == "nan" or (fault and name not in may_be_infinite)]
+    return {name: fault for name, tensor in tensors.items() if (fault := _fault(tensor)) is not None}
 
 
-def _fault(tensor: Tensor) -> Literal["nan", "inf"] | None:
+def _fault(tensor: Tensor) -> Fault | None:
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if values.dtype not in _BITS or not values.numel():
         return None

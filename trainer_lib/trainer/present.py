@@ -52,5 +52,5 @@ def _entry_of(path: AnyPath) -> dict[str, Any] | None:
 
 
 def _faults(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the manifest of a checkpoint knows and the list in it cannot: which weights are not finite."""
+    """Return what the manifest of a checkpoint knows and the list in it cannot: which tensors are not finite."""
     return {"nonfinite": entry["nonfinite"]} if "nonfinite" in entry else {}

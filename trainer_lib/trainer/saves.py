@@ -1,7 +1,7 @@
 """This file is a run's checkpoints while they are saved: announced, written, and told of once they are there."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.foundation.errors import CheckpointError, RunInUseError, UnsavedError, UnwritableError
@@ -37,6 +37,7 @@ class Saves:
         self._began = 0.0  # the last one, by time.monotonic
         self.pending: dict[str, Any] | None = None
         self.reasons: set[str] = set()
+        self._told_infinite: set[str] = set()
         self.failure: str | None = None  # not the error, whose traceback would keep the process group alive
 
     def save(self, target: AnyPath, metrics: dict[str, float]) -> None:
@@ -149,15 +150,14 @@ class Saves:
         if faults := run.accelerator._background.nonfinite:
             entry["nonfinite"] = faults
             self._tell_nonfinite(entry)
+        self._tell_infinite_states(entry["path"], run.accelerator._background.infinite_states)
         run.state.checkpoints = [*run.state.checkpoints, entry]
         return entry
 
     def _tell_nonfinite(self, entry: Mapping[str, Any]) -> None:
         """Warn of a checkpoint that counts as none, and forget that its evaluation was the best."""
         run, state = self._fitting.run, self._fitting.run.state
-        names = entry["nonfinite"]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        what = f"{entry['path']} has weights or buffers that are not finite: {', '.join(names[:_SHOWN])}{more}."
+        what = f"{entry['path']} has tensors that are not finite: {_some(entry['nonfinite'])}."
         _logger.warning(
             "%s It does not count as a good checkpoint: no older one is deleted for it, it is never the best, and it "
             "is not resumed.",
@@ -166,3 +166,22 @@ class Saves:
         run.note("not_finite", why=what)
         if state.best is not None and state.best.step == entry["step"]:
             state.best = self._fitting.best_of(state.checkpoints)
+
+    def _tell_infinite_states(self, path: str, names: Sequence[str]) -> None:
+        """Warn of each optimizer state that is infinite, once. The checkpoint is a good one."""
+        new = [name for name in names if name not in self._told_infinite]
+        if not new:
+            return
+        self._told_infinite.update(new)
+        what = f"{path} has optimizer states that are infinite: {_some(new)}."
+        _logger.warning(
+            "%s It counts as a good checkpoint, as its weights are finite. But where a second moment is infinite, Adam "
+            "never changes the weight again: clip gradients (max_grad_norm), lower the learning rate, or train weights "
+            "in fp32, from a checkpoint before this one.",
+            what,
+        )
+        self._fitting.run.note("infinite_states", why=what)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
