@@ -114,7 +114,7 @@ def peak_of(name: str, precision: str) -> float | None:
     words = name.replace("-", " ").split()
     for known, (narrow, wide) in _PEAKS.items():
         if all(part in words for part in known.split()):
-            return narrow if precision in ("bf16", "fp16") else wide
+            return narrow if precision in ("bf16", "bf16-true", "fp16") else wide
     return None
 
 

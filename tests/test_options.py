@@ -105,7 +105,9 @@ def test_kinds_are_their_text() -> None:
     assert "bf61" not in PrecisionType
     assert RNGType.list()[:2] == ["torch", "cuda"]
     assert PrecisionType.read("precision", "BF16") is PrecisionType.BF16
-    with pytest.raises(ConfigurationError, match=r"Unknown precision 'bf61'. Known: bf16, fp16, fp8, no. Did you mean"):
+    with pytest.raises(
+        ConfigurationError, match=r"Unknown precision 'bf61'. Known: bf16, bf16-true, fp16, fp8, no. Did you mean"
+    ):
         PrecisionType.read("precision", "bf61")
 
 

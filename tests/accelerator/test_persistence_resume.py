@@ -16,6 +16,7 @@ TRAININGS = {
     "workers": Training(num_workers=1, noise=False),
     "fp16": Training(precision="fp16"),
     "bf16, clipped": Training(precision="bf16", clips=True),
+    "bf16-true, clipped": Training(precision="bf16-true", clips=True),
     "accumulated": Training(accumulation=3),
     "accumulated in fp16, clipped": Training(accumulation=3, precision="fp16", clips=True),
     "accumulated and weighted": Training(accumulation=3, weighted=True),
@@ -37,7 +38,13 @@ def test_one_process(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["plain", pytest.param("workers", marks=pytest.mark.slow), "fp16", "accumulated and weighted"],
+    [
+        "plain",
+        pytest.param("workers", marks=pytest.mark.slow),
+        "fp16",
+        "bf16-true, clipped",
+        "accumulated and weighted",
+    ],
 )
 def test_two_processes(name: str, tmp_path: Path) -> None:
     training = TRAININGS[name]

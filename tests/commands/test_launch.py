@@ -442,7 +442,10 @@ def test_help_is_quick_and_grouped() -> None:
         (["--num_processes", "0"], "must be a whole number of at least 1, got '0'"),
         (["--num_processes"], "--num_processes: expected one argument"),
         (["--cpu=yes"], "--cpu: ignored explicit argument 'yes'"),
-        (["--mixed_precision", "bf61"], "Unknown mixed_precision 'bf61'. Known: bf16, fp16, no. Did you mean 'bf16'?"),
+        (
+            ["--mixed_precision", "bf61"],
+            "Unknown mixed_precision 'bf61'. Known: bf16, bf16-true, fp16, no. Did you mean 'bf16'?",
+        ),
         (["--mixed_precision", "fp8"], "mixed_precision='fp8' is not supported"),
         (["--dynamo_backend", "inducter"], "Unknown dynamo backend 'inducter'"),
         (["--dynamo_backend", "nvprims_nvfuser"], "nvFuser has left torch"),

@@ -37,7 +37,11 @@ def test_precision_of_the_launcher_and_of_the_script() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
-        ("bf61", ConfigurationError, "Unknown precision 'bf61'. Known: bf16, fp16, no. Did you mean 'bf16'?"),
+        (
+            "bf61",
+            ConfigurationError,
+            "Unknown precision 'bf61'. Known: bf16, bf16-true, fp16, no. Did you mean 'bf16'?",
+        ),
         ("fp8", UnsupportedError, "mixed_precision='fp8' is not supported by this version"),
     ],
 )

@@ -57,7 +57,7 @@ class Accelerator(Reporting, Persistence):
     Args:
         device_placement: Bring prepared models and batches to this process's device.
         split_batches: See `DataLoaderConfiguration`, which takes it too.
-        mixed_precision: "no", "fp16" or "bf16"; by default what the launcher says.
+        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default what the launcher says.
         gradient_accumulation_steps: The micro-batches of one update, with `accumulate`.
         cpu: Stay on the CPU even if there is an accelerator.
         dataloader_config: The options of data loading.
@@ -174,7 +174,7 @@ class Accelerator(Reporting, Persistence):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: "no", "fp16" or "bf16"."""
+        """The precision: "no", "fp16", "bf16" or "bf16-true"."""
         return self.precision.name
 
     @property
@@ -282,6 +282,7 @@ class Accelerator(Reporting, Persistence):
                 "its own. Load it without device_map, or start one process."
             )
         self.precision.check(model)
+        self.precision.cast(model)
         if (self.device_placement if device_placement is None else device_placement) and not self.verify_device_map(
             model
         ):

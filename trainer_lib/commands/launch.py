@@ -12,8 +12,9 @@ from trainer_lib.commands.launch_options import parse
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.interruption import reason_of
-from trainer_lib.launchers.plan import LOCALHOST, Plan, check_precision
+from trainer_lib.launchers.plan import LOCALHOST, Plan
 from trainer_lib.options.compilation import TorchDynamoPlugin
+from trainer_lib.options.precision import check_precision
 
 _DEFAULT_PORT = 29500
 

@@ -114,7 +114,9 @@ def _add_processes(group: Any) -> None:
 
 
 def _add_training(group: Any) -> None:
-    group.add_argument("--mixed_precision", metavar="NAME", help="no, fp16 or bf16, if the script does not say it")
+    group.add_argument(
+        "--mixed_precision", metavar="NAME", help="no, fp16, bf16 or bf16-true, if the script does not say it"
+    )
     group.add_argument("--gradient_accumulation_steps", type=_count, metavar="N", help="if the script does not say it")
 
 

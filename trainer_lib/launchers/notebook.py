@@ -19,7 +19,8 @@ from trainer_lib.foundation.interruption import Interrupted
 from trainer_lib.launchers.accelerators import check_enough, count_accelerators, forks_are_poisoned
 from trainer_lib.launchers.child import begin, check_call, leave, refuse_a_world
 from trainer_lib.launchers.elastic import run_elastic
-from trainer_lib.launchers.plan import LOCALHOST, Plan, check_precision
+from trainer_lib.launchers.plan import LOCALHOST, Plan
+from trainer_lib.options.precision import check_precision
 
 _DEFAULT_PORT = 29500
 
@@ -49,7 +50,7 @@ def notebook_launcher(
         function: What each process runs. It makes its own Accelerator.
         args: Its arguments.
         num_processes: How many on this machine; by default one for each accelerator, or one on the CPU.
-        mixed_precision: "no", "fp16" or "bf16".
+        mixed_precision: "no", "fp16", "bf16" or "bf16-true".
         use_port: Where the processes meet. The default means any free port, if there is one machine only.
         master_addr: The address of the first machine.
         node_rank: Which of the machines this is.

@@ -4,20 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.base import check_count, check_positive
 
 LOCALHOST = "127.0.0.1"
 _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
-
-
-def check_precision(name: str) -> str:
-    """Return the name of a precision in lower case, or say which there are."""
-    if name.lower() == "fp8":
-        raise UnsupportedError("mixed_precision='fp8' is not supported by this version. Known: no, fp16, bf16.")
-    if name.lower() not in ("no", "fp16", "bf16"):
-        raise ConfigurationError(unknown("mixed_precision", name, ["no", "fp16", "bf16"]))
-    return name.lower()
 
 
 def _nobody(message: str) -> None:

@@ -32,12 +32,13 @@ class DistributedType(BaseEnum):
 
 
 class PrecisionType(BaseEnum):
-    """The number formats of mixed precision."""
+    """The number formats to train in."""
 
     NO = "no"
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+    BF16_TRUE = "bf16-true"
 
 
 class RNGType(BaseEnum):

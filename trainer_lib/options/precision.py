@@ -1,9 +1,46 @@
-"""This file is the options of mixed precision."""
+"""The names of the precisions, and the options of autocast and of the loss scaler."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.options.base import KwargsHandler, check_choice, check_count, check_flag, check_positive
+
+PRECISIONS = ("no", "fp16", "bf16", "bf16-true")
+_UNSUPPORTED = {
+    "fp8": "",
+    "fp16-true": ": gradients below 6e-8 become 0 in fp16 and values above 65504 infinite, and a loss scaler needs "
+    "fp32 weights to unscale into. Use 'bf16-true', or 'fp16', which keeps the weights in fp32",
+}
+_OF_LIGHTNING = {
+    "bf16-mixed": "bf16", "16-mixed": "fp16", "fp16-mixed": "fp16", "16": "fp16", "16-true": "fp16-true", "32": "no",
+    "32-true": "no", "fp32": "no",
+}  # fmt: skip
+
+
+def check_precision(name: Any, told_as: str = "mixed_precision") -> str:
+    """Return the name of a precision in lower case.
+
+    Args:
+        name: The name, or a `PrecisionType`.
+        told_as: What the error calls it.
+
+    Raises:
+        UnsupportedError: If this version lacks it.
+        ConfigurationError: If there is none of that name.
+    """
+    text = str(name).lower()
+    if text in PRECISIONS:
+        return text
+    meant = _OF_LIGHTNING.get(text, text)
+    if meant in _UNSUPPORTED:
+        raise UnsupportedError(
+            f"mixed_precision={str(name)!r} is not supported by this version{_UNSUPPORTED[meant]}. "
+            f"Known: {', '.join(PRECISIONS)}."
+        )
+    if meant != text:
+        raise ConfigurationError(f"mixed_precision={str(name)!r} is given here as {meant!r}.")
+    raise ConfigurationError(unknown(told_as, name, PRECISIONS))
 
 
 @dataclass

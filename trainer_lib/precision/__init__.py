@@ -3,5 +3,6 @@
 from trainer_lib.precision.autocast import Autocast, ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.precision.registry import choose_precision
+from trainer_lib.precision.true_bfloat16 import TrueBfloat16
 
-__all__ = ["Autocast", "FullPrecision", "ScaledAutocast", "choose_precision"]
+__all__ = ["Autocast", "FullPrecision", "ScaledAutocast", "TrueBfloat16", "choose_precision"]

@@ -21,6 +21,9 @@ class FullPrecision:
     def check(self, model: nn.Module) -> None:
         """Raise if `model` cannot be trained in this precision."""
 
+    def cast(self, model: nn.Module) -> None:
+        """Give the weights and buffers of a model the type that they are trained in, in place."""
+
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context for the arithmetic of a forward."""
         del handler

@@ -3,15 +3,16 @@
 import torch
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
+from trainer_lib.options.precision import PRECISIONS, AutocastKwargs, GradScalerKwargs
 from trainer_lib.precision.autocast import Autocast, ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
+from trainer_lib.precision.true_bfloat16 import TrueBfloat16
 
 
 def choose_precision(
     name: str, device_type: str, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
 ) -> FullPrecision:
-    """Return the precision called `name` ("no", "bf16", "fp16") on a type of device.
+    """Return the precision called `name` ("no", "bf16", "bf16-true", "fp16") on a type of device.
 
     Raises:
         ConfigurationError: If there is none, or the options contradict it.
@@ -24,6 +25,8 @@ def choose_precision(
         return FullPrecision()
     if name == "bf16":
         return Autocast(name, torch.bfloat16, device_type, autocast or AutocastKwargs())
+    if name == "bf16-true":
+        return TrueBfloat16(name, torch.bfloat16, device_type, autocast or AutocastKwargs())
     if name == "fp16":
         return ScaledAutocast(device_type, autocast or AutocastKwargs(), scaler or GradScalerKwargs())
-    raise ConfigurationError(unknown("precision", name, ["no", "bf16", "fp16"]))
+    raise ConfigurationError(unknown("precision", name, PRECISIONS))

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.compilation import TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.kinds import DistributedType, PrecisionType
+from trainer_lib.options.precision import check_precision
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.state.arrangement import Arrangement, arrange
@@ -26,7 +27,7 @@ class AcceleratorState(ProcessControl):
     """The settings of the engine, on top of `PartialState`. All instances are one.
 
     Args:
-        mixed_precision: "no", "fp16" or "bf16"; by default what the launcher says.
+        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default what the launcher says.
         cpu: Stay on the CPU even if there is an accelerator.
         dynamo_plugin: How models are compiled; by default as the launcher says, or not at all.
         fsdp_plugin: How models are sharded; by default as the launcher says, or not at all.
@@ -72,7 +73,7 @@ class AcceleratorState(ProcessControl):
         )
         dynamo_plugin = compilation_plugin(None, dynamo_plugin)
         partial = PartialState(cpu, **kwargs)
-        precision = _precision(mixed_precision or environment.mixed_precision_requested())
+        precision = check_precision(mixed_precision or environment.mixed_precision_requested(), "precision")
         asked = precision, dynamo_plugin, fsdp_plugin, parallelism_config
         if _from_accelerator:
             if partial.has_left:  # by `end_training` of the Accelerator before
@@ -92,7 +93,7 @@ class AcceleratorState(ProcessControl):
             self._prepare_sharding(partial)
             self._partial = partial
             self._replaceable = self._was_used = False
-        elif mixed_precision is not None and _precision(mixed_precision) != self._mixed_precision:
+        elif mixed_precision is not None and check_precision(mixed_precision, "precision") != self._mixed_precision:
             raise ConfigurationError(
                 f"mixed_precision={str(mixed_precision)!r} came too late: this process already trains with "
                 f"{self._mixed_precision!r}. {_HOW_TO_FREE}"
@@ -111,7 +112,7 @@ class AcceleratorState(ProcessControl):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: "no", "fp16" or "bf16"."""
+        """The precision: "no", "fp16", "bf16" or "bf16-true"."""
         return self._mixed_precision
 
     @property
@@ -201,12 +202,3 @@ def refuse_engines(**plugins: Any) -> None:
             raise UnsupportedError(
                 f"{name}={plugin!r}: this version trains on one process, with DDP or with FSDP2. Leave it out."
             )
-
-
-def _precision(name: str | PrecisionType) -> str:
-    text = str(name).lower()
-    if text == "fp8":
-        raise UnsupportedError("mixed_precision='fp8' is not supported by this version. Known: no, fp16, bf16.")
-    if text not in ("no", "fp16", "bf16"):
-        raise ConfigurationError(unknown("precision", name, ["no", "fp16", "bf16"]))
-    return text

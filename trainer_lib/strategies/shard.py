@@ -21,7 +21,7 @@ from trainer_lib.strategies.sharded_model import ShardedModel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE_TYPES = {"bf16": torch.bfloat16, "bf16-true": torch.bfloat16, "fp16": torch.float16}
 
 
 class Shard(SingleProcess):

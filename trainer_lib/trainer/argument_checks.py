@@ -8,6 +8,7 @@ from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, near
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.foundation.shown import shown
 from trainer_lib.options.distributed import DistributedDataParallelKwargs
+from trainer_lib.options.precision import check_precision
 from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer import argument_values as values
@@ -37,6 +38,10 @@ def _schedule_name(name: str, value: Any) -> str:
     if "." in kept or kept in SCHEDULES:
         return kept
     raise ConfigurationError(_as_foreign("lr_scheduler_type", kept, name) or _unknown_name(name, kept, SCHEDULES))
+
+
+def _precision(name: str, value: Any) -> str:
+    return check_precision(value, name)
 
 
 def _sharding_plugin(name: str, value: Any) -> Any:
@@ -81,7 +86,7 @@ CHECKS: dict[str, Check] = {
     "warmup": optional(values.warmup),
     "schedule_steps": optional(values.whole()),
     "max_grad_norm": optional(values.number(above=0, hint=" To leave gradients as they are, give None.")),
-    "mixed_precision": optional(values.choice("no", "fp16", "bf16")),
+    "mixed_precision": optional(_precision),
     "compile": values.compilation,
     "gradient_checkpointing": values.flag,
     "fsdp": optional(_sharding_plugin),

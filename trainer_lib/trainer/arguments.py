@@ -77,7 +77,7 @@ class TrainingArguments:
         schedule_steps: The updates that the schedule is made for; by default those of the run.
         max_grad_norm: The norm to which gradients are clipped; `None` leaves them as they are.
 
-        mixed_precision: "no", "fp16" or "bf16"; by default what the launcher says.
+        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default what the launcher says.
         compile: Whether to compile the model; or with which backend; or a `TorchDynamoPlugin`.
         gradient_checkpointing: Compute activations again in the backward instead of keeping them.
         fsdp: Shard the model over the processes; or how, as a plugin.
@@ -185,7 +185,7 @@ class TrainingArguments:
     schedule_steps: int | None = None
     max_grad_norm: float | None = 1.0
 
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    mixed_precision: Literal["no", "fp16", "bf16", "bf16-true"] | None = None
     compile: bool | str | TorchDynamoPlugin = False
     gradient_checkpointing: bool = False
     fsdp: bool | FullyShardedDataParallelPlugin | None = None

@@ -10,6 +10,7 @@ from trainer_lib.foundation.trees import leaves, named_leaves
 from trainer_lib.memory.batch_size import is_out_of_memory
 
 _SHOWN = 8
+_NARROW = {"bfloat16", "float16"}
 _AUTO = (
     'With per_device_train_batch_size="auto" batches that do not fit into memory are computed in parts, and the '
     "updates stay the same."
@@ -35,6 +36,8 @@ def add_note(error: Exception, what: str, batch: Any, models: Sequence[nn.Module
     told = f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}."
     if "float64" not in types and any(getattr(leaf, "dtype", None) is torch.float64 for leaf in leaves(batch)):
         told += " Numbers of float64, as numpy has them, become float32 by .astype('float32') or .float()."
+    if types & _NARROW and any(getattr(leaf, "dtype", None) is torch.float32 for leaf in leaves(batch)):
+        told += ' mixed_precision="bf16-true" casts the inputs, and the model, to bfloat16.'
     error.add_note(told)
 
 

@@ -25,7 +25,7 @@ NONE_HERE: dict[str, str] = {
     "optim_target_modules": "give parameter_groups=[ParameterGroup(pattern, …)], or the optimizer itself",
     "average_tokens_across_devices": "losses are averaged over all items of all processes, always",
     "label_smoothing_factor": _SMOOTHING,
-    "bf16_full_eval": "evaluation computes as training does; for weights in bf16 evaluate model.to(torch.bfloat16)",
+    "bf16_full_eval": 'evaluation computes as training does; for weights in bf16 give mixed_precision="bf16-true"',
     "fp16_full_eval": "evaluation computes as training does; for weights in fp16 evaluate model.to(torch.float16)",
     "activation_checkpointing_kwargs": "call model.gradient_checkpointing_enable(…) with them, before the Trainer",
     "gradient_checkpointing_kwargs": "call model.gradient_checkpointing_enable(…) with them, before the Trainer",
