@@ -16,7 +16,7 @@ def run_launched(
     num_processes: int = 2,
     options: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on CPU ranks and return how the launcher ended, which is after its last rank closed its output.
 

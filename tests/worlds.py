@@ -100,6 +100,9 @@ def forget_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _left_groups[:] = groups
+    if "torch.distributed.tensor" in sys.modules:
+        # For processes that are forked from this one, which inherit layouts of the world that was left here.
+        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()

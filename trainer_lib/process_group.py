@@ -6,6 +6,7 @@ There is always a group: `LoneProcess` is a world of one, so nobody has to ask w
 import atexit
 import contextlib
 import itertools
+import os
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -23,6 +24,7 @@ from trainer_lib.options.distributed import InitProcessGroupKwargs
 
 _worlds = itertools.count()  # that this process has been part of
 _TIME_FOR_THREADS = 0.1  # seconds
+_formed_by: int | None = None  # the process that last became part of a world
 
 
 class ProcessGroup(Protocol):
@@ -280,11 +282,14 @@ def _let_threads_go() -> None:
 
 
 def _forget_layouts() -> None:
-    # Of a mesh that is equal to one of an earlier world, sharded tensors get cached layouts, whose groups are gone.
-    if "torch.distributed.tensor" in sys.modules:
+    # DTensor caches layouts by mesh, and a mesh of this world may equal one of an earlier world, whose groups are gone.
+    # A forked process has no earlier world, and must not clear: a thread of its parent may have held torch's lock.
+    global _formed_by
+    if _formed_by == os.getpid() and "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+    _formed_by = os.getpid()
 
 
 def _check_address(world: World) -> None:
