@@ -69,6 +69,24 @@ def test_prune_deletes_what_killed_saves_left_where_none_is_under_way(
     assert len(names(folder)) == 4
 
 
+@pytest.mark.parametrize("ending", ["partial", "deleted"])
+def test_prune_deletes_what_killed_saves_left_where_there_is_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    left = tmp_path / "run" / "checkpoints" / f"checkpoint-00000001.{ending}"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(bytes(2000))
+    assert told(capsys, "prune", tmp_path, "--keep-last", "3") == (
+        0,
+        f"kept {left} (1.95 KB): a save may be under way\n",
+    )
+    os.utime(left / "model.safetensors", (0, 0))
+    code, text = told(capsys, "prune", tmp_path, "--keep-last", "3")
+    assert (code, text) == (0, f"deleted {left} (1.95 KB), left by a save that was cut short\n")
+    assert not left.exists()
+    assert told(capsys, "prune", tmp_path, "--keep-last", "3") == (1, "")  # there is no state in it
+
+
 def test_verify_names_the_bad_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "verify", folder, "--all")[1].count("whole") == 3
     spoil(folder / "checkpoints" / "checkpoint-00000005" / "model.safetensors")

@@ -63,11 +63,12 @@ class Listed:
         return [] if self.manifest is None else self.manifest.nonfinite
 
 
-def groups_of_states(folder: AnyPath) -> list[list[Listed]]:
+def groups_of_states(folder: AnyPath, may_be_empty: bool = False) -> list[list[Listed]]:
     """Return the states that a folder is or holds, each run's together, the oldest first.
 
     Args:
         folder: A state, a folder of states, a run, a project, or a folder of runs.
+        may_be_empty: Whether a folder without a state is no error.
 
     Raises:
         CheckpointError: If there is none.
@@ -75,7 +76,7 @@ def groups_of_states(folder: AnyPath) -> list[list[Listed]]:
     if is_committed(folder):
         return [[_listed(folder)]]
     groups = [states for place in _places(folder) for states in _states_in(place)]
-    if not groups:
+    if not groups and not may_be_empty:
         raise CheckpointError(f"There is no state in {folder}. Give the folder of a state, of a run, or of runs.")
     return groups
 

@@ -140,10 +140,10 @@ def _print_run(one: Any) -> None:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from trainer_lib.checkpointing.listing import superfluous
+    from trainer_lib.checkpointing.listing import debris_in, groups_of_states, superfluous
     from trainer_lib.checkpointing.retention import delete_state
 
-    groups = _groups(options.folder)
+    groups = groups_of_states(options.folder, may_be_empty=bool(debris_in(options.folder)))
     aside = [one for group in groups for one in group if one.is_aside]
     going = [one for group in groups for one in superfluous(group, options.keep_last)]
     going += aside if options.damaged else []
