@@ -98,7 +98,7 @@ class Checkpoint(Callback):
             run.control.save = True  # their clocks differ, and that of the first one counts
 
     def _ask_when_best(self, run: Run, metrics: dict[str, float]) -> None:
-        if run.state.status != "running" or self.metric is None:
+        if run.state.status != "running" or self.metric is None or run.leaves_out(self.metric):
             return
         value = read_metric(self.metric, metrics, "Checkpoint")
         if math.isfinite(value) and (self._best is None or self._sign(run) * (value - self._best) > 0):

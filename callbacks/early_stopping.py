@@ -12,7 +12,7 @@ from trainer_lib.foundation.metric_names import greater_is_better_for, read_metr
 class EarlyStopping(Callback):
     """Ends training by what evaluations say; `run.control.reason` tells why.
 
-    Evaluations outside training do not count.
+    Evaluations outside training do not count, nor do those that leave out the set of `metric`.
 
     Args:
         metric: The metric to go by, as the evaluation names it.
@@ -62,7 +62,7 @@ class EarlyStopping(Callback):
         self.bad_evaluations = 0
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
-        if run.state.status != "running":
+        if run.state.status != "running" or run.leaves_out(self.metric):
             return
         reason = self._judge(read_metric(self.metric, metrics, "EarlyStopping"))
         if reason is not None:

@@ -41,7 +41,7 @@ def test_what_any_process_asked_for_all_do() -> None:
     for control in (first, second):
         control.hear(numbers)
         assert [control.is_due(name) for name in Control.NAMES] == [False, False, True, True, False]
-        assert control.send() == [0.0] * 7  # told once
+        assert control.send() == [0.0] * Control.COUNT  # told once
         assert control.take("save")
         assert control.stop
 
@@ -54,14 +54,14 @@ def test_a_request_made_while_others_are_heard_stays_for_the_next_time() -> None
     control.hear(told)
     assert control.is_due("log")
     assert not control.is_due("evaluate")
-    assert control.send() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert control.send() == [0.0, 1.0, *[0.0] * 6]
 
 
 def test_what_all_come_to_by_themselves_need_not_be_told() -> None:
     control = Control()
     control.agree("log")
     assert control.log
-    assert control.send() == [0.0] * 7
+    assert control.send() == [0.0] * Control.COUNT
     assert control.take("log")
 
 
@@ -73,10 +73,10 @@ def test_a_request_that_there_is_not_is_an_error() -> None:
 def test_what_did_not_get_to_the_others_is_sent_again() -> None:
     control = Control()
     control.save = True
-    assert control.send() == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert control.send() == [0.0, 0.0, 1.0, *[0.0] * 5]
     assert control.save  # on its way
     control.unsend()
-    assert control.send() == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert control.send() == [0.0, 0.0, 1.0, *[0.0] * 5]
     control.hear([])
     assert control.is_empty
 

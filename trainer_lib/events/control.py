@@ -16,6 +16,7 @@ class Control:
         reason: Why training is to stop, for the result.
         save_reasons: Why a checkpoint is asked for, on this process: "interval", "best"; for its manifest.
         interruption: What asked this process to save and end, such as a signal; it may be noted at any moment.
+        sets_due: The evaluation sets whose intervals are over, on this process, until they are evaluated.
         skip_batch: Whether this rank's batch is to be left out: asked for in `on_micro_batch_begin`, it weighs nothing.
         leaves: Whether the evaluation under way is to be left for that, asked batch by batch; `None`: it is not.
 
@@ -28,10 +29,20 @@ class Control:
     """
 
     NAMES = ("log", "evaluate", "save", "stop", "end_epoch")
-    _SENT = (*NAMES, "settle", "interrupt")  # and what only the loop asks for
+    _SENT = (*NAMES, "settle", "interrupt", "evaluate_sets")  # and what only the loop asks for
     COUNT = len(_SENT)  # the numbers that `send` returns
 
-    __slots__ = ("_agreed", "_asked", "_sent", "interruption", "leaves", "reason", "save_reasons", "skip_batch")
+    __slots__ = (
+        "_agreed",
+        "_asked",
+        "_sent",
+        "interruption",
+        "leaves",
+        "reason",
+        "save_reasons",
+        "sets_due",
+        "skip_batch",
+    )
 
     def __init__(self) -> None:
         self._asked: set[str] = set()  # by someone on this process
@@ -40,6 +51,7 @@ class Control:
         self.reason: str | None = None
         self.save_reasons: set[str] = set()
         self.interruption: Interruption | None = None
+        self.sets_due: set[str] = set()
         self.skip_batch = False
         self.leaves: Callable[[], bool] | None = None
 
@@ -56,8 +68,8 @@ class Control:
 
     @property
     def evaluate(self) -> bool:
-        """Whether someone asked for an evaluation."""
-        return self._has("evaluate")
+        """Whether an evaluation is asked for: of all sets, or of those whose intervals are over."""
+        return self._has("evaluate") or self._has("evaluate_sets")
 
     @evaluate.setter
     def evaluate(self, wanted: bool) -> None:
@@ -93,7 +105,7 @@ class Control:
     # -- for the loop --------------------------------------------------------------------------------------------
 
     def ask(self, name: str) -> None:
-        """Ask for something that no callback asks for: "settle", to hear of a checkpoint that is written."""
+        """Ask for something on this process; "settle", to hear of a written checkpoint, only the loop asks for."""
         self._asked.add(name)
 
     def agree(self, name: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainer_lib.events.control import Control
 from trainer_lib.events.run_state import RunState
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.metric_names import sets_of_metric
 from trainer_lib.modules.names import canonical_name
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class Run:
         loss_sum: The sum of its losses, detached.
         weight: How many items that is a sum over.
         grad_norm: The norm of the gradients before clipping; `None` where it is not computed.
-        metrics: Those of the last evaluation, of all sets.
+        metrics: Those of the last evaluation.
+        eval_sets: While an evaluation runs, the evaluation sets by name, and whether it takes each of them.
     """
 
     trainer: Any = None
@@ -55,6 +57,7 @@ class Run:
     weight: float | Tensor = 0.0
     grad_norm: Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    eval_sets: Mapping[str, bool] = field(default_factory=dict[str, bool])
     folder: Path | None = None
 
     @property
@@ -97,6 +100,10 @@ class Run:
     def is_main_process(self) -> bool:
         """Whether this is the process that prints and writes."""
         return self.accelerator is None or self.accelerator.is_main_process
+
+    def leaves_out(self, metric: str) -> bool:
+        """Whether the evaluation under way leaves out a set that a metric is computed on, so that it has no value."""
+        return not all(self.eval_sets[name] for name in sets_of_metric(metric, self.eval_sets))
 
     def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1) -> None:
         """Add a value to what is averaged until the next log, as `Trainer.log` does."""

@@ -1,7 +1,7 @@
 """This file is the names of metrics: whether more of one is better, and which one is meant."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.shown import shown
@@ -59,6 +59,24 @@ def greater_is_better_for(metric: str, given: bool | None = None) -> bool:
         f"Whether more of the metric {metric!r} is better cannot be told from its name. "
         "Say greater_is_better=True or greater_is_better=False."
     )
+
+
+def sets_of_metric(metric: str, sets: Collection[str]) -> list[str]:
+    """Return the evaluation sets that a metric is computed on: one, all for a mean, none if its name has no set.
+
+    Args:
+        metric: Its name, also without the "eval_" that it begins with.
+        sets: The names of all sets.
+
+    Example:
+        >>> sets_of_metric("eval_dev_hard_loss", ["dev", "dev_hard"]), sets_of_metric("mean_loss", ["dev", "test"])
+        (['dev_hard'], ['dev', 'test'])
+    """
+    name = metric.removeprefix("eval_")
+    owners = [one for one in sets if one and name.startswith(f"{one}_")]
+    if owners:
+        return [max(owners, key=len)]
+    return list(sets) if name.startswith("mean_") else []
 
 
 def read_metric(metric: str, metrics: Mapping[str, float], told_by: str) -> float:

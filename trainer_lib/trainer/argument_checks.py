@@ -99,7 +99,7 @@ CHECKS: dict[str, Check] = {
     "gc_every": optional(values.amount),
     "use_cpu": values.flag,
     "log_every": values.interval,
-    "eval_every": optional(values.interval),
+    "eval_every": optional(values.intervals),
     "eval_delay": optional(values.counted_amount),
     "eval_on_start": values.flag,
     "save_every": optional(values.interval),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.every import Every
@@ -210,6 +210,19 @@ def interval(name: str, value: Any) -> str | int | float:
     if value is None or value is False or (isinstance(value, str) and value.lower() in _ALSO_NEVER):
         raise ConfigurationError(f'{name}={shown(value)}: for never, give {name}="{NEVER}".')
     return _amount_of_training(name, value)
+
+
+def intervals(name: str, value: Any) -> str | int | float | dict[str, str | int | float]:
+    """How often: one interval, or intervals by the names of evaluation sets."""
+    if not isinstance(value, Mapping):
+        return interval(name, value)
+    by_set = cast("Mapping[Any, Any]", value)
+    if not by_set or not all(isinstance(key, str) for key in by_set):
+        raise _refusal(name, value, 'an interval, or intervals by the names of sets, such as {"dev": "100 steps"}')
+    kept = {key: interval(f"{name}[{key!r}]", one) for key, one in by_set.items()}
+    if all(one == NEVER for one in kept.values()):
+        raise ConfigurationError(f'{name}={shown(value)} evaluates no set. Give {name}="{NEVER}".')
+    return kept
 
 
 def amount(name: str, value: Any) -> str | int | float:

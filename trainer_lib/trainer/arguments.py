@@ -91,7 +91,8 @@ class TrainingArguments:
         use_cpu: Stay on the CPU even if there is an accelerator.
 
         log_every: How often to log, or "never".
-        eval_every: How often to evaluate, or "never"; by default each epoch, if there is something to evaluate on.
+        eval_every: How often to evaluate, or "never"; by default each epoch, if there is something to evaluate on. For
+            several sets also by their names: {"dev": "100 steps", "test": "1 epoch", "train": "never"}.
         eval_delay: How much to train before the first evaluation that is due at its interval, such as "2 epochs".
         eval_on_start: Evaluate before the first step too.
         save_every: How often to save, or "never"; by default each epoch, if there is an `output_dir`.
@@ -199,7 +200,7 @@ class TrainingArguments:
     use_cpu: bool = False
 
     log_every: int | str | timedelta | Every = "50 steps"
-    eval_every: int | str | timedelta | Every | None = None
+    eval_every: int | str | timedelta | Every | Mapping[str, int | str | timedelta | Every] | None = None
     eval_delay: int | str | Every | None = None
     eval_on_start: bool = False
     save_every: int | str | timedelta | Every | None = None
@@ -279,7 +280,7 @@ class TrainingArguments:
     @property
     def counts_tokens(self) -> bool:
         """Whether something goes by the number of tokens."""
-        intervals = (self.log_interval, self.eval_interval, self.save_interval)
+        intervals = (self.log_interval, self.eval_interval, self.save_interval, *self.eval_intervals.values())
         return self.max_tokens is not None or any(every is not None and every.unit == "tokens" for every in intervals)
 
     @property
@@ -328,8 +329,19 @@ class TrainingArguments:
 
     @property
     def eval_interval(self) -> Every | None:
-        """How often to evaluate, if there is something to evaluate on; `None`: never."""
+        """How often to evaluate, if there is something to evaluate on; `None`: never.
+
+        Where sets have intervals of their own, this is the first of these: `eval_intervals` has all.
+        """
+        if isinstance(self.eval_every, Mapping):
+            return next(interval for interval in self.eval_intervals.values() if interval is not None)
         return _interval("eval_every", "1 epoch" if self.eval_every is None else self.eval_every)
+
+    @property
+    def eval_intervals(self) -> dict[str, Every | None]:
+        """How often to evaluate each set, by its name (`None`: never); empty where all sets share `eval_interval`."""
+        by_set = self.eval_every if isinstance(self.eval_every, Mapping) else {}
+        return {name: _interval(f"eval_every[{name!r}]", interval) for name, interval in by_set.items()}
 
     @property
     def evaluation_delay(self) -> Every | None:

@@ -141,7 +141,9 @@ def _evaluation(fitting: "Fitting") -> str:
     trainer = fitting.trainer
     if trainer.evaluation_interval is None:
         return "none"
-    return f"every {_interval(trainer.evaluation_interval)}, best by {trainer.default_metric}"
+    by_set = trainer.args.eval_intervals.items()
+    told = [f"{name} {'never' if every is None else f'every {_interval(every)}'}" for name, every in by_set]
+    return f"{', '.join(told) or f'every {_interval(trainer.evaluation_interval)}'}, best by {trainer.default_metric}"
 
 
 def _output(fitting: "Fitting") -> str:

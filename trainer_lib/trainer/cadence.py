@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from trainer_lib.events import Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError
@@ -19,15 +21,18 @@ class Cadence:
         interval: How often.
         state: Where the run stands.
         delay: How much of training comes before the first time.
+        of_set: The evaluation set that it is for; `None`: there is one interval for all sets.
     """
 
-    def __init__(self, name: str, interval: Every, state: RunState, delay: Every | None = None) -> None:
-        self.name, self._interval = name, interval
+    def __init__(
+        self, name: str, interval: Every, state: RunState, delay: Every | None = None, of_set: str | None = None
+    ) -> None:
+        self.name, self.of_set, self._interval = name, of_set, interval
         self._amount, self.unit = interval.amount, interval.unit
         if self.unit == "epochs" and self._amount != int(self._amount) and not state.steps_per_epoch:
             raise ConfigurationError(
-                f'{_FIELDS[name]}="{interval}": how long an epoch is cannot be known of this data. Give whole epochs, '
-                "or steps."
+                f'{_field(name, of_set)}="{interval}": how long an epoch is cannot be known of this data. Give whole '
+                "epochs, or steps."
             )
         self._next = self._after(state)
         self._delay = delay
@@ -66,6 +71,7 @@ class Cadences:
 
     Args:
         intervals: How often, by what is asked for.
+        eval_intervals: How often to evaluate each set, by its name; empty: they share one interval.
         time_limit: How many seconds the run may take, those before a restart included.
         run: The run.
         deadline: When it has to be through, on the process whose clock counts.
@@ -79,11 +85,17 @@ class Cadences:
         run: Run,
         deadline: Deadline | None = None,
         eval_delay: Every | None = None,
+        eval_intervals: Mapping[str, Every | None] = MappingProxyType({}),
     ) -> None:
         self._deadline = deadline
         every = [
             Cadence(name, interval, run.state, eval_delay if name == "evaluate" else None)
             for name, interval in intervals.items()
+            if interval is not None
+        ]
+        every += [
+            Cadence("evaluate_sets", interval, run.state, eval_delay, of_set)
+            for of_set, interval in eval_intervals.items()
             if interval is not None
         ]
         # The same on all processes, which therefore need not agree; their clocks are not.
@@ -97,11 +109,11 @@ class Cadences:
         for cadence in self._counted:
             if cadence.is_due(run.state):
                 run.control.agree(cadence.name)
-                _give_reason(run, cadence.name)
+                _note(run, cadence)
         for cadence in self._timed:
             if cadence.is_due(run.state):
-                setattr(run.control, cadence.name, True)
-                _give_reason(run, cadence.name)
+                run.control.ask(cadence.name)
+                _note(run, cadence)
         if self._ends_at is not None and time.monotonic() >= self._ends_at:
             run.control.reason = "max_time is over"
             run.control.stop = True
@@ -109,6 +121,12 @@ class Cadences:
             self._deadline.end_step()
 
 
-def _give_reason(run: Run, name: str) -> None:
-    if name == "save":
+def _note(run: Run, cadence: Cadence) -> None:
+    if cadence.name == "save":
         run.control.save_reasons.add("interval")
+    if cadence.of_set is not None:
+        run.control.sets_due.add(cadence.of_set)
+
+
+def _field(name: str, of_set: str | None) -> str:
+    return _FIELDS[name] if of_set is None else f"eval_every[{of_set!r}]"

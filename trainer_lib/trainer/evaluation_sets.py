@@ -9,10 +9,82 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_lib.data_loader.probe import samples_at
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.metric_names import sets_of_metric
+from trainer_lib.foundation.shown import shown
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
+
+
+class ChosenSets(dict[str, Any]):
+    """Some of the sets by name, which `named_sets` returns as they are: no dict of columns."""
+
+
+def sets_at_intervals(trainer: "Trainer") -> list[str]:
+    """Return the names of the sets that are evaluated at intervals: all, or those that `eval_every` gives one."""
+    names, intervals = list(named_sets(trainer, trainer.eval_dataset)), trainer.args.eval_intervals
+    if trainer.args.eval_interval is None:
+        return []
+    return [name for name in names if not intervals or intervals.get(name) is not None]
+
+
+def metrics_over_sets(trainer: "Trainer") -> list[str]:
+    """Return the metrics to take the mean of over the sets; none in an evaluation that leaves out some of them."""
+    named = (trainer.args.metric_for_best or "").removeprefix("eval_")
+    is_wanted = named.startswith("mean_") and all(trainer.run.eval_sets.values())
+    return [named.removeprefix("mean_")] if is_wanted else []
+
+
+def check_intervals(trainer: "Trainer") -> None:
+    """Check that `eval_every`, where it names sets, names those that there are.
+
+    Raises:
+        ConfigurationError: If it does not.
+    """
+    given, names = trainer.args.eval_every, list(named_sets(trainer, trainer.eval_dataset))
+    if not isinstance(given, Mapping):
+        return
+    told = f"eval_every={shown(given)}"
+    if names == [""]:
+        first = next(iter(given))
+        raise ConfigurationError(
+            f"{told} has intervals by the names of sets, and eval_dataset is one set without a name. Give one "
+            f"interval, eval_every={given[first]!r}, or name the set: eval_dataset={{{first!r}: …}}."
+        )
+    if unknown := [name for name in given if name not in names]:
+        raise ConfigurationError(
+            f"{told} names {', '.join(map(repr, unknown))}, and the sets are {', '.join(map(repr, names))}."
+            f"{did_you_mean(unknown[0], names)}"
+        )
+    if missing := [name for name in names if name not in given]:
+        fixed = shown({**given, **dict.fromkeys(missing, "never")})
+        raise ConfigurationError(
+            f"{told} has no interval for {', '.join(map(repr, missing))}. Give each set one; to leave sets out of the "
+            f"evaluations at intervals: eval_every={fixed}."
+        )
+    try:
+        inspect.signature(trainer.evaluate).bind({})
+    except TypeError:
+        raise ConfigurationError(
+            f"{told} evaluates some of the sets, which {type(trainer).__name__}.evaluate does not take. Give it a "
+            "parameter for them: def evaluate(self, dataset=None)."
+        ) from None
+
+
+def check_has_interval(trainer: "Trainer", metric: str, told_as: str) -> None:
+    """Check that a metric that something goes by is of sets with intervals.
+
+    Raises:
+        ConfigurationError: If one of its sets is never evaluated at an interval.
+    """
+    intervals = trainer.args.eval_intervals
+    for name in sets_of_metric(metric, list(named_sets(trainer, trainer.eval_dataset))):
+        if name in intervals and intervals[name] is None:
+            raise ConfigurationError(
+                f'{told_as} needs evaluations of the set {name!r}, and eval_every[{name!r}]="never" makes none. Give '
+                'it an interval, such as "1 epoch", or go by a metric of another set.'
+            )
 
 
 def named_sets(trainer: "Trainer", given: Any, told_as: str = "eval_dataset") -> dict[str, Any]:
@@ -40,6 +112,8 @@ def named_sets(trainer: "Trainer", given: Any, told_as: str = "eval_dataset") ->
     """
     if not isinstance(given, Mapping):
         return {"": given}
+    if isinstance(given, ChosenSets):
+        return dict(given)
     sets = cast("Mapping[Any, Any]", given)
     if not sets:
         raise ConfigurationError(f"{told_as} is an empty dict. Give a dataset, or datasets by name.")

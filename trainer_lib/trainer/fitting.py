@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from trainer_lib.trainer.cadence import Cadences
 from trainer_lib.trainer.deadline import AUTO, Deadline, check_ahead, deadline_in
 from trainer_lib.trainer.engine import accumulation_steps
 from trainer_lib.trainer.evaluation import NOTHING_MEASURED
+from trainer_lib.trainer.evaluation_sets import ChosenSets, metrics_over_sets, named_sets, sets_at_intervals
 from trainer_lib.trainer.facts import facts_of
 from trainer_lib.trainer.guard import Guard
 from trainer_lib.trainer.leaving import EvaluationLeft, Leaving
@@ -57,6 +59,15 @@ _logger = get_logger(__name__)
 
 # Errors after which nothing is saved: they say that the state is not good, or cannot be saved.
 _SAVED_AFTER_NONE = (NonFiniteError, StateError, RunInUseError)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was evaluated at the last step at which anything was: the sets, and their metrics."""
+
+    step: int = -1
+    sets: frozenset[str] = frozenset()
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Fitting:
@@ -134,7 +145,8 @@ class Fitting:
             accelerator.register_state_facts(lambda: facts_of(self.trainer, self.run, self.saves.reasons)),
         ]
         self.saves = Saves(self)
-        self._evaluated_at = self._saved_at = -1
+        self._saved_at = -1
+        self.evaluated = Evaluated()
         self._began = time.monotonic()
         self.cadences: Cadences
 
@@ -193,10 +205,12 @@ class Fitting:
     def _begin_counting(self) -> None:
         args = self.trainer.args
         self._begin_counting_tokens()
-        intervals = {"log": args.log_interval, "evaluate": self.trainer.evaluation_interval, "save": args.save_interval}
+        by_set = {} if self.trainer.eval_dataset is None else args.eval_intervals
+        every = None if by_set else self.trainer.evaluation_interval
+        intervals = {"log": args.log_interval, "evaluate": every, "save": args.save_interval}
         self._began = time.monotonic()
         self.deadline = self._deadline()
-        self.cadences = Cadences(intervals, args.time_limit, self.run, self.deadline, args.evaluation_delay)
+        self.cadences = Cadences(intervals, args.time_limit, self.run, self.deadline, args.evaluation_delay, by_set)
 
     def _begin_counting_tokens(self) -> None:
         state = self.run.state
@@ -245,15 +259,41 @@ class Fitting:
         self.bad_samples.agree()
         self.splitting.agree()
 
-    def evaluate(self) -> bool:
-        """Evaluate all sets, and see if it is the best so far; return whether that was not left before its end."""
+    def evaluate_due(self, is_last: bool) -> bool:
+        """Evaluate all sets, or those whose intervals are over; return whether that was not left before its end.
+
+        Args:
+            is_last: Whether the run ends with this step, so that all sets with intervals are due.
+        """
+        control = self.run.control
+        if control.is_due("evaluate"):
+            return self.evaluate()
+        # Intervals of time go by the clock of the main process.
+        (due,) = self.run.accelerator.group.broadcast_objects([sorted(control.sets_due)])
+        return self.evaluate(sets_at_intervals(self.trainer) if is_last else due)
+
+    def evaluate(self, names: Collection[str] | None = None) -> bool:
+        """Evaluate, and see if it is the best so far; return whether that was not left before its end.
+
+        Args:
+            names: The sets, by name; `None`: all.
+        """
+        run, sets = self.run, named_sets(self.trainer, self.trainer.eval_dataset)
+        run.eval_sets = {name: names is None or name in names for name in sets}
+        try:
+            return not any(run.eval_sets.values()) or self._evaluate(ChosenSets(sets))
+        finally:
+            run.eval_sets = {}
+
+    def _evaluate(self, sets: ChosenSets) -> bool:
         run, state = self.run, self.run.state
+        chosen = ChosenSets((name, data) for name, data in sets.items() if run.eval_sets[name])
         self.tell_time()
         self.guard.settle()
         run.control.leaves = self._leaving()
         began = time.monotonic()
         try:
-            run.metrics = metrics = self.trainer.evaluate()
+            metrics = self.trainer.evaluate() if all(run.eval_sets.values()) else self.trainer.evaluate(chosen)
         except EvaluationLeft:
             return False
         finally:
@@ -261,13 +301,15 @@ class Fitting:
             self._began = time.monotonic()  # the time of an evaluation is none of training
         if self.deadline is not None:
             self.deadline.end_evaluation(self._began - began)
-        self._evaluated_at = state.step
+        self._note_evaluated(chosen, metrics)
         state.history.append({"step": state.step, "epoch": state.epochs, **metrics})
         name = self.trainer.default_metric
         if name is None:
             return True
         if not metrics:
             raise ConfigurationError(f"{NOTHING_MEASURED} To train without evaluations leave eval_dataset out.")
+        if run.leaves_out(name):
+            return True
         if name not in metrics:
             raise ConfigurationError(
                 f"metric_for_best={name!r} is no metric of this evaluation. There are: {', '.join(metrics)}."
@@ -280,20 +322,34 @@ class Fitting:
             self.events.fire("on_best", run, name, metrics[name])
         return True
 
+    def _note_evaluated(self, names: Iterable[str], metrics: Mapping[str, float]) -> None:
+        run = self.run
+        before = self.evaluated if self.evaluated.step == run.state.step else Evaluated()
+        self.evaluated = Evaluated(run.state.step, before.sets | {*names}, {**before.metrics, **metrics})
+        run.metrics = self.evaluated.metrics
+        run.control.sets_due -= self.evaluated.sets
+
+    def _evaluate_the_rest(self) -> bool:
+        """Evaluate the sets with intervals that the last step did not evaluate; return whether that was not left."""
+        wanted, is_same = sets_at_intervals(self.trainer), self.evaluated.step == self.run.state.step
+        rest = [name for name in wanted if not (is_same and name in self.evaluated.sets)]
+        # The mean over sets is computed where one evaluation takes all of them.
+        return not rest or self.evaluate(wanted if metrics_over_sets(self.trainer) else rest)
+
     def save(self) -> None:
         """Save a checkpoint."""
         if self.folder is None and self.trainer.args.dry_run:
             return
         if self.folder is None:
             raise ConfigurationError("A checkpoint was asked for, and there is no folder for it. Give output_dir.")
-        run, state = self.run, self.run.state
+        state = self.run.state
         if self._saved_at == state.step:
             return
         self.tell_time()
         self.guard.settle()
         self.agree()
         self._saved_at = state.step
-        metrics = dict(run.metrics) if self._evaluated_at == state.step else {}
+        metrics = dict(self.evaluated.metrics) if self.evaluated.step == state.step else {}
         self.saves.save(self.folder.checkpoint(state.step), metrics)
         self._began = time.monotonic()
         if self.deadline is not None:
@@ -402,7 +458,8 @@ class Fitting:
             return
         if not state.step or self._saved_at == state.step:
             return
-        self.owed = {name: run.control.reason for name in ("evaluate", "stop") if run.control.is_due(name)}
+        owed = ("evaluate", "evaluate_sets", "stop")
+        self.owed = {name: run.control.reason for name in owed if run.control.is_due(name)}
         self.is_cut_short, state.status = True, "running"
         run.control.save_reasons.add("exception")
         try:
@@ -426,10 +483,11 @@ class Fitting:
     def _finish(self) -> None:
         run, state, trainer = self.run, self.run.state, self.trainer
         self.log()
-        if trainer.evaluation_interval is not None and self._evaluated_at != state.step and not self.evaluate():
-            self.interrupt({})
-            return
         reason = run.control.reason
+        if trainer.evaluation_interval is not None and not self._evaluate_the_rest():
+            self.forget_save()  # which does not know what asked for the end
+            self.interrupt({"stop": reason} if reason else {})
+            return
         state.status, state.reason = ("stopped" if reason else "finished"), reason
         is_best = trainer.args.keep_best > 0 and state.best is not None and state.best.step == state.step
         saves_the_end = self.folder is not None and (trainer.args.save_interval is not None or is_best)
@@ -586,6 +644,7 @@ class _Saved:
     def state_dict(self) -> dict[str, Any]:
         """Return the states."""
         fitting = self._fitting
+        owed = fitting.owed if fitting.interruption is not None or fitting.is_cut_short else {}
         return {
             "run": fitting.run.state.state_dict(),
             "callbacks": fitting.events.state_dict(),
@@ -593,7 +652,9 @@ class _Saved:
             "guard": fitting.guard.state_dict(),
             "bad_samples": fitting.bad_samples.state_dict(),
             "splitting": fitting.splitting.state_dict(),
-            "owed": fitting.owed if fitting.interruption is not None or fitting.is_cut_short else {},
+            "owed": owed,
+            "evaluated": {**vars(fitting.evaluated), "sets": sorted(fitting.evaluated.sets)},
+            "sets_due": sorted(fitting.run.control.sets_due) if "evaluate_sets" in owed else [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -603,6 +664,11 @@ class _Saved:
         self._fitting.events.load_state_dict(state["callbacks"])
         self._fitting.trainer.averages.load_state_dict(state["averages"])
         self._fitting.owed = dict(state.get("owed", {}))
+        self._fitting.run.control.sets_due.update(state.get("sets_due", ()))
+        if "evaluated" in state:
+            step, sets, metrics = (state["evaluated"][name] for name in ("step", "sets", "metrics"))
+            self._fitting.evaluated = Evaluated(step, frozenset(sets), dict(metrics))
+            self._fitting.run.metrics = self._fitting.evaluated.metrics
         self._fitting.guard.load_state_dict(state.get("guard", {}))  # which older ones do not have
         self._fitting.bad_samples.load_state_dict(state.get("bad_samples", {}))
         self._fitting.splitting.load_state_dict(state.get("splitting", {}))

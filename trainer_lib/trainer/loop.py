@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
+_EVALUATIONS = ("evaluate", "evaluate_sets")  # of all sets, and of those whose intervals are over
 _IN_VAIN = 10  # updates without any gradient before that is an error
 
 
@@ -87,7 +88,8 @@ class Loop:
             control.agree("interrupt")
         if fitting.owed or (self.is_over and fitting.saved_state.get("status") == "interrupted"):
             fitting.forget_save()  # which was before that
-        can = {"evaluate": self.trainer.eval_dataset is not None, "save": fitting.folder is not None, "stop": True}
+        can = {"save": fitting.folder is not None, "stop": True}
+        can |= dict.fromkeys(_EVALUATIONS, self.trainer.eval_dataset is not None)
         for name, reason in fitting.owed.items():
             if can[name]:  # with what is given now
                 control.agree(name)
@@ -317,9 +319,10 @@ class Loop:
             fitting.saves.settle()
         if control.take("log") or control.is_due("stop") or self.is_over:
             fitting.log()
-        if control.is_due("evaluate") and not control.is_due("interrupt"):
-            if fitting.evaluate():
-                control.take("evaluate")
+        if any(map(control.is_due, _EVALUATIONS)) and not control.is_due("interrupt"):
+            if fitting.evaluate_due(is_last=self.is_over or control.is_due("stop")):
+                for name in _EVALUATIONS:
+                    control.take(name)
                 self.agree()
             else:
                 control.agree("interrupt")
@@ -338,8 +341,8 @@ class Loop:
     def interrupt(self) -> None:
         """Save and end; what else was asked for is kept for when the run goes on, so that it does not take time now."""
         control = self.run.control
-        due = [name for name in ("evaluate", "save", "stop") if control.take(name)]
-        is_before_save = "evaluate" in due
+        due = [name for name in (*_EVALUATIONS, "save", "stop") if control.take(name)]
+        is_before_save = not set(due).isdisjoint(_EVALUATIONS)
         owed = [name for name in due if name == "stop" or is_before_save]
         self.fitting.interrupt({name: control.reason if name == "stop" else None for name in owed})
         self.is_stopped = True

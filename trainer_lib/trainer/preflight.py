@@ -20,7 +20,7 @@ from trainer_lib.foundation.errors import ConfigurationError, PreparationError, 
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.argument_values import AUTO
-from trainer_lib.trainer.evaluation_sets import named_sets
+from trainer_lib.trainer.evaluation_sets import check_has_interval, check_intervals, named_sets
 from trainer_lib.trainer.metric_objects import ModuleMetric, ObjectMetric
 from trainer_lib.trainer.outputs import Metric
 from trainer_lib.trainer.quarantine import check_can_leave_out
@@ -219,6 +219,8 @@ def _check_folder(trainer: "Trainer") -> None:
 
 
 def _check_evaluation(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
+    if trainer.eval_dataset is not None:
+        check_intervals(trainer)
     if _has_own(trainer, "evaluate"):
         return {}
     if trainer.eval_dataset is None:
@@ -286,6 +288,9 @@ def _check_best(trainer: "Trainer") -> None:
     asked = [(one.metric, f"EarlyStopping({one.metric!r})") for one in trainer.events if isinstance(one, EarlyStopping)]
     if trainer.args.metric_for_best is not None and trainer.default_metric is not None:
         asked.append((trainer.default_metric, f"metric_for_best={trainer.args.metric_for_best!r}"))
+    own = [(one.metric, f"Checkpoint(metric={one.metric!r})") for one in trainer.events if isinstance(one, Checkpoint)]
+    for name, told in asked + [(name, told) for name, told in own if name is not None]:
+        check_has_interval(trainer, name, told)
     known, stems = _metric_names(trainer)
     for name, told in asked:
         if name not in known and not name.startswith(tuple(stems)):

@@ -365,6 +365,8 @@ class _Reporting(Callback):
         return read_metric(self.metric, metrics, f"search(metric={self.metric!r})")
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        if run.leaves_out(self.metric):
+            return
         value = self.read(metrics)
         if self._asked is None or run.state.status != "running":
             return

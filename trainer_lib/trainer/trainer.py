@@ -32,7 +32,7 @@ from trainer_lib.trainer.deadline import AUTO
 from trainer_lib.trainer.endings import load_finished
 from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.evaluation import NOTHING_MEASURED, EvaluationSet, Evaluator
-from trainer_lib.trainer.evaluation_sets import named_sets
+from trainer_lib.trainer.evaluation_sets import metrics_over_sets, named_sets, sets_at_intervals
 from trainer_lib.trainer.fitting import Fitting
 from trainer_lib.trainer.foreign_calls import in_our_terms, missing_member
 from trainer_lib.trainer.guard import Guard
@@ -312,7 +312,7 @@ class Trainer:
         self.prepare_models()
         sets = {name: self._set(name, loader) for name, loader in loaders.items()}
         with self._generating(generation_kwargs):
-            metrics = self._evaluator.evaluate(self.run, self.prepared, sets, prefix, self._over_sets)
+            metrics = self._evaluator.evaluate(self.run, self.prepared, sets, prefix, metrics_over_sets(self))
         if not metrics:
             _logger.warning_once(NOTHING_MEASURED)
         return metrics
@@ -729,7 +729,7 @@ class Trainer:
 
     @property
     def evaluation_interval(self) -> Every | None:
-        """How often to evaluate while training; `None`: not at all."""
+        """How often to evaluate while training; `None`: not at all. Sets may have intervals of their own."""
         return None if self.eval_dataset is None else self.args.eval_interval
 
     @property
@@ -739,8 +739,8 @@ class Trainer:
             return None
         named = self.args.metric_for_best
         if named is None:
-            names = list(named_sets(self, self.eval_dataset))
-            return "eval_loss" if names == [""] else f"eval_{names[0]}_loss"
+            (first, *_) = sets_at_intervals(self) or named_sets(self, self.eval_dataset)
+            return f"eval_{first}_loss" if first else "eval_loss"
         return named if named.startswith("eval_") else f"eval_{named}"
 
     @functools.cached_property
@@ -799,12 +799,6 @@ class Trainer:
         if not isinstance(weight, Tensor) or weight.ndim:
             check_weight(weight, "What num_items returns")
         return weight
-
-    @property
-    def _over_sets(self) -> list[str]:
-        """The metrics whose mean over several sets is asked for."""
-        named = (self.args.metric_for_best or "").removeprefix("eval_")
-        return [named.removeprefix("mean_")] if named.startswith("mean_") else []
 
     def _prepared_for_evaluation(self, loader: DataLoader[Any]) -> Any:
         return defaults.prepared_for_evaluation(self, loader)
