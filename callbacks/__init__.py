@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
     from trainer_lib.callbacks.live_control import LiveControl as LiveControl
     from trainer_lib.callbacks.live_control import ask_run as ask_run
+    from trainer_lib.callbacks.memory_snapshot import MemorySnapshot as MemorySnapshot
     from trainer_lib.callbacks.mixup import CutMix as CutMix
     from trainer_lib.callbacks.mixup import Mixup as Mixup
     from trainer_lib.callbacks.mixup import MixupOrCutMix as MixupOrCutMix
@@ -89,6 +90,7 @@ _HOMES = {
     "LearningRateMonitor": "trainer_lib.callbacks.learning_rate",
     "LiveControl": "trainer_lib.callbacks.live_control",
     "MLflowCallback": "trainer_lib.callbacks.trackers",
+    "MemorySnapshot": "trainer_lib.callbacks.memory_snapshot",
     "Mixup": "trainer_lib.callbacks.mixup",
     "MixupOrCutMix": "trainer_lib.callbacks.mixup",
     "ModelSummary": "trainer_lib.callbacks.model_summary",
@@ -148,6 +150,7 @@ __all__ = [
     "LearningRateMonitor",
     "LiveControl",
     "MLflowCallback",
+    "MemorySnapshot",
     "Mixup",
     "MixupOrCutMix",
     "ModelSummary",
