@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, LossResult, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.errors import NonFiniteError
+from trainer_lib.state.window import Share, nan_if_negative
 
 IGNORED = -100
 
@@ -292,6 +295,37 @@ def test_weights_that_are_no_numbers_of_items_are_refused(weight: Any) -> None:
 
     with pytest.raises(ConfigurationError, match="weight must be a finite number of at least 0, got"):
         train(Weighing(classifier(), arguments(), train_dataset=samples(4)))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_weight_that_only_the_device_knows_to_be_bad_is_named(processes: int) -> None:
+    """Accelerators make NaN of negative weights, and nothing waits to read them; here it is given."""
+
+    class Weighing(Trainer):
+        def compute_loss(self, model: Any, batch: Any) -> LossResult:
+            bad = self.accelerator.is_last_process and self.state.step == 1
+            return LossResult(cross_entropy(model(batch[0]), batch[1]), weight=torch.tensor(math.nan if bad else 4.0))
+
+    def one() -> str:
+        trainer = Weighing(classifier(), arguments(), train_dataset=samples(16 * processes))
+        with pytest.raises(NonFiniteError) as caught:
+            trainer.fit()
+        assert trainer.state.step == 1
+        return str(caught.value)
+
+    where = " on process 1" if processes == 2 else ""
+    for told in run_world(one, (), processes, timeout=60):
+        assert re.match(rf"In step 2 the weight of the loss is negative, NaN or infinite{where} \(samples \d+", told)
+
+
+def test_negative_weights_on_accelerators_become_nan() -> None:
+    given = torch.tensor([-3.0, -math.inf, -0.0, 0.0, 3.0, math.inf])
+    made = [float(nan_if_negative(one)) for one in given]
+    assert [math.isnan(one) for one in made] == [True, True, False, False, False, False]
+    assert made[2:] == [0.0, 0.0, 3.0, math.inf]
+    share = Share(4.0)
+    share.total = nan_if_negative(given[0]) + nan_if_negative(given[4])
+    assert math.isnan(float(share.factor()))  # which makes the gradients NaN
 
 
 @pytest.mark.parametrize("shards", [False, True])

@@ -1,5 +1,6 @@
 """Requests of callbacks to end an epoch and to leave out a batch, on any number of ranks and after a resume."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,40 @@ def test_a_batch_that_is_skipped_weighs_nothing(processes: int, everywhere: bool
 
     left_out = range(4 * processes, 8 * processes) if everywhere else range(12, 16)
     kept = [row for row in range(12 * processes) if row not in left_out]
+    expected = big_batches(classifier(), inputs[kept], targets[kept], len(kept))
+    for actual in run_world(one, (), processes, timeout=60):
+        assert_equal(actual, expected)
+
+
+class Spoils(Callback):
+    """Makes each batch that is skipped not finite, in the forward and so in the backward."""
+
+    order = 1  # after `Skips`
+    may_change_training = True
+
+    def on_micro_batch_begin(self, run: Run) -> None:
+        if run.control.skip_batch:
+            inputs, targets = run.batch
+            run.batch = (inputs * math.nan, targets)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "skip"}, {"loss_spike": 20.0}])
+@pytest.mark.parametrize(("processes", "everywhere", "accumulated"), [(1, True, 3), (2, True, 3), (2, False, 2)])
+def test_a_batch_that_is_skipped_cannot_spoil_the_update(
+    processes: int, everywhere: bool, accumulated: int, options: dict[str, Any]
+) -> None:
+    count = 4 * accumulated
+    inputs, targets = samples(count * processes)
+
+    def one() -> Gradients:
+        given = arguments(gradient_accumulation_steps=accumulated, **options)  # of 2 the skipped one is the last
+        trainer = Trainer(classifier(), given, train_dataset=(inputs, targets), loss_fn=cross_entropy)
+        trainer.events.add(Skips(everywhere))
+        trainer.events.add(Spoils())
+        return train(trainer)
+
+    left_out = range(4 * processes, 8 * processes) if everywhere else range(12, 16)
+    kept = [row for row in range(count * processes) if row not in left_out]
     expected = big_batches(classifier(), inputs[kept], targets[kept], len(kept))
     for actual in run_world(one, (), processes, timeout=60):
         assert_equal(actual, expected)

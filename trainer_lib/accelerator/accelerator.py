@@ -42,7 +42,7 @@ from trainer_lib.profiling import Profiling
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accelerator import AcceleratorState
 from trainer_lib.state.gradients import GradientState
-from trainer_lib.state.window import GradientWindow, Share
+from trainer_lib.state.window import GradientWindow, Share, nan_if_negative
 from trainer_lib.strategies import choose_strategy
 
 if TYPE_CHECKING:
@@ -763,7 +763,7 @@ def _checked_weight(weight: Any) -> float | Tensor:
         if weight.numel() != 1:
             raise ConfigurationError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}.")
         if weight.device.type != "cpu":
-            return weight.detach().reshape(()).float()
+            return nan_if_negative(weight.detach().reshape(()).float())
         weight = weight.item()
         if weight != weight:
             return weight

@@ -17,7 +17,8 @@ class Control:
         save_reasons: Why a checkpoint is asked for, on this process: "interval", "best"; for its manifest.
         interruption: What asked this process to save and end, such as a signal; it may be noted at any moment.
         sets_due: The evaluation sets whose intervals are over, on this process, until they are evaluated.
-        skip_batch: Whether this rank's batch is to be left out: asked for in `on_micro_batch_begin`, it weighs nothing.
+        skip_batch: Whether this rank's batch is to be left out: asked for in `on_micro_batch_begin`, it weighs nothing,
+            and runs through the model without a trace, since other ranks wait for its part of the gradients.
         leaves: Whether the evaluation under way is to be left for that, asked batch by batch; `None`: it is not.
 
     Example:

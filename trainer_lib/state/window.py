@@ -18,6 +18,11 @@ Weight = float | Tensor
 _COUNTS = ("backwards", "micro_batch", "began", "size", "steps", "is_fresh", "_is_counted", "_backwards_before")
 
 
+def nan_if_negative(weight: Tensor) -> Tensor:
+    """Return a weight on an accelerator, where an error would wait for it: NaN spoils the update, as infinity does."""
+    return torch.where(weight < 0, torch.nan, weight)
+
+
 class Share:
     """What the loss of some optimizers weighs in this window."""
 

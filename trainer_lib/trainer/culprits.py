@@ -1,5 +1,6 @@
 """This file is who is to blame for an update that is not finite: the process, its samples, and the parameters."""
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,18 @@ class Culprits:
     def __init__(self, fitting: "Fitting") -> None:
         self._fitting, self._run = fitting, fitting.run
         self._losses: list[tuple[int, float, str]] = []  # the step, the loss, and of which samples
+        self._has_bad_weight: Tensor | None = None  # on the device, where nothing waits for it
 
     def note_loss(self, value: float) -> None:
         """Note a loss that is not finite, while its batch is at hand."""
         self._losses.append((self._run.state.step, value, self.samples()))
+
+    def watch_weights(self) -> None:
+        """Note whether a weight of this window is not finite, without waiting for the device."""
+        for _, weight in self._run.accelerator._window.weights_so_far():
+            if isinstance(weight, Tensor) or not math.isfinite(weight):
+                is_bad = ~torch.isfinite(torch.as_tensor(weight))
+                self._has_bad_weight = is_bad if self._has_bad_weight is None else self._has_bad_weight | is_bad
 
     def samples(self) -> str:
         """Return which samples this process has in hand, in words."""
@@ -50,14 +59,23 @@ class Culprits:
         step = run.state.step
         losses = [f"{value}{samples}" for at, value, samples in self._losses if at == step]
         self._losses.clear()
-        told: list[tuple[list[str], list[str], str]] = run.accelerator.group.all_gather_objects(
-            (losses, self._parameters(), self.samples())
+        self.watch_weights()
+        has_bad_weight = self._has_bad_weight is not None and bool(self._has_bad_weight)
+        self._has_bad_weight = None
+        told: list[tuple[list[str], list[str], str, bool]] = run.accelerator.group.all_gather_objects(
+            (losses, self._parameters(), self.samples(), has_bad_weight)
         )
         several = len(told) > 1
         bad = [f"{loss}{f' on process {rank}' if several else ''}" for rank, one in enumerate(told) for loss in one[0]]
-        parameters = list(dict.fromkeys(name for _, names, _ in told for name in names))
+        parameters = list(dict.fromkeys(name for _, names, *_ in told for name in names))
+        weighed = [f" on process {rank}{one[2]}" if several else one[2] for rank, one in enumerate(told) if one[3]]
         if bad:
             what = f"In step {step + 1} the loss is {'; '.join(bad)}"
+        elif weighed:
+            return (
+                f"In step {step + 1} the weight of the loss is negative, NaN or infinite{' and'.join(weighed)}. Give "
+                "the number of its items, 0 or more: num_items, or LossResult(…, weight=…)."
+            )
         else:
             whose = self._whose(told) if several else told[0][2]
             what = f"In step {step + 1} the gradients have the norm {norm}, of losses that are finite{whose}"
@@ -69,7 +87,7 @@ class Culprits:
         gathered = self._run.accelerator.group.all_gather_objects(own)
         return list(dict.fromkeys(name for names in gathered for name in names))
 
-    def _whose(self, told: list[tuple[list[str], list[str], str]]) -> str:
+    def _whose(self, told: list[tuple[list[str], list[str], str, bool]]) -> str:
         """Return whose gradients it is, where each process can compute its own once more."""
         own = self._computed_again()
         found = self._run.accelerator.group.all_gather_objects(own)

@@ -1,4 +1,4 @@
-"""This file is buffers, such as running statistics, as they were before a forward that does not count."""
+"""Buffers and gradients as they were before a forward and backward that do not count."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -60,3 +60,17 @@ def buffers_kept(models: Iterable[nn.Module]) -> Generator[None]:
     finally:
         for buffer, value in before:
             buffer.copy_(value)
+
+
+@contextmanager
+def no_gradients_of(parameters: Iterable[Tensor]) -> Generator[None]:
+    """Replace what backwards in the block add to gradients by zeros, since 0 times NaN is NaN.
+
+    Gradients of the window so far stay, and ranks reduce as ever. A sharded model's gradients have no place to do so.
+    """
+    hooks = [one.register_hook(torch.zeros_like) for one in parameters if one.requires_grad and one.is_leaf]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -133,6 +133,7 @@ class Guard:
         return self._refuse(self._culprits.find(norm))
 
     def _skip_on_device(self, norm: Tensor) -> None:
+        self._culprits.watch_weights()
         is_bad = ~torch.isfinite(norm)
         if self._norm_before is not None:
             is_bad |= ~torch.isfinite(self._norm_before)

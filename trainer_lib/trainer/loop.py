@@ -13,7 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError, DistributedOperati
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.counts import Counts
 from trainer_lib.trainer.failures import add_note
-from trainer_lib.trainer.fillers import buffers_kept
+from trainer_lib.trainer.fillers import buffers_kept, no_gradients_of
 from trainer_lib.trainer.loss_checks import check_result, no_gradients
 from trainer_lib.trainer.losses import LossResult
 from trainer_lib.trainer.rows import real_rows
@@ -163,7 +163,7 @@ class Loop:
         """Take part in an update without data of one's own: it weighs nothing and leaves no trace."""
         self.trainer.weighs_nothing = True
         try:
-            with buffers_kept(self.models):
+            with buffers_kept(self.models), no_gradients_of(self.parameters):
                 self.compute(self.run.model, self.run.batch)
         finally:
             self.trainer.weighs_nothing = False

@@ -566,7 +566,7 @@ class Trainer:
         if self.weighs_nothing:
             loss, weight = loss * 0.0, 0.0
         if self.guard is not None and self.guard.reads_losses:
-            weight = self.guard.weigh(loss, weight)
+            weight = self.guard.weigh(loss.new_zeros(()) if self.weighs_nothing else loss, weight)
         is_only = len(self.run.optimizers) == 1 and optimizer is None
         self.accelerator.backward(loss, weight=weight, optimizer=None if is_only else self._optimizers(optimizer))
 
