@@ -45,6 +45,21 @@ def test_a_lone_process_is_a_world_of_one() -> None:
             getattr(LoneProcess(), say)([], source=1)
 
 
+def test_processes_meet_where_all_come_with_the_same_value_in_time() -> None:
+    def body() -> list[bool]:
+        group = PartialState(cpu=True).group
+        told = [group.meet("here", "same", 30), group.meet("here", str(group.rank), 30), group.meet("here", "same", 30)]
+        if group.rank == 0:
+            told.append(group.meet("here", "alone", 0.1))
+        group.barrier()  # what was said is no answer to who comes later
+        if group.rank == 1:
+            told.append(group.meet("here", "alone", 0.1))
+        return told
+
+    assert run_world(body, timeout=60) == [[True, False, True, False]] * 2
+    assert LoneProcess().meet("here", "alone", 0.1)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_processes_of_a_launcher_form_a_real_world(size: int) -> None:
     def body() -> tuple[list[Any], bool, str | None]:

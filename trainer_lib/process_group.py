@@ -24,6 +24,7 @@ from trainer_lib.options.distributed import InitProcessGroupKwargs
 
 _worlds = itertools.count()  # that this process has been part of
 _TIME_FOR_THREADS = 0.1  # seconds
+_BETWEEN_LOOKS = 0.02  # seconds
 _formed_by: int | None = None  # the process that last became part of a world
 
 
@@ -65,6 +66,13 @@ class ProcessGroup(Protocol):
 
     def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
         """Return this process's one of the objects that process `source` gives."""
+        ...
+
+    def meet(self, name: str, value: str, patience: float) -> bool:
+        """Whether all processes come here with the same value within so many seconds; all get the same answer.
+
+        It sends nothing through the group, whose collectives others may be in.
+        """
         ...
 
     def another(self) -> "ProcessGroup":
@@ -115,6 +123,11 @@ class LoneProcess:
         _check_rank(source, self.size)
         assert values is not None
         return values[0]
+
+    def meet(self, name: str, value: str, patience: float) -> bool:
+        """Return yes."""
+        del name, value, patience
+        return True
 
     def another(self) -> "LoneProcess":
         """Return this one, which has nothing to say."""
@@ -190,6 +203,21 @@ class TorchProcesses:
         dist.scatter_object_list(received, None if values is None else list(values), src=source, group=self._group)
         return received[0]
 
+    def meet(self, name: str, value: str, patience: float) -> bool:
+        """Whether all processes come here with the same value, as the store tells that brought them together."""
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            # Numbered, so that nothing of an earlier time is taken for an answer.
+            time_here = f"{name}/{store.add(f'{name}/times/{self.rank}', 1)}"
+            keys = [f"{time_here}/{rank}" for rank in range(self.size)]
+            store.set(keys[self.rank], value)
+            is_same = _has_all(store, keys, value, patience)
+            # One answer for all: that of whoever knows first. A process that gave up has others give up too.
+            answer = store.compare_set(f"{time_here}/answer", "", "yes" if is_same else "no")
+        except RuntimeError:  # the store is gone, with the process that has it
+            return False
+        return answer == b"yes"
+
     def another(self) -> ProcessGroup:
         """Return a group of the same processes, with connections of its own."""
         if self.size == 1:
@@ -264,6 +292,15 @@ def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str)
             f"{str(error).splitlines()[0]} Check that all {world.size} processes are started, that they can reach "
             "that address, and that no other program uses the port."
         ) from error
+
+
+def _has_all(store: dist.Store, keys: list[str], value: str, patience: float) -> bool:
+    ends = time.monotonic() + patience
+    while not store.check(keys):  # not wait(), which prints a warning when the time is over
+        if time.monotonic() > ends:
+            return False
+        time.sleep(_BETWEEN_LOOKS)
+    return all(store.get(key) == value.encode() for key in keys)
 
 
 def leave_at_exit() -> None:

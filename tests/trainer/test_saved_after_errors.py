@@ -7,11 +7,13 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from tests.callbacks.by_hand import weights
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.test_resume import OPTIONS, outcome
 from tests.worlds import run_world
+from trainer_lib import PartialState
 from trainer_lib.checkpointing.manifest import read_manifest
-from trainer_lib.events import Callback, Run
+from trainer_lib.events import Callback, Run, Transformer
 from trainer_lib.launchers import ProcessFailedError
 
 
@@ -156,11 +158,58 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
         assert saved(tmp_path / name) == []
 
 
-def test_of_several_processes_none_saves(tmp_path: Path) -> None:
+def test_ranks_that_all_raise_save_together_and_resume_to_the_bit(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 4}
+
+    def body(name: str, resume: str, read: int = 30) -> Any:
+        data = RaisesOnce(tmp_path / f"{name}-{PartialState().process_index}", read)
+        told = fit(tmp_path / name, data, resume, **sizes)
+        return told.__notes__[-1] if isinstance(told, ConnectionError) else told
+
+    whole = run_world(body, ("whole", "never", 10**6), 2, timeout=60)
+    notes = run_world(body, ("parts", "never"), 2, timeout=60)
+    (last,) = saved(tmp_path / "parts")
+    assert last in (6, 7)  # of 15: each rank raises at its 31st read
+    assert all(f"The state after step {last} is saved in" in note for note in notes)
+    assert run_world(body, ("parts", "auto"), 2, timeout=60) == whole
+
+
+class RaisesAtLog(Transformer):
+    """Raises on some ranks, at the first log, which comes between two updates."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        if run.accelerator.process_index in self.ranks:
+            raise ArithmeticError
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
+def test_a_callback_that_raises_on_all_ranks_costs_no_update(sharded: bool, tmp_path: Path) -> None:
+    def body(name: str, *callbacks: Callback, resume: str = "never") -> Any:
+        args = arguments(output_dir=tmp_path / name, resume=resume, save_every=100, log_every=4, fsdp=sharded)
+        one = trainer(args, model=network(dropout=0.3), callbacks=list(callbacks))
+        try:
+            one.fit()
+        except ArithmeticError as error:
+            return error.__notes__[-1]
+        return {name: value.tolist() for name, value in weights(one.unwrapped_model).items()}
+
+    whole = run_world(lambda: body("whole"), (), 2, timeout=60)
+    notes = run_world(lambda: body("parts", RaisesAtLog(0, 1)), (), 2, timeout=60)
+    assert saved(tmp_path / "parts") == [4]
+    assert all("The state after step 4 is saved in" in note for note in notes)
+    assert run_world(lambda: body("parts", resume="auto"), (), 2, timeout=60) == whole
+
+
+@pytest.mark.slow  # the rank that raises waits five seconds for the other
+def test_a_sample_that_one_rank_cannot_read_saves_nothing(tmp_path: Path) -> None:
     def body() -> None:
         args = arguments(output_dir=tmp_path / "runs", save_every=100)
         trainer(args, train_dataset=RaisesOnce(tmp_path / "marker", 20)).fit()
 
-    with pytest.raises(ProcessFailedError, match="the network is down"):
+    told = r"the network is down[\s\S]*The state after step \d is not saved: within 5 seconds not all ranks raised"
+    with pytest.raises(ProcessFailedError, match=told):
         run_world(body, (), 2, timeout=60)
     assert saved(tmp_path / "runs") == []

@@ -100,7 +100,8 @@ class TrainingArguments:
         on_save_error: What follows when the disk does not take a checkpoint: "continue" warns, trains on and saves when
             that is due again; "raise" ends the run.
         on_exception: What follows when an error ends the run between two updates, such as one that the dataset raises:
-            "save" saves the state after the last update (on one process, with an `output_dir`), "raise" saves nothing.
+            "save" saves the state after the last update (with an `output_dir`; on several ranks if all of them raise),
+            "raise" saves nothing.
         on_nonfinite: What follows when a loss or gradients are not finite, which never changes a weight: "raise" ends
             the run, "skip" leaves the update out, "rewind" goes back to the last checkpoint and then leaves it out.
         max_nonfinite: How many updates of a run may be left out.

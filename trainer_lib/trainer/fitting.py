@@ -1,6 +1,7 @@
 """This file is one `fit`: what it puts together before the first step, and what it does when it is asked to."""
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -59,6 +60,7 @@ _logger = get_logger(__name__)
 
 # Errors after which nothing is saved: they say that the state is not good, or cannot be saved.
 _SAVED_AFTER_NONE = (NonFiniteError, StateError, RunInUseError)
+_PATIENCE_AFTER_ERRORS = 5.0  # seconds that a rank with an error waits for the others to raise theirs
 
 
 @dataclass(frozen=True)
@@ -450,16 +452,22 @@ class Fitting:
     def save_after(self, error: Exception) -> None:
         """Save the state after the last update, which an error did not touch; a failure of that is only warned of.
 
-        On several processes nothing is saved: the others may be anywhere.
+        On several ranks that takes all of them: an error on some leaves the others where they cannot save.
         """
         run, state, args = self.run, self.run.state, self.trainer.args
         is_wanted = args.on_exception == "save" and self.folder is not None and args.save_interval is not None
-        if not is_wanted or run.accelerator.num_processes > 1 or isinstance(error, _SAVED_AFTER_NONE):
+        if not is_wanted or isinstance(error, _SAVED_AFTER_NONE):
             return
         if not state.step or self._saved_at == state.step:
             return
         owed = ("evaluate", "evaluate_sets", "stop")
         self.owed = {name: run.control.reason for name in owed if run.control.is_due(name)}
+        if not self._all_stand_here():
+            error.add_note(
+                f"The state after step {state.step} is not saved: within {_PATIENCE_AFTER_ERRORS:g} seconds not all "
+                "ranks raised an error after that step and before the next one."
+            )
+            return
         self.is_cut_short, state.status = True, "running"
         run.control.save_reasons.add("exception")
         try:
@@ -471,6 +479,13 @@ class Fitting:
         if self.saves.failure is None:
             path = state.checkpoints[-1]["path"]
             error.add_note(f'The state after step {state.step} is saved in {path}; resume="auto" resumes it.')
+
+    def _all_stand_here(self) -> bool:
+        """Whether an error left all ranks after the same update, with the same left to do."""
+        state = self.run.state
+        place = json.dumps([state.step, state.samples, state.status, sorted(self.evaluated.sets), self.owed])
+        name = f"after_error/{state.run_id}/{state.step}"
+        return self.run.accelerator.group.meet(name, place, _PATIENCE_AFTER_ERRORS)
 
     def finish(self) -> None:
         """Do what the last step leaves to do: log, evaluate, save; its state survives an error meanwhile."""
