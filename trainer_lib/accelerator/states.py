@@ -189,7 +189,8 @@ def _is_latest(input_dir: str | AnyPath) -> bool:
 
 
 def _source(engine: "Persistence", input_dir: str | AnyPath | None) -> AnyPath:
-    engine._background.wait()
+    if engine._background.hang is None:
+        engine._background.wait()
     if input_dir is not None:
         return find_state(input_dir)
     return newest_state(_named_automatically(engine, "load_state"))

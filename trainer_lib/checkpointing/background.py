@@ -36,6 +36,9 @@ class BackgroundSaves:
         self._target: AnyPath | None = None
         self._error: BaseException | None = None
         self._written_at: float | None = None
+        self._hang: str | None = None
+        self._has_ended = False
+        self._released = threading.Event()  # once it has ended, or hangs
         self.ended_at = 0.0  # the last one, by time.monotonic
         self.nonfinite: list[str] = []  # what makes the last one not finite, on any process
         self.infinite_states: list[str] = []  # its optimizer states with an infinity
@@ -61,19 +64,21 @@ class BackgroundSaves:
         return self.is_running and self._written_at is None
 
     @property
+    def hang(self) -> str | None:
+        """Where the save hangs, as `note_hang` was told; `None` if it does not."""
+        return self._hang if self.is_running else None
+
+    @property
     def target(self) -> "AnyPath | None":
         """The folder of the save that is being written."""
         return self._target
 
     @property
     def threads(self) -> list[int]:
-        """The threads that write: that of the save, and those that send files for it."""
+        """The threads that write: those that send files for a save, and that of the save."""
         own = self._thread
-        return [
-            thread.ident
-            for thread in threading.enumerate()
-            if thread.ident is not None and (thread is own or thread.name.startswith(UPLOAD_THREADS))
-        ]
+        sending = [thread for thread in threading.enumerate() if thread.name.startswith(UPLOAD_THREADS)]
+        return [thread.ident for thread in (*sending, own) if thread is not None and thread.ident is not None]
 
     def group(self, beside: ProcessGroup) -> ProcessGroup:
         """Return a group of the same processes for the thread; made at the first call, of all of them."""
@@ -85,6 +90,7 @@ class BackgroundSaves:
         """Have a thread do the work that makes `target`; the one before has to be waited for."""
         _wait_at_exit(self)
         self._target, self._error, self._written_at = target, None, None
+        self._hang, self._has_ended, self._released = None, False, threading.Event()
         # A daemon, as Python waits for any other thread for ever: `at_exit` knows better.
         self._thread = threading.Thread(target=self._do, args=(work,), name=f"save of {target.name}", daemon=True)
         self._thread.start()
@@ -93,12 +99,31 @@ class BackgroundSaves:
         """Note that the part of this process is on the disk: now it depends on the others."""
         self._written_at = time.monotonic()
 
+    def note_hang(self, where: str | None) -> None:
+        """Note that the save hangs, so that nobody waits for it; or, with `None`, that it moves again."""
+        before, self._hang = self._hang, where
+        if where is not None:
+            self._released.set()
+        elif before is not None:
+            self._released = threading.Event()
+            if self._has_ended:
+                self._released.set()
+
+    def wait_until_released(self) -> None:
+        """Wait until the save has ended, or hangs."""
+        if self._thread is not None:
+            self._released.wait()
+
     def wait(self) -> None:
         """Wait until the state is there.
 
         Raises:
             CheckpointError: If it could not be written; once.
+            UnwritableError: If the save hangs.
         """
+        self.wait_until_released()
+        if (hang := self.hang) is not None:
+            raise UnwritableError(hang)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -114,7 +139,9 @@ class BackgroundSaves:
         self._snapshots = None
 
     def at_exit(self) -> None:
-        """Wait as the process ends; not for ever for the others, if that is with an error."""
+        """Wait as the process ends: never for a save that hangs; after an error, for other ranks a few seconds."""
+        if self.hang is not None:  # which was logged
+            return
         while self.is_running and hasattr(sys, "last_value"):
             if self._written_at is not None and time.monotonic() > self._written_at + _PATIENCE_AFTER_AN_ERROR:
                 _logger.error("The state %s is not saved: the other processes did not answer.", self._target)
@@ -129,6 +156,8 @@ class BackgroundSaves:
         except BaseException as error:  # noqa: BLE001 - the main thread has to hear of it
             self._error = error
         self.ended_at = time.monotonic()
+        self._has_ended = True
+        self._released.set()
 
     @contextlib.contextmanager
     def _told(self) -> Generator[None]:

@@ -43,6 +43,8 @@ class Saves:
     def save(self, target: AnyPath, metrics: dict[str, float]) -> None:
         """Save a checkpoint; in the background it is told of later, by `settle`."""
         self.settle()
+        if self.pending is not None:  # it hangs
+            return
         self._began, self.failure = time.monotonic(), None
         run = self._fitting.run
         state = run.state
@@ -79,12 +81,15 @@ class Saves:
     def settle(self) -> None:
         """Wait for the checkpoint in the background, if there is one, and tell that it is there.
 
+        One that hangs on any rank stays pending, on all of them.
+
         Raises:
             CheckpointError: If it could not be saved, and that ends the run.
         """
         if self.pending is None:
             return
         try:
+            self._refuse_hang()
             entry = self._written()
         except UnwritableError as error:
             self._go_on_after(error)
@@ -107,12 +112,24 @@ class Saves:
 
     def close(self) -> None:
         """Wait, however the run ended, and give back the memory; callbacks hear of nothing after an error."""
-        if self.pending is not None:
+        if self.pending is not None and self._fitting.run.accelerator._background.hang is None:
             try:
                 self._written()
             except CheckpointError as error:
                 _logger.error("%s", error)
         self._fitting.run.accelerator._background.release()
+
+    def _refuse_hang(self) -> None:
+        """Raise on all ranks if the save hangs on one of them."""
+        run = self._fitting.run
+        if not run.args.save_in_background:
+            return
+        saves = run.accelerator._background
+        saves.wait_until_released()
+        hang = next((hang for hang in run.accelerator.group.all_gather_objects(saves.hang) if hang is not None), None)
+        if hang is not None:
+            saves.note_hang(hang)
+            raise UnwritableError(hang)
 
     def _go_on_after(self, error: UnwritableError) -> None:
         if self._fitting.run.args.on_save_error == "raise":

@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 
 from trainer_lib.checkpointing.background import BackgroundSaves
+from trainer_lib.checkpointing.uploading import RemoteSaving
+from trainer_lib.checkpointing.writer import Saving
 from trainer_lib.data_loader.apart import STACKS_SIGNAL, worker_stacks
 from trainer_lib.data_loader.prepared import PreparedLoader
 from trainer_lib.trainer.loop import Loop
@@ -20,7 +22,8 @@ _SHOWN_FRAMES = 4
 _MOST_FRAMES = 64  # of which a move is noticed
 _PATIENCE = 1.0  # seconds for a worker to write its stacks
 _STEP, _PASS, _READ = Loop.micro_batch.__code__, Loop.one_pass.__code__, PreparedLoader.__iter__.__code__
-_WAIT_FOR_SAVE = BackgroundSaves.wait.__code__
+_WAIT_FOR_SAVE = BackgroundSaves.wait_until_released.__code__
+_WRITE_FILE = (Saving.write.__code__, RemoteSaving._send.__code__)
 _COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/IPython/core/debugger.py")
@@ -55,6 +58,12 @@ class Stack:
     def waits_for_save(self) -> bool:
         """Whether it waits for a save in the background."""
         return self._runs(_WAIT_FOR_SAVE)
+
+    @property
+    def file(self) -> str | None:
+        """The file of a checkpoint that it writes."""
+        writing = next((frame for frame in self.frames if frame.f_code in _WRITE_FILE), None)
+        return None if writing is None else str(writing.f_locals.get("path", ""))
 
     @property
     def is_in_step(self) -> bool:

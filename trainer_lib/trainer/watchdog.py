@@ -24,6 +24,7 @@ from trainer_lib.foundation.failure_record import record_failure
 from trainer_lib.foundation.interruption import is_interactive
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.peers import Peers
+from trainer_lib.trainer.save_watch import SaveWatch
 from trainer_lib.trainer.stacks import Stack, WorkerWork, stacks_of_worker
 
 EXIT_CODE = 70  # "an internal error of the software", for shells that ask
@@ -32,6 +33,7 @@ _MOST_BETWEEN_LOOKS = 5.0  # seconds
 _PATIENCE = (0.5, 2.0)  # seconds at least and at most for the others to answer
 _LEAST_SILENCE = 2.0  # seconds, on a busy machine
 _ASKED_WHILE_MOVING = 8  # ranks a look, so that something is known of one that is stopped
+_PATIENCE_WITH_SAVES = 1.5  # times the timeout
 _GRACE = 2.0  # seconds for the others to end too, before an error of the backend ends them
 _BUSY = 0.02  # of a processor: a thread that computes more than that moves
 
@@ -71,7 +73,8 @@ class Watchdog:
         self._turns = itertools.cycle(self._peers)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._at: Any = None  # where the watched thread was found last
-        self._saves_at: Any = None
+        self._save = SaveWatch(run.accelerator._background, timeout)
+        self._waits_for_save = False
         self._work = WorkerWork()
         self._worked = 0.0
         self._ends = False
@@ -118,9 +121,11 @@ class Watchdog:
         now = time.monotonic()
         if now - self._looked > max(3 * self._between, self._timeout / 4) + self._patience:  # stopped, or suspended
             self._moved = now
+            self._save.forgive(now)
             for peer in self._peers.values():
                 peer.heard_at = peer.heard_at and now
         self._looked = now
+        self._save.look(now)
         if self._moves(now):
             self._moved = now
         idle = now - self._moved
@@ -129,7 +134,10 @@ class Watchdog:
         else:
             self._ask([next(self._turns) for _ in range(min(_ASKED_WHILE_MOVING, len(self._peers)))])
         now = time.monotonic()
-        if idle >= self._timeout and not any(self._is_moving(peer, now) for peer in self._peers.values()):
+        self._save.hear([peer.told.get("save hangs", ()) for peer in self._peers.values()])
+        # A rank that waits for a save that hangs waits no longer once all have heard of it.
+        patience = self._timeout * (_PATIENCE_WITH_SAVES if self._waits_for_save else 1)
+        if idle >= patience and not any(self._is_moving(peer, now) for peer in self._peers.values()):
             self._end(now)
         if any(peer.told.get("ends") for peer in self._peers.values()) and idle >= self._timeout / 2:
             self._end(now)
@@ -145,28 +153,21 @@ class Watchdog:
     def _moves(self, now: float) -> bool:
         """Whether this rank made progress: the training thread, the data worker it waits for, or a save."""
         stack, state = Stack(self._watched), self._run.state
+        self._waits_for_save = stack.waits_for_save
         progress = (state.step, state.micro_batches, id(self._run.batch))
         # A step that takes this long turns in circles, and so does reading once there was a batch. All other code may
         # compute for as long as it wants.
         reads_on = stack.is_in_data and state.steps_in_epoch > 0 and state.micro_batches > self._began_at
         is_strict = (stack.is_in_step or reads_on) and not stack.is_compiling
         before, self._at = self._at, (progress, None if is_strict else stack.places)
-        if before != self._at or stack.is_debugged or self._save_moves():
+        if before != self._at or stack.is_debugged or self._save.is_moving:
             self._count_work()
             return True
         if (worker := stack.worker) is not None:
             return self._work.is_seen(worker[1], self._between) and not is_strict
-        if not self._peers and not (is_strict or stack.waits_for_save):  # alone: it may wait for somebody who types
+        if not self._peers and not (is_strict or self._waits_for_save):  # alone: it may wait for somebody who types
             return True
         return self._count_work() and not is_strict
-
-    def _save_moves(self) -> bool:
-        saves = self._run.accelerator._background
-        before, self._saves_at = (
-            self._saves_at,
-            [Stack(thread).places for thread in saves.threads] if saves.is_writing else None,
-        )
-        return self._saves_at is not None and self._saves_at != before
 
     def _count_work(self) -> bool:
         """Whether the watched thread computed since the last time."""
@@ -184,6 +185,7 @@ class Watchdog:
             "where": stack.lines,
             "waits": stack.waits_for_ranks,
             "ends": self._ends,
+            "save hangs": self._save.told,
         }
         saves = self._run.accelerator._background
         if (worker := stack.worker) is not None:
