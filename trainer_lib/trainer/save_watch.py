@@ -64,9 +64,11 @@ class SaveWatch:
             self._saves.note_hang(hang)
 
     def _tell_hang(self, seconds: float) -> None:
-        number = self._saves.threads[0]
+        stacks = {number: Stack(number) for number in self._saves.threads}
+        # Threads that send files may have none left; the last one is that of the save itself.
+        number = next((number for number, stack in stacks.items() if stack.file is not None), list(stacks)[-1])
         name = next((thread.name for thread in threading.enumerate() if thread.ident == number), "?")
-        stack = Stack(number)
+        stack = stacks[number]
         doing = "" if stack.file is None else f" writes {stack.file} and"
         hang = (
             f"The save of {self._saves.target} hangs: for {seconds:.0f} s (hang_timeout={self._timeout:g}) it has made "
