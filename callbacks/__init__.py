@@ -6,25 +6,26 @@ if __name__ != "trainer_lib.callbacks":
 
 from typing import TYPE_CHECKING
 
-from trainer_lib.foundation.lazy import lazy_names
+from trainer_lib.foundation.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from trainer_lib.callbacks.accumulation import AccumulationSchedule as AccumulationSchedule
     from trainer_lib.callbacks.checkpoint import Checkpoint as Checkpoint
     from trainer_lib.callbacks.clipping import AdaptiveClipping as AdaptiveClipping
     from trainer_lib.callbacks.clipping import ClipValue as ClipValue
+    from trainer_lib.callbacks.console import Printer as Printer
     from trainer_lib.callbacks.csv_log import CsvLog as CsvLog
     from trainer_lib.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from trainer_lib.callbacks.ema import EMA as EMA
+    from trainer_lib.callbacks.filters import LambdaCallback as LambdaCallback
+    from trainer_lib.callbacks.filters import after as after
+    from trainer_lib.callbacks.filters import before as before
+    from trainer_lib.callbacks.filters import every as every
+    from trainer_lib.callbacks.filters import once as once
     from trainer_lib.callbacks.flops import Flops as Flops
     from trainer_lib.callbacks.freezing import Freeze as Freeze
     from trainer_lib.callbacks.freezing import GradualUnfreezing as GradualUnfreezing
-    from trainer_lib.callbacks.functions import LambdaCallback as LambdaCallback
-    from trainer_lib.callbacks.functions import after as after
-    from trainer_lib.callbacks.functions import before as before
-    from trainer_lib.callbacks.functions import every as every
-    from trainer_lib.callbacks.functions import once as once
-    from trainer_lib.callbacks.garbage import GarbageSchedule as GarbageSchedule
+    from trainer_lib.callbacks.gc_interval import GarbageSchedule as GarbageSchedule
     from trainer_lib.callbacks.gradient_norms import GradientNorms as GradientNorms
     from trainer_lib.callbacks.histograms import Histograms as Histograms
     from trainer_lib.callbacks.jsonl import JsonlLog as JsonlLog
@@ -42,15 +43,14 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.notifications import Slack as Slack
     from trainer_lib.callbacks.notifications import Webhook as Webhook
     from trainer_lib.callbacks.predictions import Predictions as Predictions
-    from trainer_lib.callbacks.printer import Printer as Printer
     from trainer_lib.callbacks.profile import Profile as Profile
     from trainer_lib.callbacks.progress import ProgressBar as ProgressBar
-    from trainer_lib.callbacks.provenance import Provenance as Provenance
-    from trainer_lib.callbacks.provenance import replay_batch as replay_batch
-    from trainer_lib.callbacks.provenance import samples_of_step as samples_of_step
     from trainer_lib.callbacks.sam import SAM as SAM
     from trainer_lib.callbacks.sample_losses import SampleLosses as SampleLosses
     from trainer_lib.callbacks.sample_losses import top_losses as top_losses
+    from trainer_lib.callbacks.sample_provenance import Provenance as Provenance
+    from trainer_lib.callbacks.sample_provenance import replay_batch as replay_batch
+    from trainer_lib.callbacks.sample_provenance import samples_of_step as samples_of_step
     from trainer_lib.callbacks.sequence_length import SequenceLengthWarmup as SequenceLengthWarmup
     from trainer_lib.callbacks.swa import SWA as SWA
     from trainer_lib.callbacks.system import SystemMonitor as SystemMonitor
@@ -80,13 +80,13 @@ _HOMES = {
     "EarlyStopping": "trainer_lib.callbacks.early_stopping",
     "Flops": "trainer_lib.callbacks.flops",
     "Freeze": "trainer_lib.callbacks.freezing",
-    "GarbageSchedule": "trainer_lib.callbacks.garbage",
+    "GarbageSchedule": "trainer_lib.callbacks.gc_interval",
     "GradientNorms": "trainer_lib.callbacks.gradient_norms",
     "GradualUnfreezing": "trainer_lib.callbacks.freezing",
     "Histograms": "trainer_lib.callbacks.histograms",
     "JsonlLog": "trainer_lib.callbacks.jsonl",
     "LabelSmoothing": "trainer_lib.callbacks.label_smoothing",
-    "LambdaCallback": "trainer_lib.callbacks.functions",
+    "LambdaCallback": "trainer_lib.callbacks.filters",
     "LearningRateMonitor": "trainer_lib.callbacks.learning_rate",
     "LiveControl": "trainer_lib.callbacks.live_control",
     "MLflowCallback": "trainer_lib.callbacks.trackers",
@@ -97,10 +97,10 @@ _HOMES = {
     "NEFTune": "trainer_lib.callbacks.neftune",
     "NotebookChart": "trainer_lib.callbacks.notebook",
     "Predictions": "trainer_lib.callbacks.predictions",
-    "Printer": "trainer_lib.callbacks.printer",
+    "Printer": "trainer_lib.callbacks.console",
     "Profile": "trainer_lib.callbacks.profile",
     "ProgressBar": "trainer_lib.callbacks.progress",
-    "Provenance": "trainer_lib.callbacks.provenance",
+    "Provenance": "trainer_lib.callbacks.sample_provenance",
     "SAM": "trainer_lib.callbacks.sam",
     "SWA": "trainer_lib.callbacks.swa",
     "SampleLosses": "trainer_lib.callbacks.sample_losses",
@@ -115,13 +115,13 @@ _HOMES = {
     "TrackerCallback": "trainer_lib.callbacks.trackers",
     "TrackioCallback": "trainer_lib.callbacks.trackers",
     "WandbCallback": "trainer_lib.callbacks.trackers",
-    "after": "trainer_lib.callbacks.functions",
+    "after": "trainer_lib.callbacks.filters",
     "ask_run": "trainer_lib.callbacks.live_control",
-    "before": "trainer_lib.callbacks.functions",
-    "every": "trainer_lib.callbacks.functions",
-    "once": "trainer_lib.callbacks.functions",
-    "replay_batch": "trainer_lib.callbacks.provenance",
-    "samples_of_step": "trainer_lib.callbacks.provenance",
+    "before": "trainer_lib.callbacks.filters",
+    "every": "trainer_lib.callbacks.filters",
+    "once": "trainer_lib.callbacks.filters",
+    "replay_batch": "trainer_lib.callbacks.sample_provenance",
+    "samples_of_step": "trainer_lib.callbacks.sample_provenance",
     "top_losses": "trainer_lib.callbacks.sample_losses",
 }
 __all__ = [

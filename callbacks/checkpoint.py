@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.checkpointing.keeping import delete_older, steps_at_intervals
+from trainer_lib.checkpointing.save.retention import delete_older, steps_at_intervals
 from trainer_lib.events import Callback, Run
 from trainer_lib.events.gates import EveryAmount
+from trainer_lib.filesystem.remote_paths import path_at
+from trainer_lib.foundation.duration import Every
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.every import Every
 from trainer_lib.foundation.metric_names import greater_is_better_for, read_metric
-from trainer_lib.foundation.remote import path_at
-from trainer_lib.foundation.shown import shown
 
 
 class Checkpoint(Callback):

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from trainer_lib.events import Run, Transformer
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.shown import shown
 from trainer_lib.modules.patterns import matching
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.events import Callback, Run
-from trainer_lib.foundation.files import replace_file
+from trainer_lib.filesystem.atomic_files import replace_file
 
 _PLACE = ("step", "epoch", "samples", "seconds")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from trainer_lib.callbacks.averages import WeightAverage, interval
+from trainer_lib.callbacks.weight_averaging import WeightAverage, interval
 from trainer_lib.foundation.errors import ConfigurationError
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from trainer_lib.events import Callback, Run
-from trainer_lib.foundation.batches import as_mapping
+from trainer_lib.foundation.batch_fields import as_mapping
 from trainer_lib.foundation.errors import ConfigurationError
 
 # Dense operations a second with 16 bits and with 32, as the makers give them; the first name that fits counts.

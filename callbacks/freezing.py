@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from trainer_lib.callbacks.averages import interval
+from trainer_lib.callbacks.weight_averaging import interval
 from trainer_lib.events import Run, Transformer
 from trainer_lib.events.gates import Gate
+from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.every import Every
 from trainer_lib.modules.patterns import matching
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.events import Callback, Run
 from trainer_lib.events.gates import EveryAmount
-from trainer_lib.foundation.batches import as_mapping
+from trainer_lib.foundation.batch_fields import as_mapping
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name

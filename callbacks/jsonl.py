@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.checkpointing.manifest import library_versions
+from trainer_lib.checkpointing.format.manifest import library_versions
 from trainer_lib.events import Callback, Run
-from trainer_lib.foundation.files import replace_file
-from trainer_lib.runs.environment import memory_in_use
+from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.runs.run_environment import memory_in_use
 
 # What tells of the processes that trained stays, whatever is trained again after a restart.
 _STAYING = ("started", "resumed", "ended", "died", "went_back")

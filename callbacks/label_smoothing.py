@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer_lib.events import Run, Transformer
-from trainer_lib.foundation.batches import as_mapping, split
+from trainer_lib.foundation.batch_fields import as_mapping, split
 from trainer_lib.foundation.errors import ConfigurationError
 
 

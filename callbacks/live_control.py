@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from trainer_lib.events import Run, Transformer
+from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.foundation.files import replace_file
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.shown import shown
 from trainer_lib.logging import get_logger
-from trainer_lib.memory.batch_size import is_out_of_memory
+from trainer_lib.memory.executable_batch_size import is_out_of_memory
 
 _logger = get_logger(__name__)
 

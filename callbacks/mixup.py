@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from trainer_lib.callbacks.draws import generator_of_batch
+from trainer_lib.callbacks.batch_rng import generator_of_batch
 from trainer_lib.events import Run, Transformer
-from trainer_lib.foundation.batches import as_mapping, replaced, split, with_targets
+from trainer_lib.foundation.batch_fields import as_mapping, replaced, split, with_targets
 from trainer_lib.foundation.errors import ConfigurationError
 
 

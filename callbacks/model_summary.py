@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 from torch import nn
 
-from trainer_lib.callbacks.tables import aligned, show_table
+from trainer_lib.callbacks.text_tables import aligned, show_table
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError
 

@@ -4,12 +4,12 @@ import html
 import time
 from typing import Any
 
-from trainer_lib.callbacks.printer import line_of
+from trainer_lib.callbacks.console import line_of
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.imports import require
-from trainer_lib.runs.charts import charts_of
-from trainer_lib.runs.svg import draw_curves
+from trainer_lib.runs.report.charts import charts_of
+from trainer_lib.runs.report.svg import draw_curves
 
 _COSTS = ("samples", "tokens", "data-wait", "memory", "steps", "momentum")  # charts that are left to the report
 

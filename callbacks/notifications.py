@@ -11,8 +11,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.foundation.shown import shown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import check_positive
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.callbacks.tables import show_table
+from trainer_lib.callbacks.text_tables import show_table
 from trainer_lib.events import Callback, Run
-from trainer_lib.foundation.batches import as_mapping, split, targets_of
+from trainer_lib.foundation.batch_fields import as_mapping, split, targets_of
 from trainer_lib.foundation.errors import ConfigurationError
 
 _FEW = 8  # numbers that are shown one by one

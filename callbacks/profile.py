@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.shown import shown
-from trainer_lib.options.profiling import ProfileKwargs
+from trainer_lib.options.profiler_options import ProfileKwargs
 
 
 class Profile(Callback):

@@ -6,10 +6,10 @@ import time
 from contextlib import ExitStack
 from typing import TextIO
 
-from trainer_lib.callbacks.printer import line_of, print_curves
+from trainer_lib.callbacks.console import line_of, print_curves
 from trainer_lib.events import Callback, Run
 from trainer_lib.progress import Progress, is_live, lines_above_bars, show_progress
-from trainer_lib.runs.sparkline import shows_sparklines
+from trainer_lib.runs.report.sparkline import shows_sparklines
 
 
 class ProgressBar(Callback):

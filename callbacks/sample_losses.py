@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.events import Callback, Run
-from trainer_lib.foundation.batches import as_mapping, targets_of
+from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.foundation.batch_fields import as_mapping, targets_of
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.files import replace_file
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)

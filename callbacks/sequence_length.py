@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer_lib.callbacks.averages import interval
+from trainer_lib.callbacks.weight_averaging import interval
 from trainer_lib.events import Run, Transformer
-from trainer_lib.foundation.batches import as_mapping, replaced
+from trainer_lib.foundation.batch_fields import as_mapping, replaced
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.shown import shown
 
 
 class SequenceLengthWarmup(Transformer):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer_lib.callbacks.averages import WeightAverage, interval
+from trainer_lib.callbacks.weight_averaging import WeightAverage, interval
 from trainer_lib.events import Run
 from trainer_lib.events.gates import AfterAmount
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError

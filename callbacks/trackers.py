@@ -11,15 +11,15 @@ from typing import Any, ClassVar, Literal
 import psutil
 import torch
 
-from trainer_lib.checkpointing import layout
+from trainer_lib.checkpointing.format import layout
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
-from trainer_lib.tracking.group import Isolation, TrackerGroup, TrackerHandle, finish_groups
+from trainer_lib.tracking.delivery.plain_values import plain_settings
+from trainer_lib.tracking.delivery.queue_worker import Patience
 from trainer_lib.tracking.registry import resolve, tracker_class
-from trainer_lib.tracking.values import plain_settings
-from trainer_lib.tracking.worker import Patience
+from trainer_lib.tracking.tracker_group import Isolation, TrackerGroup, TrackerHandle, finish_groups
 
 _logger = get_logger(__name__)
 

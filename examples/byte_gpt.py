@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.trainer.metrics import EvaluationOutput, MeanMetric
+from trainer_lib.trainer.metrics.metric_spec import EvaluationOutput, MeanMetric
 
 BYTES = 256
 

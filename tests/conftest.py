@@ -13,7 +13,7 @@ import torch
 from tests.faults.ledger import Ledger
 from tests.leftovers import watch_leftovers
 from tests.worlds import forget_world, run_world, watch_patches
-from trainer_lib.foundation.interruption import REQUESTS
+from trainer_lib.processes.exit_codes import REQUESTS
 from trainer_lib.state import PartialState
 
 LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "OMPI_", "PMI_", "MPI_", "MV2_", "TORCHELASTIC_", "TRAINER_LIB_")

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(trainer_lib.__path__, "trainer_lib.")
-    if module.name != "trainer_lib.launchers.worker"  # a script, which runs when it is imported
+    if module.name != "trainer_lib.launchers.bootstrap"  # a script, which runs when it is imported
 )
 # A script names itself in its first line; the commands that start it are in the next block of the page.
 SCRIPT = re.compile(r"```python\n# (\w+\.py)\n(.*?)```.*?```bash\n(.*?)```", re.DOTALL)

@@ -15,7 +15,7 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError
 from trainer_lib.foundation.errors import NoExecutableBatchSizeError, SignatureError
 from trainer_lib.memory import MemoryUse, PeakMemory, find_executable_batch_size, release_memory
-from trainer_lib.memory.batch_size import is_out_of_memory
+from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.state import PartialState
 
 MEGABYTE = 2**20
@@ -78,7 +78,7 @@ def test_blocks_may_be_nested() -> None:
 
 def test_a_counter_that_cannot_be_set_back_tells_only_of_new_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     with PeakMemory():  # sets back what other tests have left
-        monkeypatch.setattr("trainer_lib.memory.peak._reset_host_peak", lambda: False)
+        monkeypatch.setattr("trainer_lib.memory.peak_memory._reset_host_peak", lambda: False)
     filled(64)
     with PeakMemory() as unseen:
         filled(16)

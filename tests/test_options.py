@@ -15,9 +15,9 @@ from trainer_lib import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
-from trainer_lib.options.accumulation import accumulation_plugin
+from trainer_lib.options.accumulation_options import accumulation_plugin
 from trainer_lib.options.base import check_choice, check_fields_are_default
-from trainer_lib.options.kinds import PrecisionType, RNGType
+from trainer_lib.options.enums import PrecisionType, RNGType
 
 OPTIONS = [
     AutocastKwargs,

@@ -96,9 +96,11 @@ def test_wheel_holds_the_callbacks_and_the_type_marker_once(wheel: Path) -> None
 @pytest.mark.launch
 def test_wheel_holds_what_reports_are_made_of(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if name.startswith("trainer_lib/runs/page/")}
-    assert names == {f"trainer_lib/runs/page/{path.name}" for path in (ROOT / "trainer_lib/runs/page").iterdir()}
-    assert "trainer_lib/runs/page/page.html" in names
+        names = {name for name in archive.namelist() if name.startswith("trainer_lib/runs/report/page/")}
+    assert names == {
+        f"trainer_lib/runs/report/page/{path.name}" for path in (ROOT / "trainer_lib/runs/report/page").iterdir()
+    }
+    assert "trainer_lib/runs/report/page/page.html" in names
 
 
 @pytest.mark.slow

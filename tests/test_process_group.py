@@ -12,9 +12,9 @@ import torch.distributed as dist
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, WorldError
 from trainer_lib.foundation.environment import patch_environment
-from trainer_lib.foundation.ports import free_port
 from trainer_lib.launchers import run_forked
 from trainer_lib.process_group import LoneProcess, TorchProcesses
+from trainer_lib.processes.ports import free_port
 from trainer_lib.state import PartialState
 
 ONE_SECOND = timedelta(seconds=1)

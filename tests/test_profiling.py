@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError
-from trainer_lib.options.profiling import ProfileKwargs
+from trainer_lib.options.profiler_options import ProfileKwargs
 
 
 def names_in(trace: Path) -> set[str]:

@@ -10,7 +10,7 @@ import torch
 
 from trainer_lib import ConfigurationError, UnsupportedError, set_seed
 from trainer_lib.launchers import run_forked
-from trainer_lib.options.kinds import RNGType
+from trainer_lib.options.enums import RNGType
 from trainer_lib.seeding import synchronize_rng_state, synchronize_rng_states
 from trainer_lib.state import PartialState, is_initialized
 

@@ -40,12 +40,12 @@ import torch
 import torch.distributed as dist
 
 from trainer_lib import logging as library_logging
-from trainer_lib.foundation.interruption import exit_code_of
-from trainer_lib.foundation.ports import free_port
 from trainer_lib.launchers import ProcessFailedError
-from trainer_lib.launchers.child import begin, leave, refuse_a_world
-from trainer_lib.launchers.failures import Failure, failed
 from trainer_lib.launchers.fork import rank_variables
+from trainer_lib.launchers.forked_process import begin, leave, refuse_a_world
+from trainer_lib.launchers.process_failures import Failure, failed
+from trainer_lib.processes.exit_codes import exit_code_of
+from trainer_lib.processes.ports import free_port
 from trainer_lib.state import AcceleratorState, GradientState, PartialState
 
 _OUTPUTS = (1, 2)  # file descriptors

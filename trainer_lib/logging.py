@@ -9,7 +9,7 @@ from trainer_lib import process_group
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.process_group import LoneProcess, ProcessGroup
-from trainer_lib.state.process import PartialState, is_initialized
+from trainer_lib.state.partial_state import PartialState, is_initialized
 
 # By name of the logger, since each call of get_logger makes another adapter.
 _said_once: set[tuple[str, str, str]] = set()

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.precision.autocast import ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
-from trainer_lib.state.gradients import GradientState
-from trainer_lib.state.window import GradientWindow
-from trainer_lib.strategies.gradients import multiply
+from trainer_lib.state.accumulation_window import GradientWindow
+from trainer_lib.state.gradient_state import GradientState
+from trainer_lib.strategies.grad_norm import multiply
 
 _ZERO_GRAD = Optimizer.zero_grad
 

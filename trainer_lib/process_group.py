@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import World
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
-from trainer_lib.options.distributed import InitProcessGroupKwargs
+from trainer_lib.options.ddp_options import InitProcessGroupKwargs
 
 _worlds = itertools.count()  # that this process has been part of
 _TIME_FOR_THREADS = 0.1  # seconds
@@ -320,7 +320,7 @@ def _let_threads_go() -> None:
 
 def _forget_layouts() -> None:
     # DTensor caches layouts by mesh, and a mesh of this world may equal one of an earlier world, whose groups are gone.
-    # A forked process has no earlier world, and must not clear: a thread of its parent may have held torch's lock.
+    # A forked process has no earlier world and must not clear: its parent's groups end threads that it does not have.
     global _formed_by
     if _formed_by == os.getpid() and "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

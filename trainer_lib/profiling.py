@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.options.profiling import ProfileKwargs
+from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.process_group import ProcessGroup
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.state.process import PartialState
+from trainer_lib.state.partial_state import PartialState
 
 if TYPE_CHECKING:
     from tqdm.auto import tqdm as Bar

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trainer_lib.state.gradients import GradientState
-from trainer_lib.state.process import PartialState
+from trainer_lib.state.gradient_state import GradientState
+from trainer_lib.state.partial_state import PartialState
 
 
 class AcceleratedScheduler:

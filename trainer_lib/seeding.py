@@ -11,8 +11,8 @@ import torch
 from trainer_lib.collectives import broadcast_object_list
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.options.kinds import RNGType
-from trainer_lib.state.process import PartialState
+from trainer_lib.options.enums import RNGType
+from trainer_lib.state.partial_state import PartialState
 
 _SEEDS = 2**32  # as many as numpy knows
 

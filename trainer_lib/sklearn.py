@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainer_lib.callbacks.printer import Printer
+from trainer_lib.callbacks.console import Printer
 from trainer_lib.callbacks.progress import ProgressBar
-from trainer_lib.checkpointing.generators import generators_kept
+from trainer_lib.checkpointing.format.rng_state import generators_kept
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnsupportedError
 from trainer_lib.foundation.imports import require
 from trainer_lib.seeding import set_seed
 from trainer_lib.state import PartialState
-from trainer_lib.trainer.admission import checked_arguments
-from trainer_lib.trainer.argument_values import NEVER
-from trainer_lib.trainer.arguments import TrainingArguments
-from trainer_lib.trainer.losses import LossResult, summed
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.arguments.value_types import NEVER
+from trainer_lib.trainer.checks.at_construction import checked_arguments
+from trainer_lib.trainer.losses.loss_result import LossResult, summed
 from trainer_lib.trainer.trainer import Trainer
 
 require("sklearn", "sklearn", "scikit-learn")

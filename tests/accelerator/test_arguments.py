@@ -14,7 +14,7 @@ from trainer_lib import (
     InitProcessGroupKwargs,
     UnsupportedError,
 )
-from trainer_lib.options.precision import GradScalerKwargs
+from trainer_lib.options.precision_options import GradScalerKwargs
 
 
 @pytest.mark.parametrize(

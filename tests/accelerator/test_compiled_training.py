@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.modules.test_compilation import Block, Graphs, Stack
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, DistributedDataParallelKwargs
-from trainer_lib.options.compilation import TorchDynamoPlugin
+from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.state import AcceleratorState
 from trainer_lib.testing import reset_states
 from trainer_lib.utils import FullyShardedDataParallelPlugin, has_compiled_regions, is_compiled_module

@@ -25,8 +25,8 @@ from trainer_lib import (
     StateError,
     load_checkpoint_in_model,
 )
-from trainer_lib.checkpointing.layout import partial_beside, replaced_beside
-from trainer_lib.checkpointing.manifest import CHECKSUM, sealed
+from trainer_lib.checkpointing.format.layout import partial_beside, replaced_beside
+from trainer_lib.checkpointing.format.manifest import CHECKSUM, sealed
 from trainer_lib.launchers import run_forked
 from trainer_lib.modules.state import module_state
 
@@ -789,7 +789,7 @@ def test_an_error_of_one_process_is_one_on_all_and_nothing_is_lost(tmp_path: Pat
 def test_a_process_that_waits_for_the_others_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from trainer_lib.checkpointing import agreement
+    from trainer_lib.collectives import agreement
 
     monkeypatch.setattr(agreement, "PATIENCE", 0.05)
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, TrainingArguments, UnsupportedError
-from trainer_lib.options.kinds import PrecisionType
+from trainer_lib.options.enums import PrecisionType
 
 BF16 = torch.bfloat16
 UNIT = 2.0**-8  # what rounding to bfloat16 changes a number by, at most

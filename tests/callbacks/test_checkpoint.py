@@ -12,9 +12,9 @@ from tests.callbacks.loops import go_through, running
 from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import Checkpoint
-from trainer_lib.checkpointing.manifest import Manifest, sealed
+from trainer_lib.checkpointing.format.manifest import Manifest, sealed
 from trainer_lib.events import Best, Callback, Dispatcher, Run
-from trainer_lib.events.control import Control
+from trainer_lib.events.requests import Control
 from trainer_lib.foundation.errors import ConfigurationError
 
 
@@ -236,7 +236,7 @@ def test_what_cannot_be_deleted_is_told_and_training_goes_on(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("trainer_lib.checkpointing.keeping.delete_state", refuse)
+    monkeypatch.setattr("trainer_lib.checkpointing.save.retention.delete_state", refuse)
     with caplog.at_level(logging.WARNING):
         folder.save(2)
     assert "checkpoint-1 could not be deleted: [Errno 13] Permission denied" in caplog.text

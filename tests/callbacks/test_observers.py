@@ -35,7 +35,7 @@ from trainer_lib.callbacks import (
     samples_of_step,
 )
 from trainer_lib.callbacks.flops import peak_of
-from trainer_lib.callbacks.tables import show_table
+from trainer_lib.callbacks.text_tables import show_table
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.events import Callback, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError

@@ -15,7 +15,7 @@ from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import Accelerator, DataLoaderConfiguration
 from trainer_lib.callbacks import Provenance, SampleLosses, replay_batch, samples_of_step
-from trainer_lib.callbacks.provenance import _long, _short
+from trainer_lib.callbacks.sample_provenance import _long, _short
 from trainer_lib.events import Callback, Run, Transformer
 from trainer_lib.foundation.errors import ConfigurationError
 

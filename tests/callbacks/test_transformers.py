@@ -31,7 +31,7 @@ from trainer_lib.callbacks import (
     NEFTune,
     SequenceLengthWarmup,
 )
-from trainer_lib.callbacks.draws import generator_of_batch
+from trainer_lib.callbacks.batch_rng import generator_of_batch
 from trainer_lib.events import Callback, Run, RunState, Transformer
 
 UNUSED = DistributedDataParallelKwargs(find_unused_parameters=True)

@@ -17,12 +17,12 @@ from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.trainings import sharded, train, trained
 from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError
-from trainer_lib.checkpointing.reader import open_state
-from trainer_lib.checkpointing.retention import automatic_states
-from trainer_lib.checkpointing.snapshot import Snapshots
-from trainer_lib.checkpointing.writer import Saving
+from trainer_lib.checkpointing.format.snapshot import Snapshots
+from trainer_lib.checkpointing.load.find import open_state
+from trainer_lib.checkpointing.save.automatic_naming import automatic_states
+from trainer_lib.checkpointing.save.writer import Saving
 from trainer_lib.launchers import run_forked
-from trainer_lib.tensor_files.contents import Json, PickledTensors, Tensors
+from trainer_lib.tensor_files.file_contents import Json, PickledTensors, Tensors
 
 for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"):
     import_module(module)  # here, so that not each forked process imports it
@@ -82,7 +82,7 @@ def test_a_snapshot_is_of_values_not_of_tensors() -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_large_tensors_are_copied_in_pieces(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr("trainer_lib.checkpointing.snapshot._PIECE", 1000)
+    monkeypatch.setattr("trainer_lib.checkpointing.format.snapshot._PIECE", 1000)
     tensors = {"long": torch.randn(1237), "short": torch.randn(3)}
     taken: Any = Snapshots().take({"a": Tensors(tensors)})["a"]
     assert all(torch.equal(taken.tensors[name], tensor) for name, tensor in tensors.items())
@@ -280,7 +280,7 @@ def test_shards_are_of_the_moment_of_the_call(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, torch
 from trainer_lib import Accelerator
-from trainer_lib.checkpointing.writer import Saving
+from trainer_lib.checkpointing.save.writer import Saving
 accelerator = Accelerator(cpu=True)
 model = accelerator.prepare(torch.nn.Linear(4, 2))
 write = Saving.write

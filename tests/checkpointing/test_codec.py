@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpointing.codec import Encoded, decode, encode
+from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.safetensors import read_tensors, write_tensors
 

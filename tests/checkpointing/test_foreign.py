@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.trainer.tasks import network, trainer
 from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError, ConfigurationError, StateError, Trainer, TrainingArguments
-from trainer_lib.checkpointing.conversion import convert
-from trainer_lib.checkpointing.manifest import read_manifest
-from trainer_lib.checkpointing.reader import verify_state
+from trainer_lib.checkpointing.format.manifest import read_manifest
+from trainer_lib.checkpointing.load.find import verify_state
+from trainer_lib.checkpointing.third_party.conversion import convert
 from trainer_lib.commands.main import main
 from trainer_lib.foundation.errors import UnsupportedError
 

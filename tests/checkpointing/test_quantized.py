@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.worlds import run_world
 from trainer_lib import CheckpointError, Trainer, TrainingArguments
-from trainer_lib.checkpointing.codec import Encoded, decode, encode
+from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, as it is imported
 

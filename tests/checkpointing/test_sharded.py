@@ -25,8 +25,8 @@ from trainer_lib import (
     UnsupportedError,
     load_checkpoint_in_model,
 )
-from trainer_lib.checkpointing.reader import open_state
-from trainer_lib.foundation.trees import map_tensors
+from trainer_lib.checkpointing.load.find import open_state
+from trainer_lib.foundation.pytree import map_tensors
 from trainer_lib.launchers import ProcessFailedError, run_forked
 
 for module in ("torch.distributed.fsdp", "torch.distributed.tensor"):

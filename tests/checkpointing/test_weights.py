@@ -12,7 +12,7 @@ from torch import nn
 from tests.accelerator import toy
 from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError, ConfigurationError, StateError, UnsupportedError
-from trainer_lib.checkpointing.weights import load_checkpoint_in_model
+from trainer_lib.checkpointing.model_weights import load_checkpoint_in_model
 from trainer_lib.utils import load, save
 
 

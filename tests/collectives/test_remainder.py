@@ -11,7 +11,7 @@ from tests.worlds import run_world
 from trainer_lib import ConfigurationError
 from trainer_lib.collectives import gather_real_objects, gather_real_rows
 from trainer_lib.state import PartialState
-from trainer_lib.state.gradients import Rows
+from trainer_lib.state.gradient_state import Rows
 
 Everywhere = Callable[[Callable[[int, int], Any]], list[Any]]
 

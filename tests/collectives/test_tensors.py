@@ -21,7 +21,7 @@ from trainer_lib.collectives import (
     pad_input_tensors,
     reduce,
 )
-from trainer_lib.foundation.trees import tensors
+from trainer_lib.foundation.pytree import tensors
 from trainer_lib.state import PartialState
 
 Everywhere = Callable[[Callable[[int, int], Any]], list[Any]]

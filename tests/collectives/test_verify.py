@@ -9,7 +9,7 @@ import torch
 from tests.worlds import run_world
 from trainer_lib import DistributedOperationException
 from trainer_lib.collectives import broadcast, gather, pad_across_processes, reduce
-from trainer_lib.collectives.verify import check_same, layout
+from trainer_lib.collectives.shape_check import check_same, layout
 from trainer_lib.state import PartialState
 
 OPERATIONS: list[Callable[[Any], Any]] = [gather, reduce, broadcast, pad_across_processes]

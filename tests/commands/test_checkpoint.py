@@ -14,7 +14,7 @@ from tests.faults.injuries import spoil
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib.commands.main import main
-from trainer_lib.runs.lease import Lease
+from trainer_lib.runs.run_lease import Lease
 
 
 @pytest.fixture

@@ -244,7 +244,7 @@ def test_failure_of_one_process_ends_all_and_is_told_last(
     report = ended.err[ended.err.index("trainer-lib launch: ") :]
     assert report.startswith("trainer-lib launch: Process 1 of 2 failed with exit code 1:\nValueError: only here\n")
     assert ended.err.count("def train(): raise ValueError('only here')") == 1
-    assert "worker.py" not in ended.err
+    assert "bootstrap.py" not in ended.err
     assert "torchelastic" not in ended.err
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.runs.histories import line, make_run
 from trainer_lib.commands.main import main
-from trainer_lib.runs.report import find_runs
-from trainer_lib.runs.serving import LiveReport
+from trainer_lib.runs.report.live_report import LiveReport
+from trainer_lib.runs.report.report_page import find_runs
 
 
 def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.data_loader.reference import Numbers, Stream
 from trainer_lib import UnsupportedError
 from trainer_lib.data_loader import prepare_data_loader
-from trainer_lib.data_loader.quarantine import Quarantine
+from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
 from trainer_lib.foundation.errors import BadSampleError
 from trainer_lib.process_group import LoneProcess
 

@@ -10,7 +10,8 @@ from tests.data_loader.reference import Numbers, SizedStream, Stream, worlds
 from tests.data_loader.test_tails import Backwards
 from tests.worlds import run_world
 from trainer_lib import Accelerator, DataLoaderConfiguration
-from trainer_lib.data_loader import samples, skip_first_batches
+from trainer_lib.data_loader import skip_first_batches
+from trainer_lib.data_loader.order import sample_ids
 
 
 class Restless(Backwards):
@@ -68,7 +69,7 @@ def test_the_batch_in_hand_is_told(kind: str, even: bool) -> None:
 
 @pytest.mark.parametrize("block", [2, 4, 6])
 def test_batches_are_told_across_what_is_looked_up_at_once(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "_BLOCK", block)
+    monkeypatch.setattr(sample_ids, "_BLOCK", block)
     for loader in worlds(_loaders()["shuffled"], 2):
         _check(loader, passes=2)
         loader.set_epoch(0)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from trainer_lib.data_loader import SeedableRandomSampler
-from trainer_lib.data_loader.shuffle import Shuffle
+from trainer_lib.data_loader.order.permutation import Shuffle
 
 
 def _are_even(counts: list[int]) -> bool:

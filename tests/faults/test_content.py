@@ -23,10 +23,10 @@ from tests.faults.trainings import everything, one_run, sharded
 from tests.trainer.tasks import arguments, trainer
 from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError, StateError, load_checkpoint_in_model
-from trainer_lib.checkpointing.manifest import sealed
-from trainer_lib.checkpointing.reader import open_state, verify_state
+from trainer_lib.checkpointing.format.manifest import sealed
+from trainer_lib.checkpointing.load.find import open_state, verify_state
 from trainer_lib.commands.main import main
-from trainer_lib.foundation.checksums import checksum_of, checksum_of_bytes
+from trainer_lib.filesystem.checksums import checksum_of, checksum_of_bytes
 from trainer_lib.foundation.errors import TrainerLibError
 
 

@@ -16,10 +16,10 @@ from tests.faults.ledger import Ledger
 from tests.faults.trainings import digest, one_run, saved_often, sharded, state_of, trained
 from tests.worlds import run_world
 from trainer_lib import CheckpointError, load_checkpoint_in_model
-from trainer_lib.checkpointing.manifest import read_manifest
-from trainer_lib.checkpointing.reader import open_state, verify_state
-from trainer_lib.checkpointing.verification import share
-from trainer_lib.foundation.checksums import checksum_of
+from trainer_lib.checkpointing.format.manifest import read_manifest
+from trainer_lib.checkpointing.load.find import open_state, verify_state
+from trainer_lib.checkpointing.load.verification import share
+from trainer_lib.filesystem.checksums import checksum_of
 from trainer_lib.foundation.errors import DamagedError
 
 

@@ -19,11 +19,11 @@ from tests.faults.trainings import digest, one_run, sharded, state_of, train, tr
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import CheckpointError, ConfigurationError, UnsavedError
-from trainer_lib.checkpointing.agreement import together
-from trainer_lib.checkpointing.reader import verify_state
+from trainer_lib.checkpointing.load.find import verify_state
+from trainer_lib.collectives.agreement import together
 from trainer_lib.events import Run, Transformer
 from trainer_lib.foundation.errors import UnwritableError
-from trainer_lib.foundation.interruption import exit_code_of
+from trainer_lib.processes.exit_codes import exit_code_of
 
 # -- an engine -------------------------------------------------------------------------------------------------------
 

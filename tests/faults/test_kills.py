@@ -18,9 +18,9 @@ from tests.faults.trainings import Training, loaded, sharded, state_of, train, t
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import forget_world, run_world
 from trainer_lib import load_checkpoint_in_model
-from trainer_lib.checkpointing.layout import replaced_beside
-from trainer_lib.checkpointing.reader import open_state, verify_state
-from trainer_lib.checkpointing.retention import automatic_states
+from trainer_lib.checkpointing.format.layout import replaced_beside
+from trainer_lib.checkpointing.load.find import open_state, verify_state
+from trainer_lib.checkpointing.save.automatic_naming import automatic_states
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import ProcessFailedError
 

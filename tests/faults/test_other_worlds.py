@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.accelerator import toy
 from tests.faults.ledger import Ledger
-from tests.trainer import test_elastic as task
-from tests.trainer.test_elastic import Layout, fit
+from tests.trainer.safety import test_elastic_restarts as task
+from tests.trainer.safety.test_elastic_restarts import Layout, fit
 from tests.worlds import run_world
 from trainer_lib import Accelerator
 

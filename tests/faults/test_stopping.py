@@ -17,17 +17,17 @@ from torch import nn
 from tests.faults.conftest import Trials
 from tests.faults.ledger import Ledger
 from tests.launched import run_launched
+from tests.trainer.checkpoints.test_resume import outcome
+from tests.trainer.fit.test_sharded_runs import layers, plugin
 from tests.trainer.tasks import arguments, network, points, trainer
-from tests.trainer.test_resume import outcome
-from tests.trainer.test_sharded_runs import layers, plugin
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Interrupted, Trainer
 from trainer_lib.callbacks import EarlyStopping
-from trainer_lib.checkpointing.layout import is_committed
-from trainer_lib.checkpointing.writer import Saving
+from trainer_lib.checkpointing.format.layout import is_committed
+from trainer_lib.checkpointing.save.writer import Saving
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import ProcessFailedError, run_forked
-from trainer_lib.trainer import deadline
+from trainer_lib.trainer.safety import deadline
 
 PATIENCE = 5.0  # seconds that a step, a save and the end may take on a busy machine
 
@@ -186,7 +186,7 @@ def test_a_second_signal_inside_the_save_ends_at_once(
 
     asks = [Asks(7, [(signal.SIGTERM, 0)]) for _ in range(processes)]
     with monkeypatch.context() as patched:
-        patched.setattr("trainer_lib.trainer.signals.SAME_REQUEST", 0.05)
+        patched.setattr("trainer_lib.trainer.safety.signals.SAME_REQUEST", 0.05)
         patched.setattr(Saving, "write", endless)
         began = time.monotonic()
         with pytest.raises(ProcessFailedError) as caught:
@@ -418,7 +418,7 @@ def test_in_a_notebook_the_result_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_in_a_notebook_a_second_signal_is_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    monkeypatch.setattr("trainer_lib.trainer.signals.SAME_REQUEST", 0.0)
+    monkeypatch.setattr("trainer_lib.trainer.safety.signals.SAME_REQUEST", 0.0)
 
     class Twice(Callback):
         def on_step_end(self, run: Run) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from trainer_lib.foundation.checksums import ChecksummedFile, checksum_of
+from trainer_lib.filesystem.checksums import ChecksummedFile, checksum_of
 
 ROOT = Path(__file__).parents[2]
 LATE = """
 import sys, threading
 from pathlib import Path
-from trainer_lib.foundation.checksums import ChecksummedFile
+from trainer_lib.filesystem.checksums import ChecksummedFile
 
 def write():
     threading.main_thread().join()

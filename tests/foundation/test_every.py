@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.every import Every
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from trainer_lib.foundation.lazy import lazy_names
+from trainer_lib.foundation.lazy_imports import lazy_names
 
 
 @pytest.fixture

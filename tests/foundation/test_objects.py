@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer_lib.foundation.objects import get_pretty_name, merge_dicts, recursive_getattr
+from trainer_lib.foundation.compat import get_pretty_name, merge_dicts, recursive_getattr
 
 
 def test_names() -> None:

@@ -2,7 +2,7 @@
 
 import socket
 
-from trainer_lib.foundation.ports import free_port, is_port_in_use
+from trainer_lib.processes.ports import free_port, is_port_in_use
 
 
 def test_a_port_is_in_use_while_somebody_listens() -> None:

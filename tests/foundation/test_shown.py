@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.foundation.shown import shown
 from trainer_lib.options.base import check_count
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from trainer_lib.foundation.byte_sizes import convert_bytes, convert_file_size_to_int
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.sizes import convert_bytes, convert_file_size_to_int
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
-from trainer_lib.foundation import trees
-from trainer_lib.foundation.trees import TensorInformation
+from trainer_lib.foundation import pytree
+from trainer_lib.foundation.pytree import TensorInformation
 
 
 class Point(NamedTuple):
@@ -55,57 +55,57 @@ CONTAINERS = [
 
 
 def numbers(tree: Any) -> list[list[float]]:
-    return [tensor.tolist() for tensor in trees.tensors(tree)]
+    return [tensor.tolist() for tensor in pytree.tensors(tree)]
 
 
 @pytest.mark.parametrize("tree", CONTAINERS, ids=lambda tree: type(tree).__name__)
 def test_containers_keep_their_types_and_the_original_its_values(tree: Any) -> None:
-    doubled = trees.map_tensors(lambda tensor: tensor * 2, tree)
+    doubled = pytree.map_tensors(lambda tensor: tensor * 2, tree)
     assert type(doubled) is type(tree) or isinstance(doubled, dict)
     assert numbers(doubled) == [[2.0, 4.0]]
     assert numbers(tree) == [[1.0, 2.0]]
-    assert numbers(trees.slice_tensors(tree, slice(1))) == [[1.0]]
-    assert numbers(trees.send_to_device(tree, "cpu")) == [[1.0, 2.0]]
-    assert trees.find_batch_size(tree) == 2
-    assert trees.find_device(tree) == torch.device("cpu")
+    assert numbers(pytree.slice_tensors(tree, slice(1))) == [[1.0]]
+    assert numbers(pytree.send_to_device(tree, "cpu")) == [[1.0, 2.0]]
+    assert pytree.find_batch_size(tree) == 2
+    assert pytree.find_device(tree) == torch.device("cpu")
 
 
 def test_frozen_dataclasses_keep_what_they_derived() -> None:
-    doubled = trees.map_tensors(lambda tensor: tensor * 2, Frozen(one()))
+    doubled = pytree.map_tensors(lambda tensor: tensor * 2, Frozen(one()))
     assert (doubled.value.tolist(), doubled.derived) == ([2.0, 4.0], 3)
 
 
 def test_mappings_keep_what_their_constructor_does_not_know() -> None:
     lists: defaultdict[str, Any] = defaultdict(list, a=one())
-    doubled = trees.map_tensors(lambda tensor: tensor * 2, lists)
+    doubled = pytree.map_tensors(lambda tensor: tensor * 2, lists)
     assert doubled["new"] == []
     assert "new" not in lists
 
 
 def test_leaves_come_with_their_names_in_order() -> None:
     tree = {"a": [1, Point("x", None)], "b": Frozen((2,))}
-    assert list(trees.named_leaves(tree)) == [
+    assert list(pytree.named_leaves(tree)) == [
         ("['a'][0]", 1),
         ("['a'][1][0]", "x"),
         ("['a'][1][1]", None),
         ("['b'].value[0]", 2),
         ("['b'].derived", 3),
     ]
-    assert list(trees.leaves(tree)) == [1, "x", None, 2, 3]
-    assert list(trees.leaves(tree, is_leaf=lambda part: isinstance(part, list))) == [[1, Point("x", None)], 2, 3]
+    assert list(pytree.leaves(tree)) == [1, "x", None, 2, 3]
+    assert list(pytree.leaves(tree, is_leaf=lambda part: isinstance(part, list))) == [[1, Point("x", None)], 2, 3]
 
 
 def test_containers_may_be_taken_for_leaves() -> None:
     tree = {"rows": ["a", "b"], "more": (["c"],)}
-    assert trees.map_leaves(len, tree, is_leaf=lambda part: isinstance(part, list)) == {"rows": 2, "more": (1,)}
+    assert pytree.map_leaves(len, tree, is_leaf=lambda part: isinstance(part, list)) == {"rows": 2, "more": (1,)}
 
 
 def test_recursively_apply() -> None:
     tree = {"a": one(), "b": "text"}
-    assert trees.recursively_apply(torch.add, tree, 1)["a"].tolist() == [2.0, 3.0]
-    assert trees.recursively_apply(len, tree, test_type=lambda leaf: isinstance(leaf, str))["b"] == 4
+    assert pytree.recursively_apply(torch.add, tree, 1)["a"].tolist() == [2.0, 3.0]
+    assert pytree.recursively_apply(len, tree, test_type=lambda leaf: isinstance(leaf, str))["b"] == 4
     with pytest.raises(TypeError, match=r"add got a str inside a dict. Only tensors"):
-        trees.recursively_apply(torch.add, tree, 1, error_on_other_type=True)
+        pytree.recursively_apply(torch.add, tree, 1, error_on_other_type=True)
 
 
 @pytest.mark.parametrize(
@@ -114,21 +114,21 @@ def test_recursively_apply() -> None:
     ids=lambda tree: type(tree).__name__,
 )
 def test_concatenate_goes_tensor_by_tensor(tree: Any) -> None:
-    joined = trees.concatenate([tree, tree])
+    joined = pytree.concatenate([tree, tree])
     assert type(joined) is type(tree)
     assert all(values == [1.0, 2.0, 1.0, 2.0] for values in numbers(joined))
 
 
 def test_concatenate_along_another_dimension_and_what_it_refuses() -> None:
-    assert trees.concatenate([torch.ones(1, 2), torch.ones(1, 1)], dim=1).tolist() == [[1, 1, 1]]
+    assert pytree.concatenate([torch.ones(1, 2), torch.ones(1, 1)], dim=1).tolist() == [[1, 1, 1]]
 
     @dataclass
     class Batch:
         ids: Tensor
 
-    assert trees.concatenate([Batch(one()), Batch(one())]).ids.shape == (4,)
+    assert pytree.concatenate([Batch(one()), Batch(one())]).ids.shape == (4,)
     with pytest.raises(TypeError, match="A str cannot be concatenated; only tensors"):
-        trees.concatenate([{"a": "x"}, {"a": "y"}])
+        pytree.concatenate([{"a": "x"}, {"a": "y"}])
 
 
 def test_send_to_device_skips_keys_and_uses_the_to_of_others() -> None:
@@ -142,43 +142,43 @@ def test_send_to_device_skips_keys_and_uses_the_to_of_others() -> None:
     class Graph(dict):  # type: ignore[type-arg]
         pass
 
-    sent = trees.send_to_device({"a": one(), "b": one()}, "meta", skip_keys="b")
+    sent = pytree.send_to_device({"a": one(), "b": one()}, "meta", skip_keys="b")
     assert (sent["a"].device.type, sent["b"].device.type) == ("meta", "cpu")
-    sent = trees.send_to_device(Graph(a=[{"b": one()}]), "meta", skip_keys=["b"])
+    sent = pytree.send_to_device(Graph(a=[{"b": one()}]), "meta", skip_keys=["b"])
     assert isinstance(sent, Graph)
     assert sent["a"][0]["b"].device.type == "cpu"
-    assert trees.send_to_device([Movable()], "meta", non_blocking=True)[0].device == "meta"
-    assert trees.send_to_device(Frozen(one()), "meta").value.device.type == "meta"
-    assert trees.send_to_device("text", "meta") == "text"
+    assert pytree.send_to_device([Movable()], "meta", non_blocking=True)[0].device == "meta"
+    assert pytree.send_to_device(Frozen(one()), "meta").value.device.type == "meta"
+    assert pytree.send_to_device("text", "meta") == "text"
 
 
 def test_batch_sizes() -> None:
-    assert trees.find_batch_size({"text": ["x"], "ids": torch.ones(3, 2)}) == 3
-    assert trees.find_batch_size(torch.tensor(1.0)) is None
-    assert trees.ignorant_find_batch_size(["x"]) is None
+    assert pytree.find_batch_size({"text": ["x"], "ids": torch.ones(3, 2)}) == 3
+    assert pytree.find_batch_size(torch.tensor(1.0)) is None
+    assert pytree.ignorant_find_batch_size(["x"]) is None
     with pytest.raises(TypeError, match="no tensor in this list to take a batch size from"):
-        trees.find_batch_size(["x"])
-    assert trees.find_device(["x"]) is None
+        pytree.find_batch_size(["x"])
+    assert pytree.find_device(["x"]) is None
 
 
 def test_other_forms_of_tensors() -> None:
-    assert trees.listify({"a": one().requires_grad_()}) == {"a": [1.0, 2.0]}
-    converted = trees.convert_to_fp32([one().half(), one().bfloat16(), one().double(), torch.tensor([1])])
+    assert pytree.listify({"a": one().requires_grad_()}) == {"a": [1.0, 2.0]}
+    converted = pytree.convert_to_fp32([one().half(), one().bfloat16(), one().double(), torch.tensor([1])])
     assert [tensor.dtype for tensor in converted] == [torch.float32, torch.float32, torch.float64, torch.int64]
 
 
 def test_structures_without_values() -> None:
-    structure = trees.get_data_structure({"a": one(), "b": "text"})
+    structure = pytree.get_data_structure({"a": one(), "b": "text"})
     assert structure == {"a": TensorInformation(shape=torch.Size([2]), dtype=torch.float32), "b": "text"}
-    assert trees.is_tensor_information(structure["a"])
-    made = trees.initialize_tensors(structure)
+    assert pytree.is_tensor_information(structure["a"])
+    made = pytree.initialize_tensors(structure)
     assert (made["a"].shape, made["a"].dtype, made["b"]) == ((2,), torch.float32, "text")
 
 
 def test_kinds() -> None:
-    assert trees.is_torch_tensor(one())
-    assert not trees.is_torch_tensor([1.0])
-    assert trees.is_namedtuple(Point(1, 2))
-    assert not trees.is_namedtuple((1, 2))
-    assert trees.honor_type(Point(1, 2), [3, 4]) == Point(3, 4)
-    assert trees.honor_type((), iter([3])) == (3,)
+    assert pytree.is_torch_tensor(one())
+    assert not pytree.is_torch_tensor([1.0])
+    assert pytree.is_namedtuple(Point(1, 2))
+    assert not pytree.is_namedtuple((1, 2))
+    assert pytree.honor_type(Point(1, 2), [3, 4]) == Point(3, 4)
+    assert pytree.honor_type((), iter([3])) == (3,)

@@ -1,6 +1,6 @@
 """This file is the tests of how failed processes are told apart and told."""
 
-from trainer_lib.launchers.failures import Failure, failed
+from trainer_lib.launchers.process_failures import Failure, failed
 
 
 def trace(error: str, depth: int = 1) -> str:

@@ -15,7 +15,8 @@ from trainer_lib import Interrupted, debug_launcher, notebook_launcher
 from trainer_lib.events import Interruption
 from trainer_lib.foundation.environment import clear_environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, WorldError
-from trainer_lib.launchers import ProcessFailedError, notebook
+from trainer_lib.launchers import ProcessFailedError
+from trainer_lib.launchers import notebook_launcher as notebook
 from trainer_lib.state import AcceleratorState, PartialState
 from trainer_lib.testing import reset_states
 

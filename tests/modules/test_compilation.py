@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer_lib.modules.compilation import compile_model, compile_regions, eager_view, undo_compilation
 from trainer_lib.modules.unwrapping import extract_model_from_parallel, has_compiled_regions, is_compiled_module
-from trainer_lib.options.compilation import TorchDynamoPlugin
+from trainer_lib.options.compile_options import TorchDynamoPlugin
 
 # torch hides this warning of its own while it traces, and cannot where warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -8,8 +8,8 @@ import pytest
 
 from trainer_lib.foundation.environment import patch_environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
-from trainer_lib.options.compilation import TorchDynamoPlugin, compilation_plugin
-from trainer_lib.options.kinds import DynamoBackend
+from trainer_lib.options.compile_options import TorchDynamoPlugin, compilation_plugin
+from trainer_lib.options.enums import DynamoBackend
 
 
 def a_backend(graph: Any, inputs: Any) -> Any:

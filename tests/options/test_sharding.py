@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
 from trainer_lib.foundation.environment import patch_environment
-from trainer_lib.options.fsdp1 import Offload
+from trainer_lib.options.fsdp1_translation import Offload
 
 Plugin: Any = FullyShardedDataParallelPlugin
 

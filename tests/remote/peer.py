@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
-from trainer_lib.foundation.ports import free_port
+from trainer_lib.processes.ports import free_port
 
 LOOPBACK = "127.0.0.1"
 _PATIENCE = 60.0
@@ -57,7 +57,7 @@ def speak(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("trainer_lib.foundation.remote.PAUSES", (0.01, 0.02))
+    monkeypatch.setattr("trainer_lib.filesystem.remote_paths.PAUSES", (0.01, 0.02))
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": 5 << 20})  # so that 8 MB are several parts
     s3fs.S3FileSystem.clear_instance_cache()

@@ -21,8 +21,8 @@ from trainer_lib import (
     load_checkpoint_in_model,
 )
 from trainer_lib.commands.main import main
+from trainer_lib.filesystem.remote_paths import RemotePath, is_url, masked, path_at, persistently
 from trainer_lib.foundation.errors import MissingPackageError, UnreachableError
-from trainer_lib.foundation.remote import RemotePath, is_url, masked, path_at, persistently
 from trainer_lib.launchers import ProcessFailedError, run_forked
 
 
@@ -30,7 +30,7 @@ from trainer_lib.launchers import ProcessFailedError, run_forked
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Begin with nothing in memory, and see that nothing is left on the disk."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("trainer_lib.foundation.remote.PAUSES", (0.01, 0.02))
+    monkeypatch.setattr("trainer_lib.filesystem.remote_paths.PAUSES", (0.01, 0.02))
     files: Any = fsspec.filesystem("memory")
     files.store.clear()
     return files

@@ -18,17 +18,17 @@ from tests.checkpointing.test_sharded import run as run_sharded
 from tests.faults.trainings import train, trained
 from tests.remote.conftest import made
 from tests.remote.peer import Line
+from tests.trainer.checkpoints.test_resume import run
 from tests.trainer.tasks import arguments, network, points, trainer
-from tests.trainer.test_resume import run
 from tests.worlds import forget_world
 from trainer_lib import CheckpointError, RunInUseError, Trainer
-from trainer_lib.checkpointing.reader import open_state, verify_state
+from trainer_lib.checkpointing.load.find import open_state, verify_state
 from trainer_lib.commands.main import main
 from trainer_lib.events import Callback, Run
+from trainer_lib.filesystem.remote_paths import RemotePath, path_at
 from trainer_lib.foundation.errors import UnwritableError
-from trainer_lib.foundation.remote import RemotePath, path_at
 from trainer_lib.launchers import run_forked
-from trainer_lib.runs.lease import Lease
+from trainer_lib.runs.run_lease import Lease
 
 pytestmark = [
     pytest.mark.server,

@@ -9,9 +9,9 @@ import pytest
 from tests.trainer.tasks import arguments, trainer
 from trainer_lib.events import Run, Transformer
 from trainer_lib.runs import read_run
-from trainer_lib.runs.contents import contents
-from trainer_lib.runs.environment import describe_environment
-from trainer_lib.runs.report import find_runs
+from trainer_lib.runs.report.report_data import contents
+from trainer_lib.runs.report.report_page import find_runs
+from trainer_lib.runs.run_environment import describe_environment
 
 
 def _git(folder: Path, *words: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from tests.callbacks.loops import go_through, running
 from tests.runs.histories import line
 from trainer_lib.callbacks import JsonlLog
-from trainer_lib.runs.history import History
+from trainer_lib.runs.run_history import History
 
 
 def append(file: Path, *lines: Any) -> None:

@@ -20,16 +20,16 @@ from tests.trainer.tasks import arguments, trainer
 from tests.worlds import run_world
 from trainer_lib import RunInUseError
 from trainer_lib.events import Run, Transformer
-from trainer_lib.foundation.remote import AnyPath, path_at
-from trainer_lib.runs import lease as leases
-from trainer_lib.runs.lease import Lease, is_leased
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
+from trainer_lib.runs import run_lease as leases
+from trainer_lib.runs.run_lease import Lease, is_leased
 
 Holder = Callable[[Path], "subprocess.Popen[str]"]
 
 HOLDS = textwrap.dedent("""
     import sys, time
     from pathlib import Path
-    from trainer_lib.runs.lease import Lease
+    from trainer_lib.runs.run_lease import Lease
 
     Lease(Path(sys.argv[1])).acquire()
     print("held", flush=True)

@@ -10,11 +10,11 @@ import pytest
 
 from tests.runs.histories import BEGUN, line, make_run
 from trainer_lib.commands.main import main
-from trainer_lib.foundation.remote import path_at
+from trainer_lib.filesystem.remote_paths import path_at
 from trainer_lib.launchers import run_forked
-from trainer_lib.runs.environment import describe_process
-from trainer_lib.runs.listing import glance, list_runs
-from trainer_lib.runs.sparkline import shows_sparklines, sparkline
+from trainer_lib.runs.list_runs import glance, list_runs
+from trainer_lib.runs.report.sparkline import shows_sparklines, sparkline
+from trainer_lib.runs.run_environment import describe_process
 
 
 def unended(status: str = "running", **facts: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.runs.browser import Browser, find_browser
 from tests.runs.histories import line, make_run, training
-from trainer_lib.runs.report import find_runs, write_report
-from trainer_lib.runs.serving import LiveReport
+from trainer_lib.runs.report.live_report import LiveReport
+from trainer_lib.runs.report.report_page import find_runs, write_report
 
 pytestmark = [
     pytest.mark.browser,

@@ -10,9 +10,9 @@ import pytest
 
 from tests.runs.histories import line, make_run, training
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.runs.contents import contents
-from trainer_lib.runs.marks import marks
-from trainer_lib.runs.report import find_runs, write_report
+from trainer_lib.runs.report.report_data import contents
+from trainer_lib.runs.report.report_page import find_runs, write_report
+from trainer_lib.runs.report.timeline_marks import marks
 
 
 class Elements(HTMLParser):

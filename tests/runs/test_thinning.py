@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer_lib.runs.thinning import means, thin
+from trainer_lib.runs.report.downsampling import means, thin
 
 
 def test_a_short_curve_stays_as_it_is() -> None:

@@ -8,7 +8,7 @@ from tests.trainer.tasks import arguments, network, trainer
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, FullyShardedDataParallelPlugin, UnsupportedError
 from trainer_lib.foundation.environment import patch_environment
-from trainer_lib.options.kinds import PrecisionType
+from trainer_lib.options.enums import PrecisionType
 from trainer_lib.state import AcceleratorState, PartialState
 
 

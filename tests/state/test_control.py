@@ -14,7 +14,7 @@ from datasets import Dataset
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError
 from trainer_lib.state import PartialState, do_nothing
-from trainer_lib.state.process import wait_for_everyone
+from trainer_lib.state.partial_state import wait_for_everyone
 
 Everywhere = Callable[[Callable[[int, int], Any]], list[Any]]
 

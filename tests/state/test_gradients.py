@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trainer_lib import GradientAccumulationPlugin
 from trainer_lib.state import GradientState
-from trainer_lib.state.gradients import Rows
+from trainer_lib.state.gradient_state import Rows
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.accelerator import toy
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.strategies.optimizer_names import load_named_state, named_state
+from trainer_lib.strategies.optimizer_state_names import load_named_state, named_state
 
 
 def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int = 2) -> Any:

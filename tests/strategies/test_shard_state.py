@@ -12,7 +12,7 @@ from tests.accelerator import toy
 from tests.strategies.sharded import Stack, Tied, stack
 from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, StateError
-from trainer_lib.strategies.filling import replace
+from trainer_lib.strategies.fsdp.materialize import replace
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.strategies.sharded import Block, Stack, Tied
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
-from trainer_lib.strategies.wrapping import ignored_modules, modules_to_wrap
+from trainer_lib.strategies.fsdp.wrap_policy import ignored_modules, modules_to_wrap
 
 
 def _wrapped(model: nn.Module, ignored: Any = None, **plugin: Any) -> list[str]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.tensor_files import loading
-from trainer_lib.tensor_files.loading import load_tensors
+from trainer_lib.tensor_files import load_tensors as loading
+from trainer_lib.tensor_files.load_tensors import load_tensors
 from trainer_lib.tensor_files.safetensors import read_tensors, write_tensors
 
 

@@ -3,7 +3,7 @@
 import safetensors.torch
 import torch
 
-from trainer_lib.tensor_files.storage import clean_state_dict_for_safetensors, id_tensor_storage, without_aliases
+from trainer_lib.tensor_files.tensor_storage import clean_state_dict_for_safetensors, id_tensor_storage, without_aliases
 
 
 def test_the_first_of_equal_views_is_kept() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnsupportedError
-from trainer_lib.tensor_files.weights import (
+from trainer_lib.tensor_files.model_files import (
     files_of_weights,
     find_weights,
     load_state_dict,

@@ -20,10 +20,10 @@ import pytest
 from tests.tracking.misbehaving import Misbehaving, steps, taken
 from trainer_lib.commands.main import main
 from trainer_lib.tracking import GeneralTracker, Patience, TrackerGroup, register_tracker_class
-from trainer_lib.tracking.delivery import ChildDelivery
-from trainer_lib.tracking.entries import Entry
-from trainer_lib.tracking.replay import find
-from trainer_lib.tracking.spool import Spool, read_spool
+from trainer_lib.tracking.delivery.entries import Entry
+from trainer_lib.tracking.delivery.replay import find
+from trainer_lib.tracking.delivery.sender import ChildDelivery
+from trainer_lib.tracking.delivery.spool import Spool, read_spool
 
 ROOT = Path(__file__).parents[2]
 QUICK = Patience(linger=0.02, call=0.5, finish=1.0, working=0.0, first_pause=0.05, longest_pause=0.2)
@@ -313,8 +313,9 @@ def test_a_program_with_trackers_that_hang_ends_in_ten_seconds(tmp_path: Path) -
 
 @pytest.mark.launch
 def test_the_process_of_a_tracker_needs_no_torch() -> None:
-    names = ["child", "mlflow", "comet", "wandb", "trackio", "clearml", "dvclive", "swanlab", "tensorboard", "jsonl"]
-    modules = ", ".join(f"trainer_lib.tracking.{name}" for name in names)
+    names = ["mlflow", "comet", "wandb", "trackio", "clearml", "dvclive", "swanlab", "tensorboard", "jsonl_file"]
+    adapters = ", ".join(f"trainer_lib.tracking.adapters.{name}" for name in names)
+    modules = f"trainer_lib.tracking.delivery.tracker_process, {adapters}"
     there = "{'torch', 'numpy', 'mlflow', 'comet_ml', 'wandb', 'trackio', 'tensorboard'} & set(sys.modules)"
     script = f"import sys, {modules}; print({there})"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

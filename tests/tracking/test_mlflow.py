@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.foundation.imports import is_package_available
-from trainer_lib.foundation.ports import free_port
+from trainer_lib.processes.ports import free_port
 from trainer_lib.tracking import Patience, TrackerGroup
 
 if not is_package_available("mlflow"):

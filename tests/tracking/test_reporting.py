@@ -12,7 +12,7 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator, GeneralTracker, ProjectConfiguration
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.tracking import on_main_process, register_tracker_class
-from trainer_lib.tracking.group import TrackerHandle
+from trainer_lib.tracking.tracker_group import TrackerHandle
 
 register_tracker_class(Misbehaving)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainer_lib.tracking.entries import Entry, from_line, to_line
+from trainer_lib.tracking.delivery.entries import Entry, from_line, to_line
+from trainer_lib.tracking.delivery.plain_values import kept, pictures, plain_metrics, plain_settings
 from trainer_lib.tracking.secrets import is_secret, masked
-from trainer_lib.tracking.values import kept, pictures, plain_metrics, plain_settings
 
 
 def test_plain_metrics_are_numbers_by_flat_names() -> None:

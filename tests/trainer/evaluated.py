@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainer_lib import Accelerator
 from trainer_lib.events import Callback, Dispatcher, Run
-from trainer_lib.trainer.evaluation import EvaluationSet, Evaluator
-from trainer_lib.trainer.metrics import as_metrics
-from trainer_lib.trainer.outputs import EvaluationOutput
-from trainer_lib.trainer.predictions import Predictions
+from trainer_lib.trainer.evaluation.eval_loop import EvaluationSet, Evaluator
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
+from trainer_lib.trainer.evaluation.prediction_results import Predictions
+from trainer_lib.trainer.metrics.metric_spec import as_metrics
 
 CLASSES = 5
 

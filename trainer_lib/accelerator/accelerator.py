@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from trainer_lib.accelerator import build
-from trainer_lib.accelerator.joining import joined
+from trainer_lib.accelerator import construction
+from trainer_lib.accelerator.checkpoints import Persistence
 from trainer_lib.accelerator.lomo import lomo_backward
-from trainer_lib.accelerator.persistence import Persistence
-from trainer_lib.accelerator.reporting import Reporting, checked_trackers
-from trainer_lib.checkpointing.background import BackgroundSaves
+from trainer_lib.accelerator.tracking_methods import Reporting, checked_trackers
+from trainer_lib.accelerator.uneven_inputs import joined
+from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
@@ -26,23 +26,23 @@ from trainer_lib.modules.compilation import compile_model, undo_compilation
 from trainer_lib.modules.names import class_name
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
 from trainer_lib.optimizer import AcceleratedOptimizer
-from trainer_lib.options.accumulation import GradientAccumulationPlugin, accumulation_plugin
+from trainer_lib.options.accumulation_options import GradientAccumulationPlugin, accumulation_plugin
 from trainer_lib.options.base import KwargsHandler, check_count, check_flag
-from trainer_lib.options.compilation import Backend, TorchDynamoPlugin, compilation_plugin
-from trainer_lib.options.data import DataLoaderConfiguration
-from trainer_lib.options.distributed import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from trainer_lib.options.kinds import DynamoBackend, PrecisionType
-from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
-from trainer_lib.options.profiling import ProfileKwargs
-from trainer_lib.options.project import ProjectConfiguration, project_configuration
-from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
+from trainer_lib.options.compile_options import Backend, TorchDynamoPlugin, compilation_plugin
+from trainer_lib.options.data_options import DataLoaderConfiguration
+from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from trainer_lib.options.enums import DynamoBackend, PrecisionType
+from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
+from trainer_lib.options.profiler_options import ProfileKwargs
+from trainer_lib.options.project_options import ProjectConfiguration, project_configuration
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.precision import choose_precision
 from trainer_lib.profiling import Profiling
 from trainer_lib.scheduler import AcceleratedScheduler
-from trainer_lib.state.accelerator import AcceleratorState
-from trainer_lib.state.gradients import GradientState
-from trainer_lib.state.window import GradientWindow, Share, nan_if_negative
+from trainer_lib.state.accelerator_state import AcceleratorState
+from trainer_lib.state.accumulation_window import GradientWindow, Share, nan_if_negative
+from trainer_lib.state.gradient_state import GradientState
 from trainer_lib.strategies import choose_strategy
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class Accelerator(Reporting, Persistence):
         scheduler_steps_per_process: bool = False,
         **older_arguments: Any,
     ) -> None:
-        build.check_names(older_arguments, Accelerator.__init__)
-        build.refuse_unsupported(older_arguments)
+        construction.check_names(older_arguments, Accelerator.__init__)
+        construction.refuse_unsupported(older_arguments)
         if split_batches is not None:
             older_arguments["split_batches"] = split_batches
         for name, flag in (
@@ -118,9 +118,9 @@ class Accelerator(Reporting, Persistence):
             ("scheduler_steps_per_process", scheduler_steps_per_process),
         ):
             check_flag(name, flag)
-        build.check_generators(rng_types)
-        handlers = build.Handlers([] if kwargs_handlers is None else kwargs_handlers)
-        self.dataloader_config = build.data_configuration(dataloader_config, older_arguments)
+        construction.check_generators(rng_types)
+        handlers = construction.Handlers([] if kwargs_handlers is None else kwargs_handlers)
+        self.dataloader_config = construction.data_configuration(dataloader_config, older_arguments)
         self.project_configuration = project_configuration(
             project_dir, project_config, older_arguments.get("logging_dir")
         )
@@ -128,7 +128,7 @@ class Accelerator(Reporting, Persistence):
         plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         group_options = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
         self.state = AcceleratorState(
-            build.precision_name(mixed_precision, older_arguments),
+            construction.precision_name(mixed_precision, older_arguments),
             cpu,
             dynamo_plugin=compilation_plugin(dynamo_backend, dynamo_plugin),
             fsdp_plugin=fsdp_plugin,
@@ -140,7 +140,7 @@ class Accelerator(Reporting, Persistence):
         self.precision = choose_precision(
             self.state.mixed_precision, self.device.type, handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
         )
-        build.check_compilation(
+        construction.check_compilation(
             self.state.dynamo_plugin,
             handlers.get(DistributedDataParallelKwargs),
             self.state.fsdp_plugin,

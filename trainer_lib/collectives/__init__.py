@@ -3,10 +3,10 @@
 A world of one takes the same path as a world of many.
 """
 
-from trainer_lib.collectives.objects import broadcast_object_list, gather_object
-from trainer_lib.collectives.remainder import gather_real_objects, gather_real_rows
-from trainer_lib.collectives.rows import gather_rows
-from trainer_lib.collectives.tensors import (
+from trainer_lib.collectives.gather_for_metrics import gather_real_objects, gather_real_rows
+from trainer_lib.collectives.object_collectives import broadcast_object_list, gather_object
+from trainer_lib.collectives.ragged_gather import gather_rows
+from trainer_lib.collectives.tensor_collectives import (
     CannotPadNestedTensorWarning,
     broadcast,
     copy_tensor_to_devices,
@@ -15,7 +15,7 @@ from trainer_lib.collectives.tensors import (
     pad_input_tensors,
     reduce,
 )
-from trainer_lib.foundation.trees import (
+from trainer_lib.foundation.pytree import (
     TensorInformation,
     concatenate,
     convert_to_fp32,

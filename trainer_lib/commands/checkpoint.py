@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from trainer_lib.commands import convert
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
+from trainer_lib.foundation.byte_sizes import convert_bytes
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
-from trainer_lib.foundation.remote import AnyPath, path_at
-from trainer_lib.foundation.sizes import convert_bytes
 
 _SETTLED_AFTER = 600.0  # seconds without a change, after which no save is under way in a folder
 
@@ -81,7 +81,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from trainer_lib.checkpointing.reader import verify_state
+    from trainer_lib.checkpointing.load.find import verify_state
 
     present = [[one for one in group if not one.is_aside] for group in _groups(options.folder)]
     chosen = [one for group in present for one in (group if options.all else group[-1:])]
@@ -140,8 +140,8 @@ def _print_run(one: Any) -> None:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from trainer_lib.checkpointing.listing import debris_in, groups_of_states, superfluous
-    from trainer_lib.checkpointing.retention import delete_state
+    from trainer_lib.checkpointing.format.listing import debris_in, groups_of_states, superfluous
+    from trainer_lib.checkpointing.save.automatic_naming import delete_state
 
     groups = groups_of_states(options.folder, may_be_empty=bool(debris_in(options.folder)))
     aside = [one for group in groups for one in group if one.is_aside]
@@ -161,9 +161,9 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _prune_debris(options: argparse.Namespace) -> None:
     """Delete what killed saves left; where a program trains, or a save may be under way, it stays."""
-    from trainer_lib.checkpointing.listing import debris_in
-    from trainer_lib.checkpointing.storage import storage_of
-    from trainer_lib.runs.lease import is_leased
+    from trainer_lib.checkpointing.format.listing import debris_in
+    from trainer_lib.checkpointing.storage.storage import storage_of
+    from trainer_lib.runs.run_lease import is_leased
 
     for path in debris_in(options.folder):
         sizes = storage_of(path).sizes()
@@ -180,8 +180,8 @@ def _prune_debris(options: argparse.Namespace) -> None:
 
 
 def _consolidate(options: argparse.Namespace) -> int:
-    from trainer_lib.checkpointing.weights import checked_weights, save_weights
-    from trainer_lib.tensor_files.weights import read_weights
+    from trainer_lib.checkpointing.model_weights import checked_weights, save_weights
+    from trainer_lib.tensor_files.model_files import read_weights
 
     one = _newest(options.folder)
     with checked_weights(one.path) as files:
@@ -194,7 +194,7 @@ def _consolidate(options: argparse.Namespace) -> int:
 
 
 def _groups(folder: AnyPath) -> Any:
-    from trainer_lib.checkpointing.listing import groups_of_states
+    from trainer_lib.checkpointing.format.listing import groups_of_states
 
     return groups_of_states(folder)
 

@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def convert(options: argparse.Namespace) -> int:
     """Convert, and tell what was left out."""
-    from trainer_lib.checkpointing.conversion import convert as make
+    from trainer_lib.checkpointing.third_party.conversion import convert as make
 
     if not isinstance(options.folder, Path):
         raise ConfigurationError(f"{options.folder} is on another machine. Copy it to this one first.")

@@ -11,10 +11,10 @@ from pathlib import Path
 from trainer_lib.commands.launch_options import parse
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.interruption import reason_of
-from trainer_lib.launchers.plan import LOCALHOST, Plan
-from trainer_lib.options.compilation import TorchDynamoPlugin
-from trainer_lib.options.precision import check_precision
+from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
+from trainer_lib.options.compile_options import TorchDynamoPlugin
+from trainer_lib.options.precision_options import check_precision
+from trainer_lib.processes.exit_codes import reason_of
 
 _DEFAULT_PORT = 29500
 
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _watch(program: Sequence[str], plan: Plan, quiet: bool) -> int:
     from trainer_lib.launchers.elastic import run_elastic
-    from trainer_lib.launchers.failures import ProcessFailedError, signal_name
+    from trainer_lib.launchers.process_failures import ProcessFailedError, signal_name
 
     try:
         run_elastic(program[0], program[1:], plan)
@@ -53,7 +53,7 @@ def _watch(program: Sequence[str], plan: Plan, quiet: bool) -> int:
 
 def _variables(options: argparse.Namespace) -> dict[str, str | int]:
     """What the processes are told beside their place."""
-    from trainer_lib.launchers.accelerators import visible_devices
+    from trainer_lib.launchers.device_count import visible_devices
 
     asked: dict[str, str | int | None] = {
         "accelerate_use_cpu": 1 if options.cpu else None,
@@ -93,12 +93,12 @@ def _program(options: argparse.Namespace, command: Sequence[str]) -> list[str]:
     if not options.module and not Path(script).is_file():
         what = "is a folder" if Path(script).is_dir() else f"is not there (in {Path.cwd()})"
         raise ConfigurationError(f"The script {script!r} {what}. Name a file, or a module after -m.")
-    worker = Path(__file__).parent.parent / "launchers" / "worker.py"
+    worker = Path(__file__).parent.parent / "launchers" / "bootstrap.py"
     return [sys.executable, str(worker), str(os.getpid()), *(["-m"] if options.module else []), *command]
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    from trainer_lib.launchers.accelerators import check_enough, count_accelerators
+    from trainer_lib.launchers.device_count import check_enough, count_accelerators
 
     accelerators = count_accelerators()
     if options.multi_gpu and accelerators < 2:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.remote import AnyPath, path_at
 
 _EPILOG = """\
 RUN is the folder of a run (output_dir/RUN_ID) or its URL, a folder of runs, or a history file that JsonlLog wrote.
@@ -17,7 +17,7 @@ Several are compared. The page holds everything it needs: it can be sent to othe
 
 def run(arguments: Sequence[str]) -> int:
     """Write a report, or serve one, and return the exit code."""
-    from trainer_lib.runs.report import find_runs, write_report
+    from trainer_lib.runs.report.report_page import find_runs, write_report
 
     options = _parser().parse_args(list(arguments))
     if options.port is not None and not options.live:
@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _default_file(given: Sequence[AnyPath], count: int) -> Path:
-    from trainer_lib.runs.report import REPORT_FILE
-    from trainer_lib.runs.standing import is_run
+    from trainer_lib.runs.report.report_page import REPORT_FILE
+    from trainer_lib.runs.run_status import is_run
 
     only = given[0]
     if count > 1 or not isinstance(only, Path):
@@ -72,7 +72,7 @@ def _default_file(given: Sequence[AnyPath], count: int) -> Path:
 
 
 def _serve(sources: Sequence[object], options: argparse.Namespace) -> int:
-    from trainer_lib.runs.serving import LiveReport
+    from trainer_lib.runs.report.live_report import LiveReport
 
     live = LiveReport(sources, options.port or 0)  # type: ignore[arg-type]
     print(f"{live.url} (Ctrl-C ends it)", flush=True)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.remote import AnyPath, path_at
 
 if TYPE_CHECKING:
-    from trainer_lib.runs.listing import Glance
+    from trainer_lib.runs.list_runs import Glance
 
 _CLEAR = "\x1b[H\x1b[2J"
 _PAUSE = 2.0  # seconds between two looks
@@ -70,8 +70,8 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _told(options: argparse.Namespace) -> str:
-    from trainer_lib.runs.listing import list_runs
-    from trainer_lib.runs.sparkline import shows_sparklines
+    from trainer_lib.runs.list_runs import list_runs
+    from trainer_lib.runs.report.sparkline import shows_sparklines
 
     found = list_runs(options.folder)
     if options.json:
@@ -84,8 +84,8 @@ def _told(options: argparse.Namespace) -> str:
 
 
 def _row(one: "Glance", folder: AnyPath, with_sparkline: bool) -> dict[str, str]:
-    from trainer_lib.runs.sparkline import sparkline
-    from trainer_lib.runs.texts import duration, short
+    from trainer_lib.runs.report.formatting import duration, short
+    from trainer_lib.runs.report.sparkline import sparkline
 
     total = "" if one.max_steps is None else f"/{one.max_steps}"
     best = "" if one.best is None else f"{one.best['metric']} {short(one.best['value'])} at {one.best['step']}"

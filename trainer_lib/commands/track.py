@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError
-from trainer_lib.tracking.replay import Waiting, find, send
+from trainer_lib.tracking.delivery.replay import Waiting, find, send
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,11 +1,11 @@
 """This package is data loading: each process reads its share, in an order that all agree on, from any place on."""
 
-from trainer_lib.data_loader.batches import BatchSamplerShard
-from trainer_lib.data_loader.dispatch import DataLoaderDispatcher
-from trainer_lib.data_loader.iterable import IterableDatasetShard
+from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
+from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
+from trainer_lib.data_loader.order.samplers import SeedableRandomSampler, SkipBatchSampler
 from trainer_lib.data_loader.prepare import get_sampler, prepare_data_loader, skip_first_batches
-from trainer_lib.data_loader.samplers import SeedableRandomSampler, SkipBatchSampler
-from trainer_lib.data_loader.shard import DataLoaderShard, SkipDataLoader
+from trainer_lib.data_loader.readers.iterable_shard import IterableDatasetShard
+from trainer_lib.data_loader.shard_loader import DataLoaderShard, SkipDataLoader
 
 __all__ = [
     "BatchSamplerShard",

@@ -9,24 +9,24 @@ from typing import Any, overload
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from trainer_lib.data_loader.batches import BatchSamplerShard
-from trainer_lib.data_loader.dispatch import DataLoaderDispatcher
-from trainer_lib.data_loader.iterable_reader import IterableReader
-from trainer_lib.data_loader.map_reader import MapReader
-from trainer_lib.data_loader.order import iterates_as, seedable
-from trainer_lib.data_loader.prepared import Delivery, PreparedLoader
-from trainer_lib.data_loader.randomness import positive_seed
-from trainer_lib.data_loader.reader import Reader
-from trainer_lib.data_loader.rounds import Sharing
-from trainer_lib.data_loader.samplers import SeedableRandomSampler, SkipBatchSampler
-from trainer_lib.data_loader.shard import DataLoaderShard
-from trainer_lib.data_loader.slicing import Slicing
-from trainer_lib.data_loader.stream import is_split_already
+from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
+from trainer_lib.data_loader.order.batch_slicing import Slicing
+from trainer_lib.data_loader.order.data_rng import positive_seed
+from trainer_lib.data_loader.order.epoch_order import iterates_as, seedable
+from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
+from trainer_lib.data_loader.order.rank_rounds import Sharing
+from trainer_lib.data_loader.order.samplers import SeedableRandomSampler, SkipBatchSampler
+from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
+from trainer_lib.data_loader.readers.iterable_reader import IterableReader
+from trainer_lib.data_loader.readers.map_reader import MapReader
+from trainer_lib.data_loader.readers.sample_stream import is_split_already
+from trainer_lib.data_loader.readers.shard_reader import Reader
+from trainer_lib.data_loader.shard_loader import DataLoaderShard
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.options.base import check_count
-from trainer_lib.options.kinds import RNGType
+from trainer_lib.options.enums import RNGType
 from trainer_lib.process_group import LoneProcess, ProcessGroup
-from trainer_lib.state.process import PartialState, is_initialized
+from trainer_lib.state.partial_state import PartialState, is_initialized
 
 
 def prepare_data_loader(

@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 from trainer_lib.events.run_state import RunState
+from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.every import Every
 
 _TINY = 1e-9  # what a sum of parts of an epoch may be off by
 

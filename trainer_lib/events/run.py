@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.events.control import Control
+from trainer_lib.events.requests import Control
 from trainer_lib.events.run_state import RunState
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.metric_names import sets_of_metric

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from trainer_lib.foundation.shown import shown
+from trainer_lib.foundation.error_values import shown
 
 
 class TrainerLibError(Exception):

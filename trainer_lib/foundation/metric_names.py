@@ -3,8 +3,8 @@
 import re
 from collections.abc import Collection, Mapping
 
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
-from trainer_lib.foundation.shown import shown
 
 _MORE_IS_BETTER = """
     accuracy acc f1 fbeta precision recall sensitivity specificity auc auroc auprc ap map mrr ndcg hits exact_match em

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer_lib.foundation.interruption import reason_of
-from trainer_lib.launchers.failures import ProcessFailedError
 from trainer_lib.launchers.fork import run_forked
+from trainer_lib.launchers.process_failures import ProcessFailedError
+from trainer_lib.processes.exit_codes import reason_of
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:

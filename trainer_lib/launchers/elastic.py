@@ -22,10 +22,10 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
-from trainer_lib.foundation.interruption import SAME_REQUEST, reason_of
-from trainer_lib.launchers.failures import Failure, ProcessFailedError, failed
-from trainer_lib.launchers.plan import Plan
-from trainer_lib.launchers.store import MeetAtPort, MeetInFile
+from trainer_lib.launchers.launch_plan import Plan
+from trainer_lib.launchers.process_failures import Failure, ProcessFailedError, failed
+from trainer_lib.launchers.rendezvous import MeetAtPort, MeetInFile
+from trainer_lib.processes.exit_codes import SAME_REQUEST, reason_of
 
 # After a death the others cannot go on, and may wait for the dead one in a collective that no signal interrupts.
 _GRACE_AFTER_DEATH = 3

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from trainer_lib.foundation.interruption import exit_code_of
-from trainer_lib.foundation.ports import free_port
-from trainer_lib.launchers.child import begin, check_call, leave, refuse_a_world
-from trainer_lib.launchers.failures import Failure, ProcessFailedError, failed
-from trainer_lib.launchers.plan import LOCALHOST
+from trainer_lib.launchers.forked_process import begin, check_call, leave, refuse_a_world
+from trainer_lib.launchers.launch_plan import LOCALHOST
+from trainer_lib.launchers.process_failures import Failure, ProcessFailedError, failed
 from trainer_lib.options.base import check_count, check_positive
+from trainer_lib.processes.exit_codes import exit_code_of
+from trainer_lib.processes.ports import free_port
 
 _GRACE = 5.0  # seconds that a process gets to end when it is asked to
 _POLL = 0.1  # seconds between two looks at who has died

@@ -1,7 +1,7 @@
 """This package is memory: letting go of it, measuring its peak, and finding the batch size that fits into it."""
 
-from trainer_lib.memory.batch_size import find_executable_batch_size
-from trainer_lib.memory.peak import MemoryUse, PeakMemory
-from trainer_lib.memory.release import clear_device_cache, release_memory
+from trainer_lib.memory.executable_batch_size import find_executable_batch_size
+from trainer_lib.memory.peak_memory import MemoryUse, PeakMemory
+from trainer_lib.memory.release_memory import clear_device_cache, release_memory
 
 __all__ = ["MemoryUse", "PeakMemory", "clear_device_cache", "find_executable_batch_size", "release_memory"]

@@ -11,7 +11,7 @@ from torch import nn
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.blocks import repeated_blocks
 from trainer_lib.modules.views import view
-from trainer_lib.options.compilation import TorchDynamoPlugin
+from trainer_lib.options.compile_options import TorchDynamoPlugin
 
 _logger = get_logger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from enum import EnumMeta, StrEnum
 from typing import Any
 
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.foundation.shown import shown
 
 
 class _ContainsValues(EnumMeta):

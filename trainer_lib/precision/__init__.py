@@ -2,7 +2,7 @@
 
 from trainer_lib.precision.autocast import Autocast, ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
+from trainer_lib.precision.bf16_true import TrueBfloat16
 from trainer_lib.precision.registry import choose_precision
-from trainer_lib.precision.true_bfloat16 import TrueBfloat16
 
 __all__ = ["Autocast", "FullPrecision", "ScaledAutocast", "TrueBfloat16", "choose_precision"]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.trees import convert_to_fp32
+from trainer_lib.foundation.pytree import convert_to_fp32
 from trainer_lib.modules import forwards
-from trainer_lib.options.precision import AutocastKwargs, GradScalerKwargs
+from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.precision.base import FullPrecision, differentiate
 from trainer_lib.precision.scaler import LossScaler
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_lib.options.precision import AutocastKwargs
+from trainer_lib.options.precision_options import AutocastKwargs
 
 
 class FullPrecision:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from trainer_lib.modules.state import inner_module, load_module_state, module_state
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.strategies import gradients
-from trainer_lib.strategies.optimizer_names import load_named_state, named_state
+from trainer_lib.strategies import grad_norm as gradients
+from trainer_lib.strategies.optimizer_state_names import load_named_state, named_state
 
 _NOTHING = nullcontext()  # one for all: it is entered on each micro-batch that does not update
 

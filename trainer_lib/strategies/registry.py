@@ -3,13 +3,13 @@
 import torch
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.options.distributed import DistributedDataParallelKwargs
-from trainer_lib.options.kinds import DistributedType
-from trainer_lib.options.sharding import FullyShardedDataParallelPlugin
+from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.enums import DistributedType
+from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import SingleProcess
-from trainer_lib.strategies.replicate import Replicate
+from trainer_lib.strategies.ddp.ddp import Replicate
 
 
 def choose_strategy(
@@ -31,7 +31,7 @@ def choose_strategy(
             raise ConfigurationError(
                 "DistributedDataParallelKwargs belong to DDP, and this run shards its models (FSDP). Leave them out."
             )
-        from trainer_lib.strategies.shard import Shard
+        from trainer_lib.strategies.fsdp.fsdp import Shard
 
         return Shard(group, device, fsdp, parallelism, mixed_precision)
     return (SingleProcess if distributed_type == DistributedType.NO else Replicate)(group, device, ddp)

@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainer_lib.foundation.checksums import ChecksummedFile
+from trainer_lib.filesystem.checksums import ChecksummedFile
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.remote import AnyPath
-from trainer_lib.foundation.strict_json import read_json
-from trainer_lib.tensor_files.storage import without_aliases
+from trainer_lib.tensor_files.tensor_storage import without_aliases
 
 _NAMES = {
     torch.float64: "F64",

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainer_lib.filesystem.atomic_files import inside
+from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.files import inside
-from trainer_lib.foundation.strict_json import read_json
-from trainer_lib.tensor_files.contents import Tensors
+from trainer_lib.tensor_files.file_contents import Tensors
 from trainer_lib.tensor_files.safetensors import read_header
 
 SHARDS_ENDING = ".shards"  # of the folder

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from trainer_lib.launchers.child import reset_states as reset_states
 from trainer_lib.launchers.fork import run_forked
+from trainer_lib.launchers.forked_process import reset_states as reset_states
 
 
 def run_processes(function: Callable[..., Any], num_processes: int, *args: Any, timeout: float = 60) -> list[Any]:

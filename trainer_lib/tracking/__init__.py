@@ -2,39 +2,39 @@
 
 from typing import TYPE_CHECKING
 
-from trainer_lib.foundation.lazy import lazy_names
+from trainer_lib.foundation.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from trainer_lib.tracking.adapters.clearml import ClearMLTracker as ClearMLTracker
+    from trainer_lib.tracking.adapters.comet import CometMLTracker as CometMLTracker
+    from trainer_lib.tracking.adapters.dvclive import DVCLiveTracker as DVCLiveTracker
+    from trainer_lib.tracking.adapters.jsonl_file import JsonlTracker as JsonlTracker
+    from trainer_lib.tracking.adapters.mlflow import MLflowTracker as MLflowTracker
+    from trainer_lib.tracking.adapters.swanlab import SwanLabTracker as SwanLabTracker
+    from trainer_lib.tracking.adapters.tensorboard import TensorBoardTracker as TensorBoardTracker
+    from trainer_lib.tracking.adapters.trackio import TrackioTracker as TrackioTracker
+    from trainer_lib.tracking.adapters.wandb import WandBTracker as WandBTracker
     from trainer_lib.tracking.base import GeneralTracker as GeneralTracker
     from trainer_lib.tracking.base import on_main_process as on_main_process
-    from trainer_lib.tracking.clearml import ClearMLTracker as ClearMLTracker
-    from trainer_lib.tracking.comet import CometMLTracker as CometMLTracker
-    from trainer_lib.tracking.dvclive import DVCLiveTracker as DVCLiveTracker
-    from trainer_lib.tracking.group import TrackerGroup as TrackerGroup
-    from trainer_lib.tracking.jsonl import JsonlTracker as JsonlTracker
-    from trainer_lib.tracking.mlflow import MLflowTracker as MLflowTracker
+    from trainer_lib.tracking.delivery.queue_worker import Patience as Patience
     from trainer_lib.tracking.registry import filter_trackers as filter_trackers
     from trainer_lib.tracking.registry import get_available_trackers as get_available_trackers
     from trainer_lib.tracking.registry import register_tracker_class as register_tracker_class
-    from trainer_lib.tracking.swanlab import SwanLabTracker as SwanLabTracker
-    from trainer_lib.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
-    from trainer_lib.tracking.trackio import TrackioTracker as TrackioTracker
-    from trainer_lib.tracking.wandb import WandBTracker as WandBTracker
-    from trainer_lib.tracking.worker import Patience as Patience
+    from trainer_lib.tracking.tracker_group import TrackerGroup as TrackerGroup
 
 _HOMES = {
-    "ClearMLTracker": "trainer_lib.tracking.clearml",
-    "CometMLTracker": "trainer_lib.tracking.comet",
-    "DVCLiveTracker": "trainer_lib.tracking.dvclive",
+    "ClearMLTracker": "trainer_lib.tracking.adapters.clearml",
+    "CometMLTracker": "trainer_lib.tracking.adapters.comet",
+    "DVCLiveTracker": "trainer_lib.tracking.adapters.dvclive",
     "GeneralTracker": "trainer_lib.tracking.base",
-    "JsonlTracker": "trainer_lib.tracking.jsonl",
-    "MLflowTracker": "trainer_lib.tracking.mlflow",
-    "Patience": "trainer_lib.tracking.worker",
-    "SwanLabTracker": "trainer_lib.tracking.swanlab",
-    "TensorBoardTracker": "trainer_lib.tracking.tensorboard",
-    "TrackerGroup": "trainer_lib.tracking.group",
-    "TrackioTracker": "trainer_lib.tracking.trackio",
-    "WandBTracker": "trainer_lib.tracking.wandb",
+    "JsonlTracker": "trainer_lib.tracking.adapters.jsonl_file",
+    "MLflowTracker": "trainer_lib.tracking.adapters.mlflow",
+    "Patience": "trainer_lib.tracking.delivery.queue_worker",
+    "SwanLabTracker": "trainer_lib.tracking.adapters.swanlab",
+    "TensorBoardTracker": "trainer_lib.tracking.adapters.tensorboard",
+    "TrackerGroup": "trainer_lib.tracking.tracker_group",
+    "TrackioTracker": "trainer_lib.tracking.adapters.trackio",
+    "WandBTracker": "trainer_lib.tracking.adapters.wandb",
     "filter_trackers": "trainer_lib.tracking.registry",
     "get_available_trackers": "trainer_lib.tracking.registry",
     "on_main_process": "trainer_lib.tracking.base",

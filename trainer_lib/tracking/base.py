@@ -23,7 +23,7 @@ class Point(NamedTuple):
 
 def is_main_process() -> bool:
     """Whether this is the first of all processes, told without bringing them together."""
-    process = sys.modules.get("trainer_lib.state.process")
+    process = sys.modules.get("trainer_lib.state.partial_state")
     if process is not None and process.is_initialized():
         return process.PartialState().is_main_process
     world = environment.read_world()

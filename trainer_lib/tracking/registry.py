@@ -17,15 +17,15 @@ ALL = "all"
 
 # Each is imported when it is asked for.
 _BUILT_IN = {
-    "tensorboard": "trainer_lib.tracking.tensorboard:TensorBoardTracker",
-    "mlflow": "trainer_lib.tracking.mlflow:MLflowTracker",
-    "comet_ml": "trainer_lib.tracking.comet:CometMLTracker",
-    "wandb": "trainer_lib.tracking.wandb:WandBTracker",
-    "trackio": "trainer_lib.tracking.trackio:TrackioTracker",
-    "clearml": "trainer_lib.tracking.clearml:ClearMLTracker",
-    "dvclive": "trainer_lib.tracking.dvclive:DVCLiveTracker",
-    "swanlab": "trainer_lib.tracking.swanlab:SwanLabTracker",
-    "jsonl": "trainer_lib.tracking.jsonl:JsonlTracker",
+    "tensorboard": "trainer_lib.tracking.adapters.tensorboard:TensorBoardTracker",
+    "mlflow": "trainer_lib.tracking.adapters.mlflow:MLflowTracker",
+    "comet_ml": "trainer_lib.tracking.adapters.comet:CometMLTracker",
+    "wandb": "trainer_lib.tracking.adapters.wandb:WandBTracker",
+    "trackio": "trainer_lib.tracking.adapters.trackio:TrackioTracker",
+    "clearml": "trainer_lib.tracking.adapters.clearml:ClearMLTracker",
+    "dvclive": "trainer_lib.tracking.adapters.dvclive:DVCLiveTracker",
+    "swanlab": "trainer_lib.tracking.adapters.swanlab:SwanLabTracker",
+    "jsonl": "trainer_lib.tracking.adapters.jsonl_file:JsonlTracker",
 }
 _OTHER_NAMES = {"comet": "comet_ml", "dvc": "dvclive"}
 # What other libraries know and this one refuses: why.

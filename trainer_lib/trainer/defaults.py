@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainer_lib.callbacks.checkpoint import Checkpoint
-from trainer_lib.callbacks.garbage import GarbageSchedule
+from trainer_lib.callbacks.console import Printer
+from trainer_lib.callbacks.gc_interval import GarbageSchedule
 from trainer_lib.callbacks.learning_rate import LearningRateMonitor
-from trainer_lib.callbacks.printer import Printer
 from trainer_lib.callbacks.progress import ProgressBar
 from trainer_lib.callbacks.throughput import Throughput
 from trainer_lib.data_loader import prepare_data_loader
@@ -21,18 +21,18 @@ from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.logging import get_logger
 from trainer_lib.progress import is_live
-from trainer_lib.trainer import loaders
-from trainer_lib.trainer.arguments import TrainingArguments
-from trainer_lib.trainer.batches import predictions_of, targets_of
-from trainer_lib.trainer.generation import generate_step
-from trainer_lib.trainer.losses import Weight
-from trainer_lib.trainer.metrics import as_metrics
-from trainer_lib.trainer.optimizers import build_optimizer
-from trainer_lib.trainer.outputs import EvaluationOutput, Metric
-from trainer_lib.trainer.parameter_groups import group_parameters
-from trainer_lib.trainer.schedules import build_schedule
-from trainer_lib.trainer.sources import as_dataset, length_of
-from trainer_lib.trainer.unused_columns import UnusedColumnsRemoved, taken_columns
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.data import dataloaders
+from trainer_lib.trainer.data.datasets import as_dataset, length_of
+from trainer_lib.trainer.data.unused_columns import UnusedColumnsRemoved, taken_columns
+from trainer_lib.trainer.evaluation.generation import generate_step
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
+from trainer_lib.trainer.losses.loss_result import Weight
+from trainer_lib.trainer.losses.model_io import predictions_of, targets_of
+from trainer_lib.trainer.metrics.metric_spec import as_metrics
+from trainer_lib.trainer.optim.optimizers import build_optimizer
+from trainer_lib.trainer.optim.parameter_groups import group_parameters
+from trainer_lib.trainer.optim.schedules import build_schedule
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -151,7 +151,7 @@ def scheduler(trainer: "Trainer", name: str, optimizer: Optimizer, total_steps: 
 def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
     """Return the loader of the training data."""
     args = trainer.args
-    return loaders.train_loader(
+    return dataloaders.train_loader(
         dataset,
         batch_size=args.train_batch_size_for(trainer.accelerator.num_processes),
         collate_fn=_collate_fn(trainer),
@@ -171,7 +171,7 @@ def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
 def eval_loader(trainer: "Trainer", dataset: Any, option: str = "eval_dataset") -> DataLoader[Any]:
     """Return the loader of data that is evaluated; errors call it `option`."""
     args = trainer.args
-    return loaders.eval_loader(
+    return dataloaders.eval_loader(
         dataset,
         batch_size=args.eval_batch_size,
         collate_fn=_collate_fn(trainer),
@@ -185,7 +185,9 @@ def eval_loader(trainer: "Trainer", dataset: Any, option: str = "eval_dataset") 
 def _collate_fn(trainer: "Trainer") -> Any:
     if not trainer.args.remove_unused_columns:
         return trainer.collate_fn
-    return UnusedColumnsRemoved(loaders.collator(trainer.collate_fn, trainer.processing_class), taken_columns(trainer))
+    return UnusedColumnsRemoved(
+        dataloaders.collator(trainer.collate_fn, trainer.processing_class), taken_columns(trainer)
+    )
 
 
 def _reading(trainer: "Trainer") -> dict[str, Any]:
@@ -214,7 +216,7 @@ def prepared_for_evaluation(trainer: "Trainer", loader: DataLoader[Any]) -> Any:
     )
     prepared.trim_repeats()  # which are not counted
     prepared.keep_last()
-    if left_out := loaders.dropped_samples(loader):
+    if left_out := dataloaders.dropped_samples(loader):
         _logger.warning_once(
             "A DataLoader given to evaluate or predict on has drop_last=True, which would leave out its last %d "
             "samples. They are evaluated too, so that numbers do not depend on the batch size and the number of "

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.events import RunState
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.imports import require
-from trainer_lib.foundation.remote import AnyPath, path_at
-from trainer_lib.runs.sparkline import shows_sparklines, sparkline
+from trainer_lib.runs.report.sparkline import shows_sparklines, sparkline
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

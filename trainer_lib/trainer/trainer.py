@@ -13,49 +13,51 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Callback, Control, Dispatcher, Run, RunState
+from trainer_lib.filesystem.remote_paths import AnyPath, local_path, path_at
+from trainer_lib.foundation.duration import Every
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError, unknown
-from trainer_lib.foundation.every import Every
-from trainer_lib.foundation.interruption import Interrupted, is_interactive
-from trainer_lib.foundation.remote import AnyPath, local_path, path_at
-from trainer_lib.foundation.shown import shown
 from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
-from trainer_lib.runs.lease import Lease
+from trainer_lib.processes.exit_codes import Interrupted, is_interactive
+from trainer_lib.runs.run_lease import Lease
 from trainer_lib.scheduler import AcceleratedScheduler
-from trainer_lib.trainer import admission, defaults, preflight, validation
-from trainer_lib.trainer.argument_checks import CHECKS
-from trainer_lib.trainer.arguments import TrainingArguments
-from trainer_lib.trainer.averages import Averages
-from trainer_lib.trainer.batches import count_items, is_scalar
-from trainer_lib.trainer.deadline import AUTO
-from trainer_lib.trainer.endings import load_finished
-from trainer_lib.trainer.engine import adapt_model, build_accelerator, numerics
-from trainer_lib.trainer.evaluation import NOTHING_MEASURED, EvaluationSet, Evaluator
-from trainer_lib.trainer.evaluation_sets import metrics_over_sets, named_sets, sets_at_intervals
-from trainer_lib.trainer.fitting import Fitting
-from trainer_lib.trainer.foreign_calls import in_our_terms, missing_member
-from trainer_lib.trainer.guard import Guard
-from trainer_lib.trainer.label_shift import LabelShift
-from trainer_lib.trainer.loop import Loop
-from trainer_lib.trainer.loss_checks import check_loss, check_weight
-from trainer_lib.trainer.losses import LossResult, Weight, sum_from_mean
-from trainer_lib.trainer.mean_check import MeanCheck
-from trainer_lib.trainer.objectives import LossFunction, Objective, OwnLoss
-from trainer_lib.trainer.optimizer_modes import weights_in_use
-from trainer_lib.trainer.outputs import EvaluationOutput
-from trainer_lib.trainer.places import Place, checkpoint_at, find_place
-from trainer_lib.trainer.predictions import Predictions
-from trainer_lib.trainer.quarantine import leave_out_while_evaluating
+from trainer_lib.trainer import defaults
+from trainer_lib.trainer.arguments.rules import CHECKS
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.checkpoints.finished_runs import load_finished
+from trainer_lib.trainer.checkpoints.resume import Place, checkpoint_at, find_place
+from trainer_lib.trainer.checks import at_construction, before_fit
+from trainer_lib.trainer.checks.foreign_calls import in_our_terms, missing_member
+from trainer_lib.trainer.data import validation_split
+from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED, EvaluationSet, Evaluator
+from trainer_lib.trainer.evaluation.eval_sets import metrics_over_sets, named_sets, sets_at_intervals
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
+from trainer_lib.trainer.evaluation.prediction_results import Predictions
+from trainer_lib.trainer.fit.build_accelerator import adapt_model, build_accelerator, numerics
+from trainer_lib.trainer.fit.running_means import Averages
+from trainer_lib.trainer.fit.session import Fitting
+from trainer_lib.trainer.fit.train_loop import Loop
+from trainer_lib.trainer.losses.label_shift import LabelShift
+from trainer_lib.trainer.losses.loss_checks import check_loss, check_weight
+from trainer_lib.trainer.losses.loss_result import LossResult, Weight, sum_from_mean
+from trainer_lib.trainer.losses.mean_check import MeanCheck
+from trainer_lib.trainer.losses.model_io import count_items, is_scalar
+from trainer_lib.trainer.losses.objectives import LossFunction, Objective, OwnLoss
+from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics
+from trainer_lib.trainer.optim.optimizer_modes import weights_in_use
+from trainer_lib.trainer.publish.save_pretrained import read_arguments, save_model
 from trainer_lib.trainer.result import FitResult
-from trainer_lib.trainer.saving import read_arguments, save_model
-from trainer_lib.trainer.signals import Signals
-from trainer_lib.trainer.training_metrics import TrainingMetrics
+from trainer_lib.trainer.safety.bad_samples import leave_out_while_evaluating
+from trainer_lib.trainer.safety.deadline import AUTO
+from trainer_lib.trainer.safety.nonfinite_guard import Guard
+from trainer_lib.trainer.safety.signals import Signals
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.learning_rate_finder import LearningRateSweep
-    from trainer_lib.trainer.preview import Preview
-    from trainer_lib.trainer.search import SearchResult, Space
+    from trainer_lib.trainer.tools.hyperparameter_search import SearchResult, Space
+    from trainer_lib.trainer.tools.learning_rate_finder import LearningRateSweep
+    from trainer_lib.trainer.tools.preview import Preview
 
 _logger = get_logger(__name__)
 
@@ -125,7 +127,7 @@ class Trainer:
     def __new__(cls, *positional: Any, **named: Any) -> Self:
         """Check the names of what is given."""
         if cls.__init__ is Trainer.__init__:
-            admission.check_names(cls.__init__, positional, named)
+            at_construction.check_names(cls.__init__, positional, named)
         return super().__new__(cls)
 
     def __init__(
@@ -146,22 +148,22 @@ class Trainer:
         callbacks: Sequence[Callback | Any] | None = None,
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.args = admission.checked_arguments(args).effective()
-        self.model = admission.checked_model(model)
+        self.args = at_construction.checked_arguments(args).effective()
+        self.model = at_construction.checked_model(model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.loss_fn, self.collate_fn, self.processing_class = loss_fn, collate_fn, processing_class
         self.metrics, self.compute_metrics = metrics, compute_metrics
         self.optimizer, self.scheduler = optimizer, scheduler
-        admission.check(self, Trainer)
+        at_construction.check(self, Trainer)
         if self.args.validation_split is not None and train_dataset is not None:
-            self.train_dataset, self.eval_dataset = validation.split_for(self)
-        self.events = Dispatcher(defaults.callbacks(self.args, admission.checked_callbacks(callbacks)))
+            self.train_dataset, self.eval_dataset = validation_split.split_for(self)
+        self.events = Dispatcher(defaults.callbacks(self.args, at_construction.checked_callbacks(callbacks)))
         names = [] if self.eval_dataset is None else list(named_sets(self, self.eval_dataset))
         if train_metrics is not None:
             self.events.add(TrainingMetrics(train_metrics))
         self.measures = defaults.measures(names, metrics, compute_metrics)
         if accelerator is not None:
-            admission.check_accelerator(accelerator, self.args)
+            at_construction.check_accelerator(accelerator, self.args)
         self.accelerator = accelerator or build_accelerator(self.args)
         self.averages = Averages(self.accelerator.group, self.accelerator.device)
         self.prepared: Any = None
@@ -195,14 +197,14 @@ class Trainer:
             model: A model of the same kind.
             **options: What else the trainer takes: datasets, metrics, callbacks.
         """
-        from trainer_lib.trainer.adapters import load_weights
+        from trainer_lib.trainer.checkpoints.peft import load_weights
 
         folder = checkpoint_at(checkpoint)
         # A date is that of the job that it was given for.
         saved = read_arguments(folder)
         deadline = AUTO if saved.deadline == AUTO else None
         args = dataclasses.replace(saved, resume=str(folder), deadline=deadline)
-        if not isinstance(admission.checked_model(model), nn.Module):
+        if not isinstance(at_construction.checked_model(model), nn.Module):
             raise ConfigurationError(
                 "from_checkpoint takes one model, and this run has several. Give the arguments: "
                 f"Trainer(models, args).fit(resume={str(folder)!r})."
@@ -221,7 +223,7 @@ class Trainer:
             trainer: The trainer of Hugging Face.
             **options: What is said otherwise than there.
         """
-        from trainer_lib.trainer.foreign_trainers import options_of
+        from trainer_lib.trainer.huggingface.trainer_conversion import options_of
 
         return cls(**options_of(trainer, cls, options))
 
@@ -241,7 +243,7 @@ class Trainer:
             Interrupted: If a signal or a deadline ended it early, when it is saved; in a notebook it returns then too.
             UnsavedError: If it trained to its end and the last checkpoint could not be written.
         """
-        preflight.check(self)
+        before_fit.check(self)
         place, lease = find_place(
             self.args.output_folder,
             self.args.run_name,
@@ -308,7 +310,7 @@ class Trainer:
         given, told_as = (self.eval_dataset, "eval_dataset") if dataset is None else (dataset, "evaluate(dataset)")
         if given is None:
             raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
-        loaders = preflight.loaders_of(self, given, told_as)
+        loaders = before_fit.loaders_of(self, given, told_as)
         self.prepare_models()
         sets = {name: self._set(name, loader) for name, loader in loaders.items()}
         with self._generating(generation_kwargs):
@@ -332,7 +334,7 @@ class Trainer:
         """
         if dataset is None:
             raise ConfigurationError("predict() needs data: predict(dataset).")
-        (given,) = preflight.loaders_of(self, dataset, "predict(dataset)", is_one=True).values()
+        (given,) = before_fit.loaders_of(self, dataset, "predict(dataset)", is_one=True).values()
         self.prepare_models()
         loader = self._prepared_for_evaluation(given)
         target = None if to is None else local_path(to, "predict(to=…)")
@@ -351,7 +353,7 @@ class Trainer:
         Args:
             batches: How many.
         """
-        from trainer_lib.trainer.preview import preview
+        from trainer_lib.trainer.tools.preview import preview
 
         return preview(self, batches)
 
@@ -371,7 +373,7 @@ class Trainer:
         Raises:
             ConfigurationError: If there are several optimizers, or no data.
         """
-        from trainer_lib.trainer.learning_rate_finder import find_learning_rate
+        from trainer_lib.trainer.tools.learning_rate_finder import find_learning_rate
 
         return find_learning_rate(self, lowest, highest, updates)
 
@@ -388,7 +390,7 @@ class Trainer:
         Raises:
             NoExecutableBatchSizeError: If not even a single sample fits.
         """
-        from trainer_lib.trainer.batch_size_finder import find_batch_size
+        from trainer_lib.trainer.tools.batch_size_finder import find_batch_size
 
         return find_batch_size(self, largest, updates)
 
@@ -417,7 +419,7 @@ class Trainer:
         Raises:
             MissingPackageError: Without the extra `search`.
         """
-        from trainer_lib.trainer.search import search
+        from trainer_lib.trainer.tools.hyperparameter_search import search
 
         return search(self, space, n, metric, greater_is_better, study)
 
@@ -464,7 +466,7 @@ class Trainer:
             >>> Trainer(nn.Linear(4, 2), args).model_card(license="mit").splitlines()[:3]
             ['---', 'library_name: trainer_lib', 'license: mit']
         """
-        from trainer_lib.trainer.card import model_card
+        from trainer_lib.trainer.publish.model_card import model_card
 
         return model_card(
             self,
@@ -509,7 +511,7 @@ class Trainer:
         Raises:
             HubError: If the Hub cannot be reached, in several attempts, or refuses it; on all processes.
         """
-        from trainer_lib.trainer.hub import Commit, push_to_hub
+        from trainer_lib.trainer.publish.hub import Commit, push_to_hub
 
         commit = Commit(commit_message, private, revision, create_pr, exist_ok)
         return push_to_hub(self, repo_id, commit, token, card, about)
@@ -538,7 +540,7 @@ class Trainer:
             UnsupportedError: If no program can be made of the model.
             PreparationError: If the model is sharded.
         """
-        from trainer_lib.trainer.export import export
+        from trainer_lib.trainer.publish.export import export
 
         export(self, path_at(path), format, example, dynamic)
 
@@ -715,10 +717,10 @@ class Trainer:
 
     def make_schedulers(self, optimizers: Mapping[str, Optimizer], total_steps: int | None) -> dict[str, Any]:
         """Return the schedules, by the names of their optimizers."""
-        preflight.check_schedule_names(self.scheduler, optimizers)
+        before_fit.check_schedule_names(self.scheduler, optimizers)
         made = {name: self.configure_scheduler(one, total_steps, name) for name, one in optimizers.items()}
         return {
-            name: preflight.checked_schedule(one, optimizers[name]) for name, one in made.items() if one is not None
+            name: before_fit.checked_schedule(one, optimizers[name]) for name, one in made.items() if one is not None
         }
 
     @property

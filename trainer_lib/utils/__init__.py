@@ -5,17 +5,17 @@ Nothing is defined here, and nothing inside the library imports from here. A nam
 
 from typing import TYPE_CHECKING
 
-from trainer_lib.foundation.lazy import lazy_names
+from trainer_lib.foundation.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from trainer_lib.checkpointing.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
-    from trainer_lib.checkpointing.layout import RNG_STATE_NAME as RNG_STATE_NAME
-    from trainer_lib.checkpointing.layout import SAMPLER_NAME as SAMPLER_NAME
-    from trainer_lib.checkpointing.layout import SCALER_NAME as SCALER_NAME
-    from trainer_lib.checkpointing.layout import SCHEDULER_NAME as SCHEDULER_NAME
-    from trainer_lib.checkpointing.objects import load as load
-    from trainer_lib.checkpointing.objects import save as save
-    from trainer_lib.checkpointing.weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from trainer_lib.checkpointing.format.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
+    from trainer_lib.checkpointing.format.layout import RNG_STATE_NAME as RNG_STATE_NAME
+    from trainer_lib.checkpointing.format.layout import SAMPLER_NAME as SAMPLER_NAME
+    from trainer_lib.checkpointing.format.layout import SCALER_NAME as SCALER_NAME
+    from trainer_lib.checkpointing.format.layout import SCHEDULER_NAME as SCHEDULER_NAME
+    from trainer_lib.checkpointing.model_weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from trainer_lib.checkpointing.save.torch_save import load as load
+    from trainer_lib.checkpointing.save.torch_save import save as save
     from trainer_lib.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
     from trainer_lib.collectives import TensorInformation as TensorInformation
     from trainer_lib.collectives import broadcast as broadcast
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from trainer_lib.collectives import reduce as reduce
     from trainer_lib.collectives import send_to_device as send_to_device
     from trainer_lib.collectives import slice_tensors as slice_tensors
+    from trainer_lib.foundation.byte_sizes import convert_bytes as convert_bytes
+    from trainer_lib.foundation.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
+    from trainer_lib.foundation.compat import get_pretty_name as get_pretty_name
+    from trainer_lib.foundation.compat import merge_dicts as merge_dicts
+    from trainer_lib.foundation.compat import recursive_getattr as recursive_getattr
     from trainer_lib.foundation.environment import clear_environment as clear_environment
     from trainer_lib.foundation.environment import (
         disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
@@ -106,12 +111,6 @@ if TYPE_CHECKING:
     from trainer_lib.foundation.imports import is_wandb_available as is_wandb_available
     from trainer_lib.foundation.imports import is_weights_only_available as is_weights_only_available
     from trainer_lib.foundation.imports import is_xpu_available as is_xpu_available
-    from trainer_lib.foundation.objects import get_pretty_name as get_pretty_name
-    from trainer_lib.foundation.objects import merge_dicts as merge_dicts
-    from trainer_lib.foundation.objects import recursive_getattr as recursive_getattr
-    from trainer_lib.foundation.ports import is_port_in_use as is_port_in_use
-    from trainer_lib.foundation.sizes import convert_bytes as convert_bytes
-    from trainer_lib.foundation.sizes import convert_file_size_to_int as convert_file_size_to_int
     from trainer_lib.memory import MemoryUse as MemoryUse
     from trainer_lib.memory import PeakMemory as PeakMemory
     from trainer_lib.memory import clear_device_cache as clear_device_cache
@@ -123,54 +122,57 @@ if TYPE_CHECKING:
     from trainer_lib.modules.unwrapping import extract_model_from_parallel as extract_model_from_parallel
     from trainer_lib.modules.unwrapping import has_compiled_regions as has_compiled_regions
     from trainer_lib.modules.unwrapping import is_compiled_module as is_compiled_module
-    from trainer_lib.options.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from trainer_lib.options.accumulation_options import GradientAccumulationPlugin as GradientAccumulationPlugin
     from trainer_lib.options.base import KwargsHandler as KwargsHandler
-    from trainer_lib.options.compilation import TorchDynamoPlugin as TorchDynamoPlugin
-    from trainer_lib.options.data import DataLoaderConfiguration as DataLoaderConfiguration
-    from trainer_lib.options.distributed import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from trainer_lib.options.distributed import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from trainer_lib.options.kinds import DDPCommunicationHookType as DDPCommunicationHookType
-    from trainer_lib.options.kinds import DistributedType as DistributedType
-    from trainer_lib.options.kinds import DynamoBackend as DynamoBackend
-    from trainer_lib.options.kinds import LoggerType as LoggerType
-    from trainer_lib.options.kinds import PrecisionType as PrecisionType
-    from trainer_lib.options.kinds import RNGType as RNGType
-    from trainer_lib.options.precision import AutocastKwargs as AutocastKwargs
-    from trainer_lib.options.precision import GradScalerKwargs as GradScalerKwargs
-    from trainer_lib.options.profiling import ProfileKwargs as ProfileKwargs
-    from trainer_lib.options.project import ProjectConfiguration as ProjectConfiguration
-    from trainer_lib.options.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from trainer_lib.options.compile_options import TorchDynamoPlugin as TorchDynamoPlugin
+    from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
+    from trainer_lib.options.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from trainer_lib.options.enums import DDPCommunicationHookType as DDPCommunicationHookType
+    from trainer_lib.options.enums import DistributedType as DistributedType
+    from trainer_lib.options.enums import DynamoBackend as DynamoBackend
+    from trainer_lib.options.enums import LoggerType as LoggerType
+    from trainer_lib.options.enums import PrecisionType as PrecisionType
+    from trainer_lib.options.enums import RNGType as RNGType
+    from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
+    from trainer_lib.options.precision_options import GradScalerKwargs as GradScalerKwargs
+    from trainer_lib.options.profiler_options import ProfileKwargs as ProfileKwargs
+    from trainer_lib.options.project_options import ProjectConfiguration as ProjectConfiguration
     from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
+    from trainer_lib.processes.ports import is_port_in_use as is_port_in_use
     from trainer_lib.progress import tqdm as tqdm
     from trainer_lib.seeding import set_seed as set_seed
     from trainer_lib.seeding import synchronize_rng_state as synchronize_rng_state
     from trainer_lib.seeding import synchronize_rng_states as synchronize_rng_states
-    from trainer_lib.state.process import wait_for_everyone as wait_for_everyone
-    from trainer_lib.tensor_files.names import MODEL_NAME as MODEL_NAME
-    from trainer_lib.tensor_files.names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
-    from trainer_lib.tensor_files.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
-    from trainer_lib.tensor_files.names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-    from trainer_lib.tensor_files.names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
-    from trainer_lib.tensor_files.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-    from trainer_lib.tensor_files.names import WEIGHTS_NAME as WEIGHTS_NAME
-    from trainer_lib.tensor_files.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
-    from trainer_lib.tensor_files.storage import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
-    from trainer_lib.tensor_files.storage import id_tensor_storage as id_tensor_storage
-    from trainer_lib.tensor_files.weights import load_state_dict as load_state_dict
+    from trainer_lib.state.partial_state import wait_for_everyone as wait_for_everyone
+    from trainer_lib.tensor_files.model_files import load_state_dict as load_state_dict
+    from trainer_lib.tensor_files.tensor_storage import (
+        clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    )
+    from trainer_lib.tensor_files.tensor_storage import id_tensor_storage as id_tensor_storage
+    from trainer_lib.tensor_files.weight_names import MODEL_NAME as MODEL_NAME
+    from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+    from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+    from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+    from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+    from trainer_lib.tensor_files.weight_names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+    from trainer_lib.tensor_files.weight_names import WEIGHTS_NAME as WEIGHTS_NAME
+    from trainer_lib.tensor_files.weight_names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 
 _NAMES = {
-    "trainer_lib.checkpointing.layout": [
+    "trainer_lib.checkpointing.format.layout": [
         "OPTIMIZER_NAME",
         "RNG_STATE_NAME",
         "SAMPLER_NAME",
         "SCALER_NAME",
         "SCHEDULER_NAME",
     ],
-    "trainer_lib.checkpointing.objects": [
+    "trainer_lib.checkpointing.save.torch_save": [
         "load",
         "save",
     ],
-    "trainer_lib.checkpointing.weights": [
+    "trainer_lib.checkpointing.model_weights": [
         "load_checkpoint_in_model",
     ],
     "trainer_lib.collectives": [
@@ -265,15 +267,15 @@ _NAMES = {
         "is_weights_only_available",
         "is_xpu_available",
     ],
-    "trainer_lib.foundation.objects": [
+    "trainer_lib.foundation.compat": [
         "get_pretty_name",
         "merge_dicts",
         "recursive_getattr",
     ],
-    "trainer_lib.foundation.ports": [
+    "trainer_lib.processes.ports": [
         "is_port_in_use",
     ],
-    "trainer_lib.foundation.sizes": [
+    "trainer_lib.foundation.byte_sizes": [
         "convert_bytes",
         "convert_file_size_to_int",
     ],
@@ -296,23 +298,23 @@ _NAMES = {
         "has_compiled_regions",
         "is_compiled_module",
     ],
-    "trainer_lib.options.accumulation": [
+    "trainer_lib.options.accumulation_options": [
         "GradientAccumulationPlugin",
     ],
     "trainer_lib.options.base": [
         "KwargsHandler",
     ],
-    "trainer_lib.options.compilation": [
+    "trainer_lib.options.compile_options": [
         "TorchDynamoPlugin",
     ],
-    "trainer_lib.options.data": [
+    "trainer_lib.options.data_options": [
         "DataLoaderConfiguration",
     ],
-    "trainer_lib.options.distributed": [
+    "trainer_lib.options.ddp_options": [
         "DistributedDataParallelKwargs",
         "InitProcessGroupKwargs",
     ],
-    "trainer_lib.options.kinds": [
+    "trainer_lib.options.enums": [
         "DDPCommunicationHookType",
         "DistributedType",
         "DynamoBackend",
@@ -320,17 +322,17 @@ _NAMES = {
         "PrecisionType",
         "RNGType",
     ],
-    "trainer_lib.options.precision": [
+    "trainer_lib.options.precision_options": [
         "AutocastKwargs",
         "GradScalerKwargs",
     ],
-    "trainer_lib.options.profiling": [
+    "trainer_lib.options.profiler_options": [
         "ProfileKwargs",
     ],
-    "trainer_lib.options.project": [
+    "trainer_lib.options.project_options": [
         "ProjectConfiguration",
     ],
-    "trainer_lib.options.sharding": [
+    "trainer_lib.options.fsdp_options": [
         "FullyShardedDataParallelPlugin",
     ],
     "trainer_lib.parallelism_config": [
@@ -344,10 +346,10 @@ _NAMES = {
         "synchronize_rng_state",
         "synchronize_rng_states",
     ],
-    "trainer_lib.state.process": [
+    "trainer_lib.state.partial_state": [
         "wait_for_everyone",
     ],
-    "trainer_lib.tensor_files.names": [
+    "trainer_lib.tensor_files.weight_names": [
         "MODEL_NAME",
         "SAFE_MODEL_NAME",
         "SAFE_WEIGHTS_INDEX_NAME",
@@ -357,11 +359,11 @@ _NAMES = {
         "WEIGHTS_NAME",
         "WEIGHTS_PATTERN_NAME",
     ],
-    "trainer_lib.tensor_files.storage": [
+    "trainer_lib.tensor_files.tensor_storage": [
         "clean_state_dict_for_safetensors",
         "id_tensor_storage",
     ],
-    "trainer_lib.tensor_files.weights": [
+    "trainer_lib.tensor_files.model_files": [
         "load_state_dict",
     ],
 }

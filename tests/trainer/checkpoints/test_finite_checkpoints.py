@@ -1,0 +1,260 @@
+"""A checkpoint with tensors that are not finite is no good one, for retention, best, rewind and resume."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.faults.trainings import Dies
+from tests.trainer.fit.test_sharded_runs import layers, plugin
+from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
+from trainer_lib.callbacks import EMA
+from trainer_lib.checkpointing.format.manifest import read_manifest
+from trainer_lib.commands.main import main
+from trainer_lib.events import Run, Transformer
+from trainer_lib.filesystem.remote_paths import path_at
+from trainer_lib.runs import find_runs
+from trainer_lib.tensor_files.finite_check import nonfinite_tensors
+
+
+class Breaks(Transformer):
+    """Has a buffer, which no loss depends on, hold NaN or an infinity from a step on."""
+
+    def __init__(self, at: int, value: float = math.nan) -> None:
+        self._at, self._value = at, value
+
+    def on_step_end(self, run: Run) -> None:
+        prepared: Any = run.model
+        if run.state.step >= self._at:
+            dict(run.accelerator.unwrap_model(prepared).named_buffers())["seen"].fill_(self._value)
+
+
+def model() -> nn.Module:
+    """Return a network with a buffer, and with a mask of infinities as attention has them."""
+    made = network()
+    made.register_buffer("seen", torch.zeros(3))
+    made.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    return made
+
+
+def broken(folder: Any, dies_at: int | None = None, at: int = 5, **options: Any) -> Any:
+    """Train for ten steps, with a buffer that is not finite from the fifth on; return the trainer."""
+    callbacks = [Breaks(at), *([] if dies_at is None else [Dies(dies_at)])]
+    settings = {"save_every": 2, "eval_every": 2, "keep_last": 1, **options}
+    args = arguments(output_dir=folder, max_steps=10, **settings)
+    one = trainer(args, model=model(), eval_dataset=points(16), callbacks=callbacks)
+    try:
+        one.fit()
+    except InterruptedError:
+        return one
+    return one
+
+
+def test_every_number_is_looked_at() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        big = torch.full((1 << 19,), torch.finfo(dtype).max, dtype=dtype)
+        assert nonfinite_tensors({"big": big, "low": -big, "none": big[:0], "count": torch.ones(2).long()}) == {}
+        for value in (math.nan, math.inf, -math.inf):
+            for place in (0, 1 << 18, -1):
+                spoilt = big.clone()
+                spoilt[place] = value
+                fault = "nan" if math.isnan(value) else "inf"
+                found = nonfinite_tensors({"spoilt": spoilt, "turned": spoilt.view(2, -1).T})
+                assert found == {"spoilt": fault, "turned": fault}
+    assert nonfinite_tensors({"complex": torch.tensor([1j, complex(0, math.inf)])}) == {"complex": "inf"}
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_it_takes_the_place_of_no_good_one_and_is_never_the_best(
+    in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = broken(tmp_path, save_in_background=in_background)
+    (folder,) = tmp_path.glob("*/checkpoints")
+    best = one.state.best
+    assert best is not None
+    assert best.step in (2, 4)
+    kept = {path.name[-2:] for path in folder.iterdir()}
+    assert kept == {"04", "10", f"{best.step:02}"}
+    assert read_manifest(folder / "checkpoint-00000010").nonfinite == ["seen"]
+    assert read_manifest(folder / "checkpoint-00000004").nonfinite == []
+    told = [line for line in caplog.messages if "has tensors that are not finite: seen" in line]
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_is_resumed_from_the_newest_good_one(processes: int, tmp_path: Path) -> None:
+    def body() -> list[list[int]]:
+        broken(tmp_path, dies_at=9)
+        steps = Steps()
+        one = trainer(
+            arguments(output_dir=tmp_path, save_every=2, keep_last=1, resume="auto", max_steps=10),
+            model=model(),
+            callbacks=[steps],
+        )
+        one.fit()
+        return [steps.seen, [entry["step"] for entry in one.state.checkpoints if "nonfinite" not in entry][-1:]]
+
+    assert run_world(body, (), processes) == [[[4], [10]]] * processes
+    (found,) = find_runs(tmp_path)
+    assert read_manifest(found.run.checkpoint(10)).nonfinite == []
+
+
+class Steps(Transformer):
+    """Keeps the steps that training begins at."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_fit_begin(self, run: Run) -> None:
+        self.seen.append(run.state.step)
+
+
+class SpoilsState(Transformer):
+    """Has the first moment of a weight hold NaN on one rank while a checkpoint is saved, from a step on."""
+
+    def __init__(self, at: int, parameter: int = 0, rank: int = 0) -> None:
+        self._at, self._parameter, self._rank, self._whole = at, parameter, rank, torch.empty(0)
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step >= self._at and run.accelerator.process_index == self._rank:
+            self._whole = self._moment(run).clone()
+            self._moment(run).fill_(math.nan)
+
+    def on_step_begin(self, run: Run) -> None:
+        if self._whole.numel():
+            self._moment(run).copy_(self._whole)
+
+    def _moment(self, run: Run) -> torch.Tensor:
+        states = list(run.optimizer.optimizer.state.values())
+        moment = states[self._parameter]["exp_avg"]
+        return getattr(moment, "_local_tensor", moment)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_nan_in_the_state_of_an_optimizer_counts(
+    in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments(
+        output_dir=tmp_path, max_steps=10, save_every=2, eval_every=2, keep_last=1, save_in_background=in_background
+    )
+    one = trainer(args, eval_dataset=points(16), callbacks=[SpoilsState(5)])
+    one.fit()
+    best = one.state.best
+    assert best is not None
+    assert best.step in (2, 4)
+    (found,) = find_runs(tmp_path)
+    assert {path.name[-2:] for path in found.run.checkpoints()} == {"04", "10", f"{best.step:02}"}
+    assert read_manifest(found.run.checkpoint(10)).nonfinite == ["optimizer.0.weight.exp_avg"]
+    assert found.run.newest_checkpoint() == found.run.checkpoint(4)
+    told = [line for line in caplog.messages if "has tensors that are not finite: optimizer.0.weight.exp_avg." in line]
+    assert len(told) == 3
+
+
+def test_a_nan_in_the_shards_of_one_rank_counts_on_all(tmp_path: Path) -> None:
+    def body() -> list[list[str]]:
+        args = arguments(output_dir=tmp_path, max_steps=4, save_every=2, fsdp=plugin())
+        one = trainer(args, model=layers(), callbacks=[SpoilsState(4, parameter=2, rank=1)])
+        one.fit()
+        return [entry.get("nonfinite", []) for entry in one.state.checkpoints]
+
+    assert run_world(body, (), 2) == [[[], ["optimizer.1.0.weight.exp_avg"]]] * 2
+    (found,) = find_runs(tmp_path)
+    assert read_manifest(found.run.checkpoint(4)).nonfinite == ["optimizer.1.0.weight.exp_avg"]
+
+
+class Overflows(nn.Module):
+    """Has a weight in 16 bits whose gradient, of 20000, is finite: its square is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = network(), nn.Parameter(torch.ones(3, dtype=torch.float16))
+        self.scale.register_hook(lambda gradient: torch.full_like(gradient, 2e4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs) + self.scale.float().sum() * 0
+
+
+def test_an_infinite_second_moment_is_told_once_and_the_checkpoint_is_good(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"save_every": 2, "keep_last": 1, "max_grad_norm": None, "weight_decay": 0.0}
+    overflows, seen = Overflows(), list[list[float]]()
+
+    class Sees(Transformer):
+        def on_step_end(self, run: Run) -> None:
+            seen.append(overflows.scale.tolist())
+
+    trainer(arguments(output_dir=tmp_path, max_steps=6, **options), model=overflows, callbacks=[Sees()]).fit()
+    assert seen[1:] == [seen[0]] * 5  # after the overflow it never moves, as the warning says
+    (found,) = find_runs(tmp_path)
+    (checkpoint,) = found.run.checkpoints()
+    assert checkpoint.name.endswith("06")
+    assert read_manifest(checkpoint).nonfinite == []
+    told = [
+        line for line in caplog.messages if "optimizer states that are infinite: optimizer.scale.exp_avg_sq." in line
+    ]
+    assert len(told) == 1
+    assert "infinite_states" in found.run.history_file.read_text()
+
+
+def test_behind_a_url_it_is_the_same(tmp_path: Path) -> None:
+    broken(f"memory://{tmp_path.name}")
+    (found,) = find_runs(path_at(f"memory://{tmp_path.name}"))
+    assert [path.name[-2:] for path in found.run.checkpoints()][-2:] == ["04", "10"]
+    assert read_manifest(found.run.checkpoint(10)).nonfinite == ["seen"]
+    assert found.run.newest_checkpoint() == found.run.checkpoint(4)
+
+
+def test_of_weights_in_an_average_too_and_of_a_mask_never(tmp_path: Path) -> None:
+    one = trainer(arguments(output_dir=tmp_path), model=model(), callbacks=[EMA(0.5)])
+    result = one.fit()
+    assert result.last_checkpoint is not None
+    assert read_manifest(result.last_checkpoint).nonfinite == []
+
+
+class Poisons(Transformer):
+    """Hands out a loss that is not finite, once."""
+
+    has_done = False
+
+    def on_loss(self, run: Run) -> None:
+        if run.state.step == 8 and not self.has_done:
+            self.has_done = True
+            assert run.loss_sum is not None
+            run.loss_sum = run.loss_sum * math.nan
+
+
+def test_rewind_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    class Heals(Breaks):
+        def on_load_end(self, run: Run, folder: Path) -> None:
+            self._at = 100
+            assert folder.name == "checkpoint-00000004"
+
+    args = arguments(output_dir=tmp_path, save_every=2, on_nonfinite="rewind")
+    one = trainer(args, model=model(), callbacks=[Heals(5), Poisons()])
+    assert one.fit().status == "finished"
+    assert one.state.skipped == 1
+
+
+def test_the_commands_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken(tmp_path)
+    capsys.readouterr()
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert "not finite: seen" in capsys.readouterr().out
+    main(["checkpoint", "list", str(tmp_path), "--json"])
+    listed = json.loads(capsys.readouterr().out)
+    assert [(state["status"], state["nonfinite"]) for state in listed][-2:] == [
+        ("complete", []),
+        ("not finite", ["seen"]),
+    ]
+    assert listed[-2]["kept"][0] == "newest"
+    assert main(["checkpoint", "verify", str(tmp_path), "--all"]) == 0
+    assert "not finite: seen" in capsys.readouterr().out

@@ -1,0 +1,215 @@
+"""An error between two updates loses no update: the state after the last one is saved, and resumed to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from tests.callbacks.by_hand import weights
+from tests.trainer.checkpoints.test_resume import OPTIONS, outcome
+from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
+from trainer_lib import PartialState
+from trainer_lib.checkpointing.format.manifest import read_manifest
+from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.launchers import ProcessFailedError
+
+
+class RaisesOnce(Dataset[tuple[Tensor, Tensor]]):
+    """Cannot read a sample once, as where a network is down for a moment.
+
+    Args:
+        marker: A file that says that it raised already.
+        read: Which of all reads, counted from 0.
+    """
+
+    def __init__(self, marker: Path, read: int) -> None:
+        self._points, self._marker, self._read, self._count = points(), marker, read, 0
+
+    def __len__(self) -> int:
+        return len(self._points[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self._count += 1
+        if self._count > self._read and not self._marker.exists():
+            self._marker.touch()
+            raise ConnectionError("the network is down")
+        return self._points[0][index], self._points[1][index]
+
+
+class StreamRaisesOnce(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same as a stream."""
+
+    def __init__(self, marker: Path, read: int) -> None:
+        self._samples = RaisesOnce(marker, read)
+
+    def __iter__(self) -> Any:
+        return (self._samples[index] for index in range(len(self._samples)))
+
+
+def fit(folder: Path, data: Any, resume: str = "never", **options: Any) -> Any:
+    """Train for three passes of five steps; return what has to be equal to the bit, or the error."""
+    model = network(dropout=0.3)
+    settings = {
+        **OPTIONS,
+        "save_every": 100,
+        "keep_best": 0,
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": 8,
+        "schedule_steps": 15,
+    }
+    more = {name: options.pop(name) for name in ("compute_metrics", "callbacks") if name in options}
+    args = arguments(output_dir=folder, resume=resume, **{**settings, **options})
+    one = trainer(args, model=model, train_dataset=data, eval_dataset=points(10), **more)
+    try:
+        return outcome(one.fit(), model)
+    except (ConnectionError, ArithmeticError) as error:
+        return error
+
+
+def saved(folder: Path) -> list[int]:
+    return [int(path.name[-8:]) for path in sorted(folder.glob("*/checkpoints/*"))]
+
+
+@pytest.mark.parametrize("kind", [RaisesOnce, StreamRaisesOnce])
+@pytest.mark.parametrize(
+    ("read", "step"),
+    [(20, 2), (60, 7), (100, 12)],
+)
+def test_a_dataset_that_raised_once_costs_no_update(kind: Any, read: int, step: int, tmp_path: Path) -> None:
+    (tmp_path / "never").touch()
+    whole = fit(tmp_path / "whole", kind(tmp_path / "never", 0))
+    data = kind(tmp_path / "marker", read)
+    error = fit(tmp_path / "parts", data)
+    assert isinstance(error, ConnectionError)
+    (last,) = saved(tmp_path / "parts")
+    assert last in (step - 1, step)  # a stream is read one batch ahead
+    assert f"The state after step {last} is saved in" in error.__notes__[-1]
+    (folder,) = (tmp_path / "parts").glob("*/checkpoints/*")
+    assert read_manifest(folder).reasons == ["exception"]
+    assert fit(tmp_path / "parts", kind(tmp_path / "marker", read), "auto") == whole
+
+
+def test_a_metric_that_raised_is_computed_after_the_resume(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def measure(predictions: Any) -> dict[str, float]:
+        calls.append(len(calls))
+        if len(calls) == 3 and not (tmp_path / "marker").exists():
+            (tmp_path / "marker").touch()
+            raise ArithmeticError
+        return {"size": float(len(predictions.label_ids))}
+
+    (tmp_path / "marker").touch()
+    whole = fit(tmp_path / "whole", points(), compute_metrics=measure)
+    (tmp_path / "marker").unlink()
+    calls.clear()
+    assert isinstance(fit(tmp_path / "parts", points(), compute_metrics=measure), ArithmeticError)
+    assert saved(tmp_path / "parts") == [9]
+    assert fit(tmp_path / "parts", points(), "auto", compute_metrics=measure) == whole
+
+
+def test_the_last_evaluation_costs_no_training(tmp_path: Path) -> None:
+    def measure(predictions: Any) -> dict[str, float]:
+        raise ArithmeticError
+
+    fit(tmp_path, points(), eval_every=100, compute_metrics=measure)
+    assert saved(tmp_path) == [15]
+
+
+class Halfway(Callback):
+    """Raises in the middle of a step."""
+
+    may_change_training = True
+
+    def on_backward_end(self, run: Run) -> None:
+        if run.state.step == 7:
+            raise ArithmeticError
+
+
+class FailsInForward(nn.Module):
+    """Raises in the forward of a step, when generators and buffers have moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = network(), 0
+
+    def forward(self, inputs: Tensor) -> Any:
+        self.calls += 1
+        if self.calls == 8:
+            raise ArithmeticError
+        return self.inner(inputs)
+
+
+def test_in_the_middle_of_an_update_nothing_is_saved(tmp_path: Path) -> None:
+    fit(tmp_path / "backward", points(), callbacks=[Halfway()])
+    args = arguments(output_dir=tmp_path / "forward", save_every=100)
+    with pytest.raises(ArithmeticError):
+        trainer(args, model=FailsInForward()).fit()
+    assert saved(tmp_path / "backward") == saved(tmp_path / "forward") == []
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    for name, options in (("raise", {"on_exception": "raise"}), ("never", {"save_every": "never"})):
+        error = fit(tmp_path / name, RaisesOnce(tmp_path / f"marker-{name}", 60), **options)
+        assert isinstance(error, ConnectionError)
+        assert saved(tmp_path / name) == []
+
+
+def test_ranks_that_all_raise_save_together_and_resume_to_the_bit(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 4}
+
+    def body(name: str, resume: str, read: int = 30) -> Any:
+        data = RaisesOnce(tmp_path / f"{name}-{PartialState().process_index}", read)
+        told = fit(tmp_path / name, data, resume, **sizes)
+        return told.__notes__[-1] if isinstance(told, ConnectionError) else told
+
+    whole = run_world(body, ("whole", "never", 10**6), 2, timeout=60)
+    notes = run_world(body, ("parts", "never"), 2, timeout=60)
+    (last,) = saved(tmp_path / "parts")
+    assert last in (6, 7)  # of 15: each rank raises at its 31st read
+    assert all(f"The state after step {last} is saved in" in note for note in notes)
+    assert run_world(body, ("parts", "auto"), 2, timeout=60) == whole
+
+
+class RaisesAtLog(Transformer):
+    """Raises on some ranks, at the first log, which comes between two updates."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        if run.accelerator.process_index in self.ranks:
+            raise ArithmeticError
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
+def test_a_callback_that_raises_on_all_ranks_costs_no_update(sharded: bool, tmp_path: Path) -> None:
+    def body(name: str, *callbacks: Callback, resume: str = "never") -> Any:
+        args = arguments(output_dir=tmp_path / name, resume=resume, save_every=100, log_every=4, fsdp=sharded)
+        one = trainer(args, model=network(dropout=0.3), callbacks=list(callbacks))
+        try:
+            one.fit()
+        except ArithmeticError as error:
+            return error.__notes__[-1]
+        return {name: value.tolist() for name, value in weights(one.unwrapped_model).items()}
+
+    whole = run_world(lambda: body("whole"), (), 2, timeout=60)
+    notes = run_world(lambda: body("parts", RaisesAtLog(0, 1)), (), 2, timeout=60)
+    assert saved(tmp_path / "parts") == [4]
+    assert all("The state after step 4 is saved in" in note for note in notes)
+    assert run_world(lambda: body("parts", resume="auto"), (), 2, timeout=60) == whole
+
+
+@pytest.mark.slow  # the rank that raises waits five seconds for the other
+def test_a_sample_that_one_rank_cannot_read_saves_nothing(tmp_path: Path) -> None:
+    def body() -> None:
+        args = arguments(output_dir=tmp_path / "runs", save_every=100)
+        trainer(args, train_dataset=RaisesOnce(tmp_path / "marker", 20)).fit()
+
+    told = r"the network is down[\s\S]*The state after step \d is not saved: within 5 seconds not all ranks raised"
+    with pytest.raises(ProcessFailedError, match=told):
+        run_world(body, (), 2, timeout=60)
+    assert saved(tmp_path / "runs") == []

@@ -1,0 +1,166 @@
+"""Tests of the names of other trainers: each gets an error that says what to use here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.trainer.tasks import arguments, network, points, trainer
+from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnknownMemberError
+from trainer_lib.trainer.arguments.rules import CHECKS
+from trainer_lib.trainer.checks import foreign_names
+
+MAKE: Any = Trainer
+LOADER: DataLoader[Any] = DataLoader(TensorDataset(*points()))
+
+
+def refused(call: Callable[[], Any], kind: type[Exception] = SignatureError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    assert len(str(caught.value).splitlines()) <= 4
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("train", "Use fit()."),
+        ("validate", "Use evaluate()."),
+        ("add_callback", "Use Trainer(…, callbacks=[…])."),
+        ("global_step", "Use state.step."),
+        ("get_train_dataloader", "What you override here is train_dataloader(self)."),
+        ("evalute", "Did you mean 'evaluate'?"),
+    ],
+)
+def test_a_member_of_another_trainer_is_answered_with_ours(name: str, instead: str) -> None:
+    made = trainer()
+    assert not hasattr(made, name)
+    assert refused(lambda: getattr(made, name), UnknownMemberError) == f"Trainer has no attribute {name!r}. {instead}"
+
+
+def test_an_error_inside_a_property_stays_itself() -> None:
+    class Broken(Trainer):
+        @property
+        def depth(self) -> int:
+            return torch.nothing  # type: ignore[attr-defined,no-any-return]
+
+    with pytest.raises(AttributeError, match="module 'torch' has no attribute 'nothing'"):
+        _ = Broken(network(), arguments()).depth
+
+
+def test_the_table_names_what_exists() -> None:
+    assert set(foreign_names.RENAMED.values()) <= set(CHECKS)
+    assert not set(foreign_names.RENAMED) & set(CHECKS)
+    assert not [name for name in (*foreign_names.MEMBERS, *foreign_names.OVERRIDES) if hasattr(Trainer, name)]
+    made: Any = trainer()
+    for ours in {use.partition(";")[0] for use in foreign_names.MEMBERS.values() if use[0].islower()}:
+        value = made
+        for part in ours.partition("(")[0].split("."):
+            value = getattr(value, part)
+
+
+@pytest.mark.parametrize(
+    ("positional", "named", "instead"),
+    [
+        ((), {"resume_from_checkpoint": True}, 'resume_from_checkpoint is resume here. Give resume="auto".'),
+        ((network(), LOADER), {}, "Trainer(model, TrainingArguments(), train_dataset=…).fit()."),
+        ((LOADER,), {}, "Trainer(model, TrainingArguments(), train_dataset=…).fit()."),
+        ((points(),), {}, "Trainer(model, TrainingArguments(), train_dataset=…).fit()."),
+        ((), {"resume": points()}, "Trainer(model, TrainingArguments(), train_dataset=…).fit()."),
+        (
+            points(),
+            {"epochs": 3, "batch_size": 16, "validation_data": points(), "verbose": False},
+            "Trainer(model, TrainingArguments(num_train_epochs=3, per_device_train_batch_size=16, progress_bar=False), "
+            "train_dataset=…, eval_dataset=…).fit().",
+        ),
+    ],
+)
+def test_fit_called_as_elsewhere_says_how_to_call_it(
+    positional: tuple[Any, ...], named: dict[str, Any], instead: str
+) -> None:
+    fit: Any = trainer().fit
+    message = refused(lambda: fit(*positional, **named))
+    assert message.endswith(instead)
+    assert len(message) < 600
+    assert "tensor(" not in message
+
+
+def test_evaluate_and_predict_called_as_elsewhere_say_how_to_call_them() -> None:
+    made: Any = trainer()
+    assert "eval_dataset is dataset here." in refused(lambda: made.evaluate(eval_dataset=points()))
+    assert "labels are part of the dataset" in refused(lambda: made.evaluate(network(), LOADER))
+    told = refused(lambda: made.predict(points()[0], batch_size=4))
+    assert "TrainingArguments(per_device_eval_batch_size=4)).predict(dataset)" in told
+
+
+def test_a_constructor_called_as_elsewhere_names_each_argument() -> None:
+    told = refused(lambda: MAKE(max_epochs=3, accelerator="gpu", devices=2)).splitlines()
+    assert len(told) == 3
+    assert "TrainingArguments(num_train_epochs=…)" in told[0]
+    assert "--num_processes N" in told[1]
+    assert "use_cpu=True" in told[2]
+    assert "got a str" in refused(lambda: MAKE(network(), accelerator="gpu"), ConfigurationError)
+
+
+def test_an_argument_without_a_near_name_lists_the_three_nearest() -> None:
+    told = refused(lambda: MAKE(network(), TrainingArguments(zzz=1)), ConfigurationError)  # type: ignore[call-arg]
+    assert f"help(TrainingArguments) lists all {len(CHECKS)}." in told
+    assert told.count(",") == 2
+    told = refused(lambda: TrainingArguments(nproc_per_node=2), ConfigurationError)  # type: ignore[call-arg]
+    assert "trainer-lib launch --num_processes N" in told
+
+
+def subclass(**members: Any) -> Trainer:
+    return type("Mine", (Trainer,), members)(network(), arguments(), train_dataset=points(), loss_fn=cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("get_train_dataloader", "Override train_dataloader(self)."),
+        ("create_optimizer", "Override configure_optimizer(self)."),
+        ("configure_optimizers", "Override configure_optimizer(self) and configure_scheduler("),
+        ("prediction_step", "Override evaluation_step(self, model, batch)."),
+        ("compute_metrics", "give Trainer(…, compute_metrics=…)."),
+        ("training_setp", "Did you mean 'training_step'?"),
+        ("on_step_end", "write it in a Callback"),
+    ],
+)
+def test_an_override_that_nothing_calls_is_an_error(name: str, instead: str) -> None:
+    def method(self: Trainer, *given: Any) -> None:
+        del self, given
+
+    told = refused(lambda: subclass(**{name: method}))
+    assert told.startswith(f"Mine.{name} is never called. ")
+    assert instead in told
+
+
+def test_a_class_attribute_that_the_constructor_hides_is_an_error() -> None:
+    members: dict[str, Any] = {"collate_fn": staticmethod(lambda samples: samples)}
+    assert "give Trainer(…, collate_fn=…)" in refused(lambda: subclass(**members))
+
+
+def test_methods_of_the_users_own_pass() -> None:
+    class Mine(Trainer):
+        weight = 0.5
+
+        def compute_losses(self, model: nn.Module, batch: Any) -> Any:  # near a verb, and called below
+            return cross_entropy(model(batch[0]), batch[1])
+
+        def train_step(self, model: nn.Module, batch: Any) -> Any:
+            return self.compute_losses(model, batch) * self.weight
+
+        def compute_loss(self, model: nn.Module, batch: Any) -> Any:
+            return self.train_step(model, batch)
+
+        def report(self) -> str:
+            return "mine"
+
+    made = Mine(network(), arguments(max_steps=2), train_dataset=points())
+    assert made.fit().state.step == 2
+    assert made.report() == "mine"

@@ -1,0 +1,510 @@
+"""Loaders of many forms of data: each sample once, in one global order, and limits that the engine knows the end of."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from tests.data_loader.reference import Numbers, SizedStream, Stream, flat, read, read_all, worlds
+from tests.worlds import run_world
+from trainer_lib import Accelerator
+from trainer_lib.data_loader import SeedableRandomSampler, prepare_data_loader
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.trainer.data.dataloaders import eval_loader, train_loader
+
+SIZE = 23
+LENGTHS = np.random.default_rng(0).integers(1, 9, SIZE).tolist()
+
+
+class RandomStream(IterableDataset[int]):
+    """An iterable dataset that draws its samples, and wants to know the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SIZE):
+            yield int(torch.randint(1000, ())) + 1000 * self.epoch
+
+
+class KeepsPlace(Stream):
+    """An iterable dataset with a state, counting what is read."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.start = self.start, 0
+        yield from range(start, self.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": 5}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.start = state["start"]
+
+
+# -- the forms of data -----------------------------------------------------------------------------------------------
+
+X, Y = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 0, 1])
+
+
+def _first(data: Any, **options: Any) -> Any:
+    return next(iter(eval_loader(data, batch_size=2, **options)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TensorDataset(X, Y),
+        (X, Y),
+        (X.numpy(), Y.numpy()),
+        (X, Y.tolist()),
+        [(X[index], int(Y[index])) for index in range(4)],
+        tuple((X[index], int(Y[index])) for index in range(4)),
+        torch.utils.data.Subset(TensorDataset(X, Y), range(4)),
+    ],
+    ids=["TensorDataset", "tensors", "arrays", "a tensor and a list", "list of samples", "tuple of samples", "Subset"],
+)
+def test_pairs(data: Any) -> None:
+    batch = _first(data)
+    assert type(batch) is list
+    assert torch.equal(batch[0], X[:2])
+    assert torch.equal(batch[1], Y[:2])
+    assert batch[1].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"x": X, "y": Y},
+        {"x": X.numpy(), "y": Y.tolist()},
+        [{"x": X[index], "y": int(Y[index])} for index in range(4)],
+        [{"x": X[index].tolist(), "y": int(Y[index])} for index in range(4)],
+        datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}),
+        datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).with_format("torch"),
+        datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).to_iterable_dataset(),
+    ],
+    ids=["tensors", "arrays", "samples", "samples of lists", "datasets", "datasets of tensors", "streaming"],
+)
+def test_names(data: Any) -> None:
+    batch = _first(data)
+    assert list(batch) == ["x", "y"]
+    assert torch.equal(batch["x"], X[:2])
+    assert torch.equal(batch["y"], Y[:2])
+    assert (batch["x"].dtype, batch["y"].dtype) == (torch.float32, torch.int64)
+
+
+def test_texts_and_single_arrays_and_tables() -> None:
+    assert _first(["a", "b", "c"]) == ["a", "b"]
+    assert torch.equal(_first(X), X[:2])
+    assert torch.equal(_first(X.numpy().astype(np.float64)), X[:2].double())
+    table = pandas.DataFrame({"x": [1.5, 2.5], "name": ["a", "b"], "n": [1, 2]})
+    batch = _first(table)
+    assert batch["name"] == ["a", "b"]
+    assert torch.equal(batch["x"], torch.tensor([1.5, 2.5], dtype=torch.float64))
+    assert torch.equal(batch["n"], torch.tensor([1, 2]))
+    texts = _first((["a", "b", "c"], Y[:3]))
+    assert texts[0] == ["a", "b"]
+
+
+def test_arrays_that_are_mapped_from_files_are_read_and_not_written(tmp_path: Any) -> None:
+    np.save(tmp_path / "x.npy", X.numpy())
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    for options in ({}, {"collate_fn": list}):
+        batch = _first((mapped, Y), **options)
+        if options:
+            batch = [torch.stack([sample[0] for sample in batch])]
+        batch[0] += 1
+        assert torch.equal(batch[0], X[:2] + 1)
+    assert np.array_equal(mapped, X.numpy())
+
+
+def test_batches_are_gathered_or_collated_alike() -> None:
+    pairs = [(X[index], Y[index]) for index in range(4)]
+    cases: list[dict[str, Any]] = [{"shuffle": False, "num_workers": 1}, {"shuffle": True, "seed": 3}]
+    for options in cases:
+        at_once = list(train_loader((X, Y), batch_size=3, **options))
+        one_by_one = list(train_loader(pairs, batch_size=3, **options))
+        for one, other in zip(at_once, one_by_one, strict=True):
+            assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+def test_a_collate_function_gets_a_list_of_samples() -> None:
+    seen: list[Any] = []
+
+    def own(samples: list[Any]) -> str:
+        seen.append(samples)
+        return "batch"
+
+    assert _first((X, Y), collate_fn=own) == "batch"
+    (samples,) = seen
+    assert type(samples) is list
+    assert type(samples[0]) is tuple
+    assert torch.equal(samples[1][0], X[1])
+
+
+def test_random_numbers_for_each_sample_work_with_arrays() -> None:
+    loader = prepare_data_loader(
+        eval_loader((X, Y), batch_size=3), num_processes=1, process_index=0, seed_each_sample=True
+    )
+    assert torch.equal(next(iter(loader))[0], X[:3])
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "train_dataset is a NoneType. Give a dataset"),
+        ("data.csv", "'data.csv', the name of something, and not the data"),
+        (iter([1, 2]), "used up after one pass"),
+        ((index for index in range(3)), "is a generator, which is used up"),
+        (Numbers, "is the class Numbers"),
+        (3, "is a int"),
+        (NoLength(), "is a NoLength, which has no length"),
+        ([], "train_dataset is empty: there is no sample in this list"),
+        ((X[:0], Y[:0]), "is empty"),
+        (datasets.Dataset.from_dict({"x": []}), "is empty"),
+        (SizedStream(0), "is empty"),
+        ((X, Y[:3]), r"arrays of different lengths \(0: 4, 1: 3\)"),
+        ({"x": X, "y": Y[:3]}, r"different lengths \('x': 4, 'y': 3\)"),
+        ((X, None), "is a tuple of Tensor and NoneType, and not all of them are arrays"),
+        (
+            datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1]})}),
+            "a DatasetDict of 'train', none of which",
+        ),
+        ({}, "none of which is an array"),
+        (torch.tensor(3.0), "has no length"),
+    ],
+)
+def test_what_is_no_data_is_told(data: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        train_loader(data)
+
+
+# -- the order -------------------------------------------------------------------------------------------------------
+
+
+def test_shuffling_is_a_function_of_seed_and_epoch() -> None:
+    (loader,) = worlds(train_loader(Numbers(SIZE), batch_size=4, seed=5), 1)
+    first, second = flat(read(loader)), flat(read(loader))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(SIZE))
+    torch.manual_seed(1)
+    (again,) = worlds(train_loader(Numbers(SIZE), batch_size=4, seed=5), 1)
+    assert flat(read(again)) == first
+    (other,) = worlds(train_loader(Numbers(SIZE), batch_size=4, seed=6), 1)
+    assert flat(read(other)) != first
+    (by_torch,) = worlds(train_loader(Numbers(SIZE), batch_size=4), 1)
+    torch.manual_seed(1)
+    (again,) = worlds(train_loader(Numbers(SIZE), batch_size=4), 1)
+    assert flat(read(by_torch)) == flat(read(again))
+
+
+def test_without_shuffling_the_order_is_that_of_the_data() -> None:
+    for make in (train_loader, eval_loader):
+        options: dict[str, Any] = {"shuffle": False} if make is train_loader else {}
+        assert flat(read(make(Numbers(SIZE), batch_size=4, **options))) == list(range(SIZE))
+
+
+def test_what_an_iterable_dataset_draws_is_a_function_of_the_seed() -> None:
+    def drawn(seed: int) -> list[int]:
+        (loader,) = worlds(train_loader(RandomStream(), batch_size=4, seed=seed), 1)
+        return flat(read(loader))
+
+    torch.manual_seed(1)
+    first = drawn(5)
+    torch.manual_seed(2)
+    assert drawn(5) == first != drawn(6)
+
+
+def _dealt(make: Callable[[int], DataLoader[Any]]) -> list[list[list[int]]]:
+    """Return the batches of two passes, prepared by an engine on this process."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(make(accelerator.num_processes))
+    return [[(batch["n"] if isinstance(batch, dict) else batch).tolist() for batch in loader] for _ in range(2)]
+
+
+SHARED: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "map": lambda n: train_loader(Numbers(24), batch_size=12 // n, seed=5),
+    "columns": lambda n: train_loader(torch.arange(24), batch_size=12 // n, seed=5),
+    "datasets": lambda n: train_loader(datasets.Dataset.from_dict({"n": list(range(24))}), batch_size=12 // n, seed=5),
+    "iterable": lambda n: train_loader(Stream(24), batch_size=12 // n),
+    "streaming": lambda n: train_loader(
+        datasets.Dataset.from_dict({"n": list(range(24))}).to_iterable_dataset(), batch_size=12 // n
+    ),
+    "by length": lambda n: train_loader(
+        [{"n": index, "length": LENGTHS[index % SIZE]} for index in range(24)],
+        batch_size=12 // n,
+        group_by_length=True,
+        seed=5,
+    ),
+    "by weight": lambda n: train_loader(Numbers(24), batch_size=12 // n, sample_weights=range(24), seed=5),
+    "limited": lambda n: train_loader(Numbers(40), batch_size=12 // n, limit_batches=2, num_processes=n, seed=5),
+    "limited iterable": lambda n: train_loader(RandomStream(), batch_size=8 // n, limit_batches=2, num_processes=n),
+    "limited loader": lambda n: train_loader(
+        DataLoader(
+            Numbers(40),
+            batch_size=12 // n,
+            sampler=RandomSampler(range(40), generator=torch.Generator().manual_seed(3)),
+        ),
+        limit_batches=2,
+        num_processes=n,
+    ),
+    "overfit": lambda n: train_loader(Numbers(40), batch_size=12 // n, overfit_batches=2, num_processes=n),
+    "overfit iterable": lambda n: train_loader(
+        RandomStream(), batch_size=8 // n, overfit_batches=2, num_processes=n, seed=3
+    ),
+}
+ONCE = {"map", "columns", "datasets", "iterable", "streaming", "by length"}
+
+
+def test_two_processes_read_what_one_reads() -> None:
+    def dealt() -> dict[str, list[list[list[int]]]]:
+        found: dict[str, list[list[list[int]]]] = {}
+        for kind, make in SHARED.items():
+            torch.manual_seed(5)
+            found[kind] = _dealt(make)
+        return found
+
+    alone = run_world(dealt, (), 1, timeout=60)[0]
+    first, second = run_world(dealt, (), 2, timeout=60)
+    for kind in SHARED:
+        for number in range(2):
+            together = [flat(one) for one in zip(first[kind][number], second[kind][number], strict=True)]
+            assert together == alone[kind][number], kind
+            samples = flat(flat(batch) if batch and isinstance(batch[0], list) else batch for batch in together)
+            assert sorted(samples) == list(range(24)) or kind not in ONCE, kind
+            assert len(together) == 2, kind
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: train_loader(Numbers(100), batch_size=4, limit_batches=3, num_processes=n),
+        lambda n: train_loader(
+            Numbers(100), batch_size=4, limit_batches=3, num_processes=n, sample_weights=[1.0] * 100
+        ),
+        lambda n: train_loader(Stream(100), batch_size=4, limit_batches=3, num_processes=n),
+        lambda n: train_loader(SizedStream(100), batch_size=4, limit_batches=3, num_processes=n),
+        lambda n: eval_loader(Numbers(100), batch_size=4, limit_batches=3, num_processes=n),
+        lambda n: eval_loader(DataLoader(Numbers(100), batch_size=4), limit_batches=3, num_processes=n),
+        lambda n: eval_loader(DataLoader(Numbers(100), batch_size=4, shuffle=True), limit_batches=3, num_processes=n),
+        lambda n: eval_loader(DataLoader(Stream(100), batch_size=4), limit_batches=3, num_processes=n),
+        lambda n: eval_loader(
+            DataLoader(Numbers(100), batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 100, 100), 4, False)),
+            limit_batches=3,
+            num_processes=n,
+        ),
+        lambda n: eval_loader(
+            DataLoader(Numbers(100), batch_sampler=[[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3] for i in range(25)]),
+            limit_batches=3,
+            num_processes=n,
+        ),
+        lambda n: train_loader(Numbers(100), batch_size=4, overfit_batches=3, num_processes=n),
+        lambda n: train_loader(Stream(100), batch_size=4, overfit_batches=3, num_processes=n),
+        lambda n: train_loader(
+            DataLoader(Numbers(100), batch_size=4, shuffle=True), overfit_batches=3, num_processes=n
+        ),
+    ],
+)
+def test_each_process_reads_so_many_batches_and_knows_the_last(make: Any, processes: int) -> None:
+    for loader in worlds(make(processes), processes):
+        for _ in range(2):
+            handed = read_all(loader)
+            assert [len(batch.samples) for batch in handed] == [4, 4, 4]
+            assert [batch.is_last for batch in handed] == [False, False, True]
+            assert [batch.rows for batch in handed] == [None, None, None]
+
+
+def test_a_limit_beyond_the_data_changes_nothing() -> None:
+    for data in (Numbers(SIZE), SizedStream(SIZE), Stream(SIZE)):
+        assert flat(read(eval_loader(data, batch_size=4, limit_batches=100))) == list(range(SIZE))
+    assert len(eval_loader(SizedStream(SIZE), batch_size=4, limit_batches=2)) == 2
+    assert len(eval_loader(SizedStream(SIZE), batch_size=4, limit_batches=100)) == 6
+    with pytest.raises(TypeError):
+        len(eval_loader(Stream(SIZE), batch_size=4, limit_batches=2))
+
+
+def test_a_limited_shuffle_draws_others_in_each_pass() -> None:
+    (loader,) = worlds(train_loader(Numbers(SIZE), batch_size=4, limit_batches=1, seed=3), 1)
+    passes = [flat(read(loader)) for _ in range(40)]
+    assert set(flat(passes)) == set(range(SIZE))
+    assert isinstance(loader.get_sampler(), SeedableRandomSampler)
+
+
+def test_overfitting_reads_the_same_in_each_pass() -> None:
+    for data in (Numbers(SIZE), RandomStream(), DataLoader(Numbers(SIZE), batch_size=4, shuffle=True)):
+        (loader,) = worlds(train_loader(data, batch_size=4, overfit_batches=2, seed=3), 1)
+        passes = [read(loader) for _ in range(3)]
+        assert passes[0] == passes[1] == passes[2]
+        assert len(flat(passes[0])) == 8
+
+
+def test_a_limited_iterable_goes_on_where_it_was() -> None:
+    for data in (Stream(100), KeepsPlace(100)):
+        (loader,) = worlds(train_loader(data, batch_size=4, limit_batches=30), 1)
+        iterator = iter(loader)
+        for _ in range(20):
+            next(iterator)
+        state = loader.state_dict()
+        (resumed,) = worlds(train_loader(data, batch_size=4, limit_batches=22), 1)
+        resumed.load_state_dict(state)
+        assert read(resumed) == [[80, 81, 82, 83], [84, 85, 86, 87]]
+
+
+def test_workers_share_a_limit() -> None:
+    loader = train_loader(Stream(100), batch_size=4, limit_batches=3, num_workers=2)
+    (prepared,) = worlds(loader, 1)
+    batches = read(prepared)
+    assert len(batches) == 3
+    assert len(set(flat(batches))) == 12
+
+
+def test_a_limit_among_processes_that_have_samples_of_their_own() -> None:
+    class Split(Stream):
+        is_split_between_processes = True
+
+    loader = train_loader(Split(100), batch_size=4, limit_batches=3, num_processes=2)
+    for prepared in worlds(loader, 2):
+        assert flat(read(prepared)) == list(range(12))
+
+
+def test_the_users_loader_stays_as_it_is() -> None:
+    loader: DataLoader[Any] = DataLoader(Numbers(SIZE), batch_size=4, shuffle=True)
+    sampler = loader.sampler
+    assert train_loader(loader) is loader
+    assert eval_loader(loader) is loader
+    limited = train_loader(loader, limit_batches=2)
+    overfit = train_loader(loader, overfit_batches=2)
+    assert limited is not loader
+    assert (len(limited), len(overfit), len(loader)) == (2, 2, 6)
+    assert loader.sampler is sampler
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    assert loader.batch_sampler.sampler is sampler
+    assert isinstance(overfit.sampler, SequentialSampler)
+
+
+def test_a_loader_without_batches_of_samples_is_limited_too() -> None:
+    loader: DataLoader[Any] = DataLoader(Numbers(9), batch_size=None)
+    assert [int(batch) for batch in train_loader(loader, limit_batches=2)] == [0, 1]
+    stream: DataLoader[Any] = DataLoader(Stream(9), batch_size=None)
+    assert [int(batch) for batch in train_loader(stream, limit_batches=2)] == [0, 1]
+
+
+# -- what goes into the loader ---------------------------------------------------------------------------------------
+
+
+def test_options_reach_the_loader() -> None:
+    loader = train_loader(
+        Numbers(SIZE), batch_size=4, num_workers=2, prefetch_factor=3, persistent_workers=True, drop_last=True
+    )
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
+    assert (loader.drop_last, loader.batch_size, len(loader)) == (True, 4, 5)
+    assert loader.pin_memory is torch.accelerator.is_available()
+    assert train_loader(Numbers(SIZE), pin_memory=False).pin_memory is False
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "data", "pins"),
+    [(None, X, False), ("cuda", X, True), ("cuda", X.to("meta"), False), ("mps", X, False), ("cuda", [1, 2], True)],
+)
+def test_memory_is_pinned_for_an_accelerator(accelerator: Any, data: Any, pins: bool, monkeypatch: Any) -> None:
+    # There may be none here.
+    present = accelerator and torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: present)
+    assert eval_loader(data).pin_memory is pins
+
+
+def test_a_sample_that_cannot_be_collated_is_named_from_a_worker_too() -> None:
+    loader = train_loader([{"ids": [1]}, {"ids": [1, 2]}], batch_size=2, num_workers=1, shuffle=False)
+    iterator: Any = iter(loader)
+    with pytest.raises(ConfigurationError, match="field 'ids' cannot be put into a batch"):
+        next(iterator)
+    iterator._shutdown_workers()  # in a cycle with what it raised, it would be collected late, and take 5 s
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"batch_size": "auto"}, "batch_size must be"),
+        ({"limit_batches": 0}, "limit_batches must be"),
+        ({"overfit_batches": 1.5}, "overfit_batches must be"),
+        ({"num_workers": -1}, "num_workers must be"),
+        ({"prefetch_factor": 2}, "prefetch_factor is about workers, and there are none"),
+        ({"persistent_workers": True}, "persistent_workers is about workers"),
+        ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor must be"),
+        ({"collate_fn": 3}, "collate_fn=3 must be a function"),
+        ({"drop_last": True, "batch_size": 24}, "drop_last=True would leave nothing: train_dataset has 23 samples"),
+        ({"drop_last": True, "batch_size": 12, "num_processes": 2}, "a batch over all processes has 24"),
+        ({"limit_batches": 1, "overfit_batches": 1}, "limit_batches and overfit_batches do not go together"),
+        ({"sample_weights": [1.0] * 23, "group_by_length": True}, "do not go together: each is an order"),
+        ({"sample_weights": [1.0] * 23, "shuffle": False}, "do not go together: samples are drawn"),
+        ({"group_by_length": True, "shuffle": False}, "do not go together: it is a random order"),
+        ({"group_by_length": True, "overfit_batches": 1}, "do not go together"),
+        ({"sample_weights": [1.0] * 22}, "sample_weights has 22 weights, and train_dataset 23 samples"),
+        ({"group_by_length": True}, "no field 'length' and no 'input_ids'"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        train_loader(Numbers(SIZE), **options)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (Stream(9), {"group_by_length": True}, "group_by_length needs samples that can be had in any order"),
+        (Stream(9), {"sample_weights": [1.0]}, "sample_weights needs samples"),
+        (DataLoader(Numbers(9)), {"sample_weights": [1.0]}, "sample_weights is for a loader that is made"),
+        (DataLoader(Numbers(9)), {"group_by_length": True}, "group_by_length is for a loader"),
+        (DataLoader(Numbers(9)), {"drop_last": True}, "drop_last is for a loader"),
+        (DataLoader(Numbers(0)), {}, "is empty: its DataLoader's Numbers"),
+        (Stream(0), {"overfit_batches": 1}, "is empty"),
+    ],
+)
+def test_options_that_do_not_fit_the_data(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        train_loader(data, **options)
+
+
+def test_what_cannot_be_overfit_or_limited() -> None:
+    class Split(Stream):
+        is_split_between_processes = True
+
+    with pytest.raises(UnsupportedError, match="samples of its own"):
+        train_loader(Split(9), overfit_batches=1)
+    with pytest.raises(UnsupportedError, match="an iterable dataset"):
+        train_loader(DataLoader(Stream(9)), overfit_batches=1)
+    with pytest.raises(UnsupportedError, match="batches of its own making"):
+        train_loader(DataLoader(Numbers(9), batch_sampler=[[1, 2], [3]]), overfit_batches=1)
+    (prepared,) = worlds(DataLoader(Numbers(9)), 1)
+    assert train_loader(prepared) is prepared
+    with pytest.raises(ConfigurationError, match="prepared already cannot be limited to 2 batches"):
+        train_loader(prepared, limit_batches=2)

@@ -1,0 +1,261 @@
+"""Tests of data that differs between processes: an error that names them, and no false alarm."""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from tests.callbacks.by_hand import weights
+from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
+from trainer_lib import DistributedOperationException
+from trainer_lib.checkpointing.format.rng_state import Generators
+from trainer_lib.data_loader.readers.probe import samples_at
+from trainer_lib.process_group import LoneProcess
+from trainer_lib.trainer.data.rank_data_check import check_training_data
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def fit(data: Any, **options: Any) -> str:
+    """Return what the error of a run says, or nothing."""
+    own = {"eval_dataset": options.pop("eval_dataset", None)}
+    try:
+        trainer(arguments(max_steps=2, **options), train_dataset=data, **own).fit()
+    except DistributedOperationException as error:
+        return str(error)
+    return ""
+
+
+def said(make: Callable[[], Any], processes: int = 2, **options: Any) -> str:
+    """Return what the processes say, which is the same on all of them."""
+    told = run_world(lambda: fit(make(), **options), (), processes, timeout=60)
+    assert len(set(told)) == 1
+    return told[0]
+
+
+def drawn(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(40, 6, generator=generator, dtype=dtype), points()[1]
+
+
+def test_arrays_that_each_process_draws_for_itself() -> None:
+    error = said(lambda: drawn(rank()))
+    assert error.startswith("Process 1 reads other data than process 0. train_dataset[")
+    assert "is (float32 of shape (6,) with values" in error
+    assert "seed that first: torch.manual_seed(0); else load the same files on all processes." in error
+
+
+def test_all_that_differ_are_named() -> None:
+    assert said(lambda: drawn(int(rank() > 1)), 4).startswith("Processes 2 and 3 read other data than process 0")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: list(zip(drawn(0)[0], points()[1] + rank(), strict=True)),
+        lambda: (drawn(0, torch.float64 if rank() else torch.float32)[0].float().mul(1 + rank()), points()[1]),
+        lambda: {"inputs": drawn(rank())[0], "labels": points()[1]},
+        lambda: Subset(list(zip(*drawn(rank()), strict=True)), range(39)),  # type: ignore[arg-type]
+    ],
+    ids=["labels", "scale", "columns", "subset"],
+)
+def test_all_kinds_of_data(make: Callable[[], Any]) -> None:
+    assert "Process 1 reads other data than process 0" in said(make)
+
+
+def test_sets_to_evaluate_on() -> None:
+    def body() -> str:
+        return fit(points(), eval_dataset={"easy": points(8), "hard": (drawn(rank())[0][:8], points(8)[1])})
+
+    assert [error.partition(" is (")[0] for error in run_world(body)] == [
+        "Process 1 reads other data than process 0. eval_dataset['hard'][0]"
+    ] * 2
+
+
+class Augmented(Dataset[Any]):
+    """Points that move each time they are read, by all generators there are, one of its own included."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(5)
+        self.file: Any = None
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        self.file = self.file or object()  # opened when it is needed first
+        noise = torch.rand(1) + random.random() + float(np.random.rand()) + float(self.own.random())
+        return points()[0][index] + 0.1 * noise, points()[1][index]
+
+
+class Clock(Augmented):
+    """Points that move by a clock."""
+
+    def __getitem__(self, index: int) -> Any:
+        return points()[0][index] + time.perf_counter_ns() % 1000, points()[1][index]
+
+
+class Rounded(Augmented):
+    """Points that another processor computes a little otherwise."""
+
+    def __getitem__(self, index: int) -> Any:
+        return points()[0][index] * (1 + 1e-6 * rank()), points()[1][index]
+
+
+@pytest.mark.parametrize("make", [Augmented, Clock, Rounded])
+def test_random_augmentation_is_no_difference(make: Callable[[], Any]) -> None:
+    assert said(make) == ""
+
+
+def test_the_check_leaves_generators_and_datasets_alone() -> None:
+    data = Augmented()
+    before = Generators(torch.device("cpu")).state_dict()
+    first = samples_at(Subset(data, range(7)), [3, 1])
+    second = samples_at(data, [3, 1])
+    assert first is not None
+    assert second is not None
+    assert [one.tolist() for one, _ in first] == [one.tolist() for one, _ in second]
+    assert (data.reads, data.file) == (0, None)
+    assert data.own.random() == np.random.default_rng(5).random()
+    after = Generators(torch.device("cpu")).state_dict()
+    assert before["python"] == after["python"]
+    assert torch.equal(before["torch"], after["torch"])
+    np.testing.assert_equal(before["numpy"], after["numpy"])
+
+
+def test_one_process_reads_nothing_for_it() -> None:
+    class Unread(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError
+
+    check_training_data(LoneProcess(), Unread(), None)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_read_apart_is_left_to_training() -> None:
+    class Named(Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+    assert samples_at(Named(), [0]) is None
+
+
+def test_a_dataset_that_closes_its_file_is_not_copied() -> None:
+    closed: list[int] = []
+
+    class Closing(Augmented):
+        def __del__(self) -> None:
+            closed.append(1)
+
+    data = Closing()
+    assert samples_at(Subset(data, [0]), [0]) is None
+    assert not closed
+    assert len(data) == 40
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    """Points one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*points(), strict=True)
+
+
+class SplitByHand(Stream):
+    """One of which each process takes every second point, as many scripts do."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(zip(*points(), strict=True))[rank() :: 2]
+
+
+class Declared(SplitByHand):
+    """The same, which says so."""
+
+    is_split_between_processes = True
+
+
+class Drawn(Stream):
+    """One that draws its points where the library seeds what is drawn."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(40):
+            yield torch.randn(6), torch.randint(2, ())
+
+
+class Simulated(Stream):
+    """One that draws its points from entropy."""
+
+    def __iter__(self) -> Iterator[Any]:
+        own = np.random.default_rng()
+        for _ in range(40):
+            yield torch.from_numpy(own.normal(size=6)).float(), torch.tensor(1)
+
+
+class Once(Stream):
+    """One that can be read only once."""
+
+    def __init__(self) -> None:
+        self.left = iter(list(zip(*points(), strict=True)))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.left
+
+
+STREAM: dict[str, Any] = {"lr_scheduler": "constant"}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_streams_that_are_split_by_hand(workers: int) -> None:
+    error = said(SplitByHand, num_workers=workers, **STREAM)
+    assert error.startswith("Process 1 reads other data than process 0. train_dataset[0] is (float32 of shape (6,)")
+    assert "say so: is_split_between_processes = True, as an attribute of it" in error
+
+
+@pytest.mark.parametrize("make", [Stream, Declared, Drawn, Once])
+def test_streams_that_are_read_alike(make: Callable[[], Any]) -> None:
+    assert said(make, **STREAM) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Stream, Drawn])
+def test_streams_that_workers_read_alike(make: Callable[[], Any]) -> None:
+    assert said(make, num_workers=2, **STREAM) == ""
+
+
+def test_streams_of_entropy_are_a_warning() -> None:
+    def body() -> tuple[str, int]:
+        import logging
+
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("trainer_lib").addHandler(handler)
+        error = fit(Simulated(), **STREAM)
+        return error, sum("reads other data than process 0. train_dataset[0]" in text for text in records)
+
+    assert run_world(body) == [("", 1), ("", 0)]
+
+
+def test_a_stream_that_is_read_once_loses_nothing() -> None:
+    def body(make: Callable[[], Any]) -> Any:
+        one = trainer(arguments(num_train_epochs=1, **STREAM), train_dataset=make())
+        one.fit()
+        return one.state.samples, weights(one.unwrapped_model)
+
+    for make in (Stream, Once):
+        for samples, of_model in run_world(body, (make,)):
+            assert samples == 40
+            assert all(torch.equal(of_model[name], value) for name, value in run_world(body, (Stream,))[0][1].items())

@@ -1,0 +1,97 @@
+"""Data that is not the same on all processes: all hear of it, nobody waits for ever."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from tests.trainer.tasks import arguments, network, points, trainer
+from tests.worlds import run_world
+from trainer_lib import DistributedOperationException, PartialState
+from trainer_lib.launchers.process_failures import ProcessFailedError
+
+
+class Apart(IterableDataset[Any]):
+    """A stream of another length on each process, which does not say so."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(list(zip(*points(self.count), strict=True)))
+
+
+def _told(*runs: tuple[Callable[[int], Any], dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return, for each run, what it is told on each process."""
+
+    def train() -> list[str]:
+        rank, texts = PartialState(cpu=True).process_index, list[str]()
+        for data, options in runs:
+            args = arguments(per_device_train_batch_size=4, max_steps=20, **options)
+            one = trainer(args, train_dataset=data(rank))
+            with pytest.raises(DistributedOperationException) as raised:
+                one.fit()
+            texts.append(str(raised.value))
+            one.accelerator.free_memory()
+        return texts
+
+    return list(zip(*run_world(train, (), 2, timeout=60), strict=True))
+
+
+@pytest.mark.fault("data that end on one of two processes")
+def test_a_stream_that_ends_on_one_process_ends_all() -> None:
+    options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 3}, {"num_workers": 1}]
+    for ended, more in _told(*[(lambda rank: Apart(24 + 24 * rank), one) for one in options]):
+        for text in (ended, more):
+            assert "the training data of 1 of 2 processes is at its end, and that of the others goes on" in text
+            assert "is_split_between_processes = True" in text
+        assert "on process 0, it is at its end" in ended
+        assert "on process 1, it goes on" in more
+
+
+def test_samplers_that_differ_are_told_before_the_first_step() -> None:
+    def ordered(order: Any) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*points()), batch_size=4, sampler=order)
+
+    lengths, samples = _told(
+        (lambda rank: ordered(range(20 + 4 * rank)), {}), (lambda rank: ordered(range(rank, 40, 2)), {})
+    )
+    for text in lengths:
+        assert "the length of the training data's range: 20 on process 0, 24 on process 1" in text
+    for text in samples:
+        assert "that a pass begins with: [0, 2, 4, 6] on process 0, [1, 3, 5, 7] on process 1" in text
+
+
+def labelled() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(*points(), strict=True))
+
+
+def without_labels_on_one(samples: list[Any]) -> dict[str, torch.Tensor]:
+    inputs, labels = (torch.stack(one) for one in zip(*samples, strict=True))
+    return {"input": inputs} if PartialState(cpu=True).process_index else {"input": inputs, "labels": labels}
+
+
+@pytest.mark.fault("batches without labels on one of two processes")
+def test_a_batch_without_labels_on_one_process_ends_all_and_is_told() -> None:
+    def train() -> None:
+        trainer(model=network(), train_dataset=labelled(), collate_fn=without_labels_on_one).fit()
+
+    began = time.monotonic()
+    with pytest.raises(ProcessFailedError) as raised:
+        run_world(train, (), 2, timeout=60)
+    assert time.monotonic() - began < 15
+    assert "Process 1 of 2 failed" in str(raised.value)
+    assert "The batch has input and no target: none of labels" in str(raised.value)
+
+
+def test_an_evaluation_of_batches_that_lack_labels_on_one_process_is_told_on_all() -> None:
+    def evaluate() -> str:
+        with pytest.raises(DistributedOperationException) as raised:
+            trainer(collate_fn=without_labels_on_one).evaluate(labelled())
+        return str(raised.value)
+
+    for text in run_world(evaluate, (), 2, timeout=60):
+        assert text.startswith("Some batches have no loss, and others have one: 2 on process 1 have none.")

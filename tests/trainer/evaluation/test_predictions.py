@@ -1,0 +1,227 @@
+"""Predictions come in the order of the dataset, in memory and on disk, from any number of processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from tests.trainer.evaluated import Bench, Streamed, Texts, classify, dataset, expected, read, scores
+from tests.worlds import run_world
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DistributedOperationException
+from trainer_lib.launchers import run_forked
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
+from trainer_lib.trainer.evaluation.prediction_results import Predictions
+
+
+def ragged(model: Any, batch: Any) -> EvaluationOutput:
+    """Step whose rows have other sizes in each batch, within a structure."""
+    numbers = batch[0]
+    size = int(numbers[0]) % 4 + 1
+    rows = numbers[:, None].expand(-1, size).contiguous()
+    texts = [f"text {int(number)}" for number in numbers]
+    return EvaluationOutput(predictions={"rows": rows, "pair": (texts, numbers.float(), None)}, labels=numbers > 2)
+
+
+def padded(samples: int, batch_size: int) -> np.ndarray[Any, Any]:
+    """Return its rows, as they are padded."""
+    rows = np.full((samples, 3), -100)
+    for number in range(samples):
+        size = number // batch_size * batch_size % 4 + 1
+        rows[number, :size] = number
+    return rows
+
+
+class TestOrder:
+    @pytest.mark.parametrize("on_disk", [False, True])
+    @pytest.mark.parametrize("processes", [1, 2, 3])
+    def test_is_that_of_the_dataset(self, processes: int, on_disk: bool, tmp_path: Path) -> None:
+        def body() -> None:
+            bench, texts = Bench(), Bench(read)
+            for samples in (1, 2, 7, 18):
+                for streams in (False, True):
+                    given, labels = scores(samples)
+                    to = tmp_path / f"{samples}{streams}" if on_disk else None
+                    data = Streamed(dataset(samples)) if streams else dataset(samples)
+                    predictions, label_ids, metrics = bench.predict(data, batch_size=3, to=to)
+                    np.testing.assert_array_equal(predictions, given)
+                    np.testing.assert_array_equal(label_ids, labels)
+                    assert list(metrics) == ["predict_loss"]
+                    np.testing.assert_allclose(metrics["predict_loss"], expected(samples)["eval_loss"], rtol=1e-6)
+                to = tmp_path / f"{samples}" if on_disk else None
+                upper = texts.predict(Texts(samples), batch_size=3, to=to)
+                assert upper.predictions == [f"TEXT {index}" for index in range(samples)]
+                assert upper.label_ids.tolist() == list(range(samples))
+
+        run_world(body, num_processes=processes, timeout=60)
+
+    def test_structures_keep_their_shape(self, tmp_path: Path) -> None:
+        def body() -> None:
+            bench = Bench(ragged)
+            data = TensorDataset(torch.arange(11))
+            for to in (None, tmp_path / "ragged"):
+                found = bench.predict(data, batch_size=2, to=to)
+                np.testing.assert_array_equal(found.predictions["rows"], padded(11, 2))
+                texts, numbers, nothing = found.predictions["pair"]
+                assert texts == [f"text {number}" for number in range(11)]
+                np.testing.assert_array_equal(numbers, np.arange(11.0))
+                assert nothing is None
+                np.testing.assert_array_equal(found.labels, np.arange(11) > 2)
+                assert found.labels.dtype == np.bool_
+                assert found.folder == to
+
+        run_world(body, timeout=60)
+
+
+class TestWithoutLabels:
+    @pytest.mark.parametrize("on_disk", [False, True])
+    def test_there_are_neither_labels_nor_loss(self, on_disk: bool, tmp_path: Path) -> None:
+        to = tmp_path / "unlabelled" if on_disk else None
+        found = Bench().predict(dataset(5), to=to, has_labels=False)
+        assert found.labels is None
+        assert found.metrics == {}
+        np.testing.assert_array_equal(found.predictions, scores(5)[0])
+
+
+class TestFolder:
+    def test_holds_plain_files_that_are_mapped(self, tmp_path: Path) -> None:
+        folder = tmp_path / "deeper" / "predictions"
+        Bench().predict(dataset(9), to=folder)
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "labels-0.npy",
+            "predictions-0.npy",
+            "predictions.json",
+        ]
+        np.testing.assert_array_equal(np.load(folder / "predictions-0.npy"), scores(9)[0])
+        loaded = Predictions.load(folder)
+        assert isinstance(loaded.predictions, np.memmap)
+        assert loaded.metrics == {"predict_loss": pytest.approx(expected(9)["eval_loss"], rel=1e-6)}
+
+    def test_half_precision_and_empty_rows_survive(self, tmp_path: Path) -> None:
+        def step(model: Any, batch: Any) -> EvaluationOutput:
+            return EvaluationOutput(predictions=(batch[0].bfloat16(), batch[0].half()), labels=batch[0][:, :0])
+
+        bench = Bench(step)
+        brain, half = bench.predict(dataset(5), to=tmp_path / "half").predictions
+        np.testing.assert_array_equal(brain, scores(5)[0].bfloat16().float())
+        np.testing.assert_array_equal(half, scores(5)[0].half())
+        assert Predictions.load(tmp_path / "half").labels.shape == (5, 0)
+
+    def test_what_is_there_is_not_overwritten(self, tmp_path: Path) -> None:
+        (tmp_path / "precious").write_text("data")
+
+        def body() -> str:
+            def step(model: Any, batch: Any) -> EvaluationOutput:
+                raise AssertionError("too late")
+
+            with pytest.raises((ConfigurationError, DistributedOperationException)) as error:
+                Bench(step).predict(dataset(5), to=tmp_path)
+            return str(error.value)
+
+        assert all("There is something at" in told for told in run_world(body, timeout=60))
+        assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+    def test_an_error_leaves_nothing(self, tmp_path: Path) -> None:
+        def step(model: Any, batch: Any) -> EvaluationOutput:
+            if batch[1][0] == 8:
+                raise ValueError("no")
+            return read(model, batch)
+
+        with pytest.raises(ValueError, match="no"):
+            Bench(step).predict(Texts(10), to=tmp_path / "partial")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_rows_that_cannot_be_written_are_told_to_all(self, tmp_path: Path) -> None:
+        def body() -> str:
+            def step(model: Any, batch: Any) -> EvaluationOutput:
+                return EvaluationOutput(predictions=[{1, 2} for _ in batch[0]])
+
+            with pytest.raises((ConfigurationError, DistributedOperationException)) as error:
+                Bench(step).predict(Texts(10), to=tmp_path / "sets")
+            return str(error.value)
+
+        assert all("A row of type set cannot be written" in told for told in run_world(body, timeout=60))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_a_killed_process_left_is_replaced(self, tmp_path: Path) -> None:
+        left = tmp_path / ".again.partial"
+        left.mkdir()
+        (left / "predictions-0.npy").write_text("torn")
+        Bench().predict(dataset(5), to=tmp_path / "again")
+        assert [path.name for path in tmp_path.iterdir()] == ["again"]
+
+    def test_folders_that_are_not_whole_are_told(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="no predictions"):
+            Predictions.load(tmp_path)
+        folder = tmp_path / "predictions"
+        Bench().predict(dataset(9), to=folder)
+        manifest = folder / "predictions.json"
+        told = manifest.read_text()
+        with (folder / "predictions-0.npy").open("r+b") as file:
+            file.truncate(200)
+        with pytest.raises(CheckpointError, match="not whole"):
+            Predictions.load(folder)
+        manifest.write_text(told.replace('"predictions-0.npy"', '"../other.npy"'))
+        with pytest.raises(CheckpointError, match="leads out of"):
+            Predictions.load(folder)
+        manifest.write_text(json.dumps({**json.loads(told), "version": 9}))
+        with pytest.raises(CheckpointError, match="version 9"):
+            Predictions.load(folder)
+
+
+class TestMemory:
+    def test_views_do_not_keep_what_they_are_views_of(self) -> None:
+        class Whole:
+            def update(self, predictions: Tensor, labels: Tensor) -> None:
+                assert predictions.untyped_storage().nbytes() == predictions.nbytes
+
+            def compute(self) -> float:
+                return 1.0
+
+        def step(model: Any, batch: Any) -> EvaluationOutput:
+            return EvaluationOutput(predictions=batch[0].repeat(1, 1000)[:, 0])
+
+        bench = Bench(step)
+        assert bench.evaluate({"": bench.set(dataset(9), {"whole": Whole()})}) == {"eval_whole": 1.0}
+
+    def test_batches_travel_a_few_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from trainer_lib.trainer.evaluation import gather_batches
+
+        waiting: list[int] = []
+        hand_round = gather_batches.Relay._hand_round
+
+        def counted(self: Any, is_through: bool, **more: Any) -> bool:
+            waiting.append(len(self._waiting))
+            return hand_round(self, is_through, **more)
+
+        monkeypatch.setattr(gather_batches.Relay, "_hand_round", counted)
+        monkeypatch.setattr(gather_batches, "_BYTES", 400)
+
+        def body() -> list[int]:
+            # Rows of 5 scores and a label are 28 bytes: 3 batches of 4 rows at once, after a first one.
+            Bench(classify).predict(dataset(4 * 11), batch_size=4)
+            return waiting
+
+        assert run_forked(body, timeout=60) == [[1, 3, 2], [1, 3, 1]]
+
+
+def test_a_tensor_without_dimensions_is_a_value_a_batch() -> None:
+    def step(model: Any, batch: Any) -> EvaluationOutput:
+        return EvaluationOutput(predictions=(batch[0], torch.tensor(float(len(batch[0])))))
+
+    rows, sizes = Bench(step).predict(dataset(9)).predictions
+    assert rows.shape == (9, 5)
+    assert sizes.tolist() == [4, 4, 1]
+
+
+def test_rows_of_other_dimensions_are_refused() -> None:
+    def step(model: Any, batch: Any) -> EvaluationOutput:
+        rows: Tensor = batch[0]
+        return EvaluationOutput(predictions=rows if len(rows) == 4 else rows[:, 0])
+
+    with pytest.raises(ConfigurationError, match="different numbers of dimensions"):
+        Bench(step).predict(dataset(9))

@@ -1,0 +1,393 @@
+"""Arguments of Hugging Face's Trainer: the errors that give ours, and the conversion."""
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.options.compile_options import TorchDynamoPlugin
+from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.parallelism_config import ParallelismConfig
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.checks.foreign_names import ALWAYS, NONE_HERE, RENAMED
+from trainer_lib.trainer.huggingface.argument_conversion import is_foreign
+from trainer_lib.trainer.huggingface.argument_forms import OTHER_FORM
+
+OURS = {field.name for field in dataclasses.fields(TrainingArguments)}
+PAGE = Path(__file__).parents[3] / "docs" / "arguments.md"
+LOGGER = "trainer_lib.trainer.arguments.training_arguments"
+
+
+class HuggingFace(transformers.TrainingArguments):
+    """Hugging Face's arguments as given: what their constructor does besides needs accelerate."""
+
+    def __post_init__(self) -> None:
+        """Leave them as they are."""
+
+
+def refusal(**given: Any) -> str:
+    """Return what is said about Hugging Face's arguments."""
+    with pytest.raises(ConfigurationError) as refused:
+        TrainingArguments(**given)
+    return str(refused.value)
+
+
+def convert(caplog: pytest.LogCaptureFixture, **given: Any) -> tuple[TrainingArguments, str]:
+    """Return what Hugging Face's arguments become, and what is said about those that become nothing."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, LOGGER):
+        told: dict[str, Any] = {"remove_unused_columns": False, **given}
+        ours = TrainingArguments.from_transformers(HuggingFace(**told))
+    return ours, caplog.text
+
+
+# -- the tables --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_them_all() -> None:
+    _, _, rows = PAGE.read_text().partition("## Coming from Hugging Face")
+    told = set(re.findall(r"`(\w+)`", rows))
+    fields = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
+    assert fields - told == set()
+    for name in fields & set(NONE_HERE):
+        assert re.search(rf"`{name}`[^|]*\| none: {re.escape(NONE_HERE[name])} \|", rows), name
+
+
+@pytest.mark.parametrize("kind", [transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments])
+def test_each_field_has_the_same_name_another_form_or_a_reason(kind: Any) -> None:
+    for field in dataclasses.fields(kind):
+        assert (field.name in OURS) != is_foreign(field.name) or field.name in {
+            # The same name, and values that have another form here.
+            "max_steps",
+            "num_train_epochs",
+            "eval_delay",
+            "max_grad_norm",
+            "lr_scheduler_kwargs",
+            "gradient_checkpointing",
+            "greater_is_better",
+            "report_to",
+            "fsdp",
+        }, field.name
+
+
+def test_nothing_is_in_two_tables() -> None:
+    converted = [name for names in OTHER_FORM for name in names]
+    assert len(converted) == len(set(converted))
+    assert not set(converted) & set(NONE_HERE)
+    assert not set(NONE_HERE) & OURS
+    assert not set(RENAMED) & (OURS | set(converted) | set(NONE_HERE))
+    assert set(RENAMED.values()) <= OURS
+    assert set(ALWAYS) <= set(NONE_HERE)
+
+
+def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
+    for name, reason in NONE_HERE.items():
+        assert refusal(**{name: 7}) == f"{name}=7 of Hugging Face's Trainer has no place here: {reason}. Leave it out."
+
+
+# -- errors that give ours ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"save_steps": 500}, 'save_every="500 steps"'),
+        ({"save_steps": 1.0}, 'save_every="1 step"'),
+        ({"save_strategy": "epoch", "save_steps": 500}, 'save_every="1 epoch"'),
+        ({"save_strategy": "steps"}, 'save_every="500 steps"'),
+        ({"save_strategy": "no"}, 'save_every="never"'),
+        ({"save_strategy": "best"}, 'save_every="never", keep_best=1'),
+        ({"eval_strategy": "epoch"}, 'eval_every="1 epoch"'),
+        ({"evaluation_strategy": "steps", "eval_steps": 20}, 'eval_every="20 steps"'),
+        ({"eval_steps": 20}, 'eval_every="20 steps"'),
+        ({"eval_strategy": "steps", "eval_steps": None}, 'eval_every="500 steps"'),
+        ({"eval_strategy": "no"}, 'eval_every="never"'),
+        ({"logging_steps": 10}, 'log_every="10 steps"'),
+        ({"logging_strategy": "epoch"}, 'log_every="1 epoch"'),
+        ({"save_total_limit": 2}, "keep_last=2"),
+        ({"warmup_steps": 100}, 'warmup="100 steps"'),
+        ({"warmup_steps": 0.1}, "warmup=0.1"),
+        ({"warmup_ratio": 0.05}, "warmup=0.05"),
+        ({"warmup_ratio": 0.05, "warmup_steps": 3}, 'warmup="3 steps"'),
+        ({"warmup_steps": 0}, "warmup=None"),
+        ({"lr_scheduler_type": "cosine"}, 'lr_scheduler="cosine"'),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, 'lr_scheduler="plateau"'),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+            "lr_scheduler=\"cosine\", lr_scheduler_kwargs={'min_ratio': 0.1}",
+        ),
+        (
+            {
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr": 1e-5, "num_cycles": 0.5},
+                "learning_rate": 1e-4,
+            },
+            "lr_scheduler=\"cosine\", lr_scheduler_kwargs={'num_cycles': 0.5, 'min_ratio': 0.1}",
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 9}},
+            "lr_scheduler=\"wsd\", lr_scheduler_kwargs={'decay_steps': 9, 'decay': 'cosine'}",
+        ),
+        ({"bf16": True}, 'mixed_precision="bf16"'),
+        ({"fp16": True, "bf16": False}, 'mixed_precision="fp16"'),
+        ({"fp16": False}, "mixed_precision=None"),
+        ({"optim": "adamw_torch_fused"}, 'optimizer="adamw"'),
+        ({"optim": "paged_adamw_8bit"}, 'optimizer="bitsandbytes.optim.PagedAdamW8bit"'),
+        ({"adam_beta2": 0.95}, "optimizer_kwargs={'betas': [0.9, 0.95]}"),
+        (
+            {"adam_beta1": 0.8, "adam_epsilon": 1e-6, "optim": "adamw_torch"},
+            "optimizer=\"adamw\", optimizer_kwargs={'betas': [0.8, 0.999], 'eps': 1e-06}",
+        ),
+        ({"adafactor": True}, 'optimizer="adafactor"'),
+        ({"load_best_model_at_end": True}, "load_best_at_end=True"),
+        ({"metric_for_best_model": "f1"}, 'metric_for_best="eval_f1"'),
+        ({"metric_for_best_model": "eval_f1"}, 'metric_for_best="eval_f1"'),
+        ({"resume_from_checkpoint": True}, 'resume="auto"'),
+        ({"resume_from_checkpoint": "out/checkpoint-5"}, 'resume="out/checkpoint-5"'),
+        ({"resume_from_checkpoint": None}, 'resume="never"'),
+        ({"disable_tqdm": True}, "progress_bar=False"),
+        ({"dataloader_num_workers": 4}, "num_workers=4"),
+        ({"dataloader_pin_memory": False}, "pin_memory=False"),
+        ({"dataloader_drop_last": True}, "drop_last=True"),
+        ({"no_cuda": True}, "use_cpu=True"),
+        ({"full_determinism": True}, "deterministic=True"),
+        ({"per_gpu_train_batch_size": 4}, "per_device_train_batch_size=4"),
+        ({"torch_compile": True}, "compile=True"),
+        ({"torch_compile_backend": "eager"}, 'compile="eager"'),
+        (
+            {"torch_compile_mode": "max-autotune"},
+            "compile=TorchDynamoPlugin(backend='inductor', mode='max-autotune')",
+        ),
+        ({"activation_checkpointing": True}, "gradient_checkpointing=True"),
+        ({"train_sampling_strategy": "group_by_length"}, "group_by_length=True"),
+        ({"train_sampling_strategy": "sequential"}, "shuffle=False"),
+        ({"length_column_name": "words"}, 'length_column="words"'),
+        (
+            {"ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 10},
+            "ddp=DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=10)",
+        ),
+        (
+            {"fsdp": "full_shard offload", "fsdp_config": {"fsdp_min_num_params": 1000, "xla": False}},
+            "fsdp=FullyShardedDataParallelPlugin(reshard_after_forward=True, cpu_offload=True, min_num_params=1000)",
+        ),
+        (
+            {"fsdp_transformer_layer_cls_to_wrap": "Block", "fsdp": "full_shard"},
+            "fsdp=FullyShardedDataParallelPlugin(reshard_after_forward=True, transformer_cls_names_to_wrap='Block')",
+        ),
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism=ParallelismConfig(dp_shard_size=2)"),
+        ({"generation_max_length": 9}, "generation_kwargs={'max_length': 9}, predict_with_generate=True"),
+    ],
+)
+def test_the_error_gives_ours_with_the_value(given: dict[str, Any], ours: str) -> None:
+    assert refusal(**given).endswith(f" of Hugging Face's Trainer is given here as {ours}.")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"save_steps": 0.1},
+            'a part of all steps (0.1) is no interval here; give the steps, as save_every="100 steps"',
+        ),
+        ({"optim": "galore_adamw"}, "there is no name for 'galore_adamw'; give the optimizer itself"),
+        ({"lr_scheduler_type": "greedy"}, "there is no schedule 'greedy'; give a schedule of your own"),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"warmup_type": "cosine"}},
+            "there is no lr_scheduler_kwargs={'warmup_type': …}",
+        ),
+        ({"train_sampling_strategy": "batch_rebalance"}, "there is no sampling 'batch_rebalance'"),
+        ({"fsdp_config": "fsdp.json"}, "the file 'fsdp.json' is not read here"),
+        ({"fsdp_config": {}, "fsdp": "sharp"}, "there is no sharding 'sharp'"),
+        ({"generation_config": "model"}, "give its values by name: generation_kwargs={…}"),
+        ({"metric_for_best_model": None}, "without metric_for_best_model it says nothing"),
+    ],
+)
+def test_what_has_no_place_here_is_told_with_a_reason(given: dict[str, Any], said: str) -> None:
+    message = refusal(**given)
+    assert f" of Hugging Face's Trainer has no place here: {said}" in message
+    assert message.endswith(". Leave it out.")
+
+
+def test_what_is_so_here_anyway() -> None:
+    assert refusal(adam_beta1=0.9) == ("adam_beta1=0.9 of Hugging Face's Trainer is so here by default. Leave it out.")
+    assert refusal(save_safetensors=True) == (
+        "save_safetensors=True of Hugging Face's Trainer is always so here. Leave it out."
+    )
+
+
+def test_what_is_told_together_is_one_line() -> None:
+    lines = refusal(eval_steps=5, save_steps=10, eval_strategy="steps", learning_rate=0.1).splitlines()
+    assert [line.partition(" of Hugging")[0] for line in lines] == [
+        'eval_steps=5, eval_strategy="steps"',
+        "save_steps=10",
+    ]
+
+
+# -- the conversion ----------------------------------------------------------------------------------------------
+
+
+def test_defaults_become_defaults(caplog: pytest.LogCaptureFixture) -> None:
+    assert convert(caplog) == (TrainingArguments(), "")
+    assert convert(caplog, remove_unused_columns=True) == (TrainingArguments(remove_unused_columns=True), "")
+
+
+def test_what_differs_is_converted(caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {
+        "output_dir": "out",
+        "run_name": "first",
+        "seed": 7,
+        "data_seed": 8,
+        "num_train_epochs": 5.0,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "lr_scheduler_type": transformers.SchedulerType.COSINE,
+        "warmup_steps": 100,
+        "max_grad_norm": 0.0,
+        "bf16": True,
+        "activation_checkpointing": True,
+        "tf32": False,
+        "use_cpu": True,
+        "logging_steps": 10,
+        "eval_strategy": transformers.IntervalStrategy.STEPS,
+        "eval_steps": 20,
+        "save_strategy": "epoch",
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "joy",
+        "greater_is_better": True,
+        "dataloader_num_workers": 2,
+        "dataloader_prefetch_factor": 4,
+        "train_sampling_strategy": "group_by_length",
+        "label_names": ["labels"],
+        "disable_tqdm": True,
+        "torch_compile": True,
+        "torch_compile_mode": "reduce-overhead",
+        "ddp_static_graph": True,
+        "parallelism_config": ParallelismConfig(dp_replicate_size=2),
+        "do_train": True,
+        "remove_unused_columns": False,
+    }
+    ours, said = convert(caplog, **given)
+    assert said == ""
+    assert ours == TrainingArguments(
+        output_dir="out",
+        run_name="first",
+        seed=7,
+        data_seed=8,
+        num_train_epochs=5.0,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=16,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        optimizer="adamw",
+        optimizer_kwargs={"betas": [0.9, 0.95]},
+        lr_scheduler="cosine",
+        warmup="100 steps",
+        max_grad_norm=None,
+        mixed_precision="bf16",
+        gradient_checkpointing=True,
+        tf32=False,
+        use_cpu=True,
+        log_every="10 steps",
+        eval_every="20 steps",
+        save_every="1 epoch",
+        keep_last=1,
+        load_best_at_end=True,
+        metric_for_best="eval_joy",
+        greater_is_better=True,
+        num_workers=2,
+        prefetch_factor=4,
+        group_by_length=True,
+        label_names=["labels"],
+        progress_bar=False,
+        compile=TorchDynamoPlugin(backend="inductor", mode="reduce-overhead"),
+        ddp=DistributedDataParallelKwargs(static_graph=True),
+        parallelism=ParallelismConfig(dp_replicate_size=2),
+    )
+
+
+def test_sharding_is_converted(caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"], "cpu_offload": True, "min_num_params": 0},
+    }
+    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], cpu_offload=True)
+    assert convert(caplog, **given) == (TrainingArguments(fsdp=plugin), "")
+    assert convert(caplog, fsdp=True) == (TrainingArguments(fsdp=True), "")
+
+
+def test_what_is_lost_is_told_by_name_and_reason(caplog: pytest.LogCaptureFixture) -> None:
+    ours, said = convert(
+        caplog, learning_rate=1e-3, neftune_noise_alpha=5.0, push_to_hub=True, torch_empty_cache_steps=3, save_steps=0.5
+    )
+    assert ours == TrainingArguments(learning_rate=1e-3)
+    assert len(caplog.records) == 1
+    told = [line.split(":")[0] for line in said.splitlines()[1:]]
+    assert told == [
+        "  neftune_noise_alpha",
+        "  torch_empty_cache_steps",
+        "  save_strategy, save_steps",
+        "  push_to_hub",
+    ]
+
+
+def test_a_delay_of_evaluations_is_converted(caplog: pytest.LogCaptureFixture) -> None:
+    ours, said = convert(caplog, eval_strategy="epoch", eval_delay=2)
+    assert (ours.eval_every, ours.eval_delay, said) == ("1 epoch", "2 epochs", "")
+    ours, said = convert(caplog, eval_strategy="steps", eval_steps=5, eval_delay=20)
+    assert (ours.eval_every, ours.eval_delay, said) == ("5 steps", "20 steps", "")
+
+
+def test_steps_overrule_epochs_as_they_do_there(caplog: pytest.LogCaptureFixture) -> None:
+    assert convert(caplog, max_steps=50, num_train_epochs=9.0) == (TrainingArguments(max_steps=50), "")
+
+
+def test_without_a_strategy_steps_of_evaluation_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert convert(caplog, eval_steps=50) == (TrainingArguments(eval_every="never"), "")
+
+
+def test_arguments_of_subclasses_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    @dataclasses.dataclass
+    class Own(HuggingFace):
+        temperature: float = 1.0
+
+    with caplog.at_level(logging.WARNING, LOGGER):
+        assert TrainingArguments.from_transformers(Own(temperature=2.0, seed=3)).seed == 3
+    assert "temperature: there is no such argument here" in caplog.text
+
+
+def test_only_arguments_of_transformers_are_taken() -> None:
+    with pytest.raises(ConfigurationError, match=r"takes a transformers\.TrainingArguments, got a dict"):
+        TrainingArguments.from_transformers({"save_steps": 5})
+
+
+def test_what_the_constructor_there_fills_in_is_not_taken_for_given(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("accelerate")
+    with caplog.at_level(logging.WARNING, LOGGER):
+        arguments = transformers.TrainingArguments(
+            use_cpu=True, eval_strategy="steps", load_best_model_at_end=True, torch_compile=True
+        )
+        ours = TrainingArguments.from_transformers(arguments)
+    assert [record for record in caplog.records if record.name == LOGGER] == []
+    assert ours == TrainingArguments(
+        output_dir="trainer_output",
+        remove_unused_columns=True,
+        use_cpu=True,
+        pin_memory=False,
+        eval_every="500 steps",
+        load_best_at_end=True,
+        metric_for_best="eval_loss",
+        greater_is_better=False,
+        compile=True,
+    )

@@ -1,0 +1,92 @@
+"""Options of `evaluate`, `predict` and `save_model` that users of Hugging Face's trainer know."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.evaluation.test_generation import PROMPTS, Rows, batch_of, causal
+from tests.trainer.tasks import arguments, points, trainer
+from tests.worlds import run_world
+from trainer_lib import ConfigurationError, Trainer
+from trainer_lib.foundation.errors import SignatureError
+
+
+def measure(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_predict_computes_metrics_as_evaluate_does(processes: int) -> None:
+    def body() -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        one = trainer(eval_dataset=points(21), compute_metrics=measure)
+        unlabelled = [points(5)[0]]
+        return one.evaluate(), one.predict(points(21)).metrics, one.predict(unlabelled[0]).metrics
+
+    for evaluated, predicted, unlabelled in run_world(body, (), processes):
+        assert predicted == {name.replace("eval_", "predict_"): value for name, value in evaluated.items()}
+        assert set(predicted) == {"predict_loss", "predict_accuracy"}
+        assert unlabelled == {}
+
+
+def test_an_error_of_compute_metrics_is_raised_on_all_processes() -> None:
+    def body() -> str:
+        def fail(prediction: Any) -> dict[str, float]:
+            raise ArithmeticError("no such number")
+
+        try:
+            trainer(compute_metrics=fail).predict(points(9))
+        except (ArithmeticError, RuntimeError) as error:
+            return str(error)
+        return ""
+
+    assert all("no such number" in text for text in run_world(body, (), 2))
+
+
+def test_the_prefix_of_metrics_has_two_names(tmp_path: Path) -> None:
+    one: Any = trainer(compute_metrics=measure)
+    assert set(one.evaluate(points(9), metric_key_prefix="test")) == {"test_loss", "test_accuracy"}
+    assert set(one.predict(points(9), metric_key_prefix="test").metrics) == {"test_loss", "test_accuracy"}
+    assert set(one.predict(points(9), tmp_path / "to", prefix="test").metrics) == {"test_loss"}
+
+
+def test_generation_takes_options_of_the_call() -> None:
+    args = arguments(predict_with_generate=True, generation_kwargs={"max_new_tokens": 3})
+    one: Any = Trainer(causal(), args, collate_fn=batch_of, eval_dataset=Rows())
+    longest = max(len(prompt) for prompt in PROMPTS)
+
+    def length(**options: Any) -> int:
+        return one.predict(Rows(), **options).predictions.shape[1]
+
+    assert (length(), length(max_new_tokens=2), length(max_length=longest + 1, max_new_tokens=None)) == (3, 2, 1)
+    assert length() == 3
+    sizes: list[int] = []
+    one.measures = {"": ({}, lambda prediction: sizes.append(prediction.predictions.shape[1]) or {})}
+    one.evaluate(max_new_tokens=1)
+    assert sizes == [1]
+
+
+def test_elsewhere_they_are_refused() -> None:
+    one: Any = trainer()
+    with pytest.raises(SignatureError, match="max_length"):
+        one.predict(points(9), max_length=3)
+
+
+def test_save_model_saves_into_the_folder_of_the_run(tmp_path: Path) -> None:
+    one = trainer(arguments(output_dir=tmp_path))
+    with pytest.raises(ConfigurationError, match=r"after fit\(\) with output_dir"):
+        one.save_model()
+    one.fit()
+    one.save_model()
+    (file,) = tmp_path.glob("*/model/model.safetensors")
+    saved = load_file(file)
+    assert all(torch.equal(saved[name], value) for name, value in one.unwrapped_model.state_dict().items())
+    again = trainer(arguments(output_dir=tmp_path, resume="auto"))
+    again.fit()
+    again.save_model()
+    np.testing.assert_equal(
+        {k: v.numpy() for k, v in load_file(file).items()}, {k: v.numpy() for k, v in saved.items()}
+    )

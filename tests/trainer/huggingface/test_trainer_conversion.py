@@ -1,0 +1,208 @@
+"""A Trainer of Hugging Face that is taken over trains and evaluates as it would there."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import EarlyStoppingCallback
+
+from tests.trainer.hugging_face import model, rows, run_snippet_of_page, their_arguments
+from tests.trainer.tasks import network, points
+from tests.worlds import run_world
+from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.callbacks import NEFTune, Printer
+from trainer_lib.callbacks.trackers import TrackerCallback
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.huggingface.callback_adapter import AdaptedCallback
+
+NOTES = "trainer_lib.trainer.arguments.training_arguments"
+
+
+def next_tokens(prediction: Any) -> dict[str, float]:
+    """Return how many next tokens are right, and what was given."""
+    logits, labels = prediction.predictions, prediction.label_ids
+    counts = labels[:, 1:] != -100
+    right = (logits[:, :-1].argmax(-1) == labels[:, 1:]) & counts
+    return {"accuracy": right.sum() / counts.sum(), "rows": len(logits)}
+
+
+def theirs(folder: Path, **options: Any) -> Any:
+    """Return a Trainer of Hugging Face, with a column that the model does not take."""
+    data = rows(ragged=True).add_column("comment", ["text"] * 18)
+    arguments = options.pop("args", None) or their_arguments(folder, eval_strategy="epoch", weight_decay=0.1)
+    defaults: dict[str, Any] = {"train_dataset": data, "eval_dataset": rows(7)}
+    return transformers.Trainer(options.pop("model", None) or model(), arguments, **{**defaults, **options})
+
+
+def steps(history: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(one["step"], one[name]) for one in history if name in one]
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Return the history and the weights of a run by Hugging Face's own Trainer."""
+    run = theirs(tmp_path_factory.mktemp("theirs"), compute_metrics=next_tokens)
+    run.train()
+    return run.state.log_history, run.model.state_dict()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_it_trains_and_evaluates_as_there(tmp_path: Path, processes: int, wanted: Any) -> None:
+    def body() -> tuple[Any, Any]:
+        told = theirs(tmp_path, compute_metrics=next_tokens)
+        ours = TrainingArguments.from_transformers(told.args)
+        taken = Trainer.from_transformers(
+            told,
+            args=dataclasses.replace(ours, per_device_train_batch_size=4 // processes),
+        )
+        result = taken.fit()
+        return result.history, taken.unwrapped_model.state_dict()
+
+    there, weights = wanted
+    found = run_world(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
+    for history, trained in found:
+        for name in ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_rows"):
+            told = steps(there, name)
+            assert len(told) == (2 if name.startswith("eval") else 6)
+            assert steps(history, name) == [(step, pytest.approx(value, rel=2e-5)) for step, value in told], name
+        for name, value in trained.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_a_callback_here_is_made_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def smoothed() -> Any:
+        return theirs(tmp_path, args=their_arguments(tmp_path, label_smoothing_factor=0.2, max_steps=3))
+
+    wanted = smoothed()
+    wanted.train()
+    with caplog.at_level(logging.WARNING, NOTES):
+        history = Trainer.from_transformers(smoothed()).fit().history
+    there = steps(wanted.state.log_history, "loss")
+    assert len(there) == 3
+    assert steps(history, "loss") == [(step, pytest.approx(value, rel=2e-5)) for step, value in there]
+    told = theirs(tmp_path, args=their_arguments(tmp_path, neftune_noise_alpha=3.0))
+    (noise,) = [one for one in Trainer.from_transformers(told).events if isinstance(one, NEFTune)]
+    assert noise.alpha == 3.0
+    assert caplog.text == ""
+
+
+def test_what_it_has_is_taken_over(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    collator = transformers.DefaultDataCollator()
+    stopping = EarlyStoppingCallback()
+    told = theirs(
+        tmp_path,
+        args=their_arguments(tmp_path, eval_strategy="epoch", report_to=["tensorboard"], enable_jit_checkpoint=True),
+        optimizers=(optimizer, schedule),
+        callbacks=[stopping],
+        data_collator=collator,
+    )
+    taken = Trainer.from_transformers(told, train_dataset=points(), callbacks=None)
+    assert taken.train_dataset[0].shape == (40, 6)
+    assert not any(isinstance(one, AdaptedCallback) for one in taken.events)
+    taken = Trainer.from_transformers(told)
+    adapted = [one.callback for one in taken.events if isinstance(one, AdaptedCallback)]
+    assert adapted == [stopping]  # trackers and bars are this library's own
+    trackers = [one.tracker_name for one in taken.events if isinstance(one, TrackerCallback)]
+    assert trackers == ["tensorboard"]
+    assert any(isinstance(one, Printer) for one in taken.events)
+    assert (taken.model, taken.optimizer, taken.scheduler) == (told.model, optimizer, schedule)
+    assert taken.train_dataset is told.train_dataset
+    assert taken.collate_fn is collator
+    assert taken.args.remove_unused_columns
+    assert type(taken).__name__ == "Trainer"
+    told.callback_handler.callbacks.append(TensorBoardCallback())
+    told.args.report_to = []
+    taken = Trainer.from_transformers(told)
+    assert TensorBoardCallback in [type(one.callback) for one in taken.events if isinstance(one, AdaptedCallback)]
+
+
+class Smoothed(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
+        raise AssertionError
+
+    def log(self, logs: Any, start_time: Any = None) -> None:
+        raise AssertionError
+
+
+class Halved(Trainer):
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        return model(**batch).loss / 2
+
+
+def test_what_a_class_of_its_own_does_has_to_be_said_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = Smoothed(model(), their_arguments(tmp_path, max_steps=1), train_dataset=rows())
+    with pytest.raises(ConfigurationError, match=r"Smoothed overrides compute_loss, .* overrides compute_loss, and"):
+        Trainer.from_transformers(told)
+    with caplog.at_level(logging.WARNING):
+        halved = Halved.from_transformers(told)
+    assert "Smoothed overrides log, which nothing calls here" in caplog.text
+    whole = Trainer.from_transformers(
+        theirs(tmp_path, args=their_arguments(tmp_path, max_steps=1), train_dataset=rows())
+    )
+    assert 2 * halved.fit().history[0]["loss"] == pytest.approx(whole.fit().history[0]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compute_loss_func": lambda *given: None}, "has compute_loss_func, .* loss_fn=…"),
+        (
+            {"preprocess_logits_for_metrics": lambda *given: None},
+            "has preprocess_logits_for_metrics, .* an evaluation_step",
+        ),
+        ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1})}, "has optimizer_cls_and_kwargs, .* optimizer=…"),
+    ],
+)
+def test_what_is_called_in_another_way_is_told(tmp_path: Path, options: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Trainer.from_transformers(theirs(tmp_path, **options))
+
+
+def test_what_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"takes a transformers\.Trainer, got a Sequential"):
+        Trainer.from_transformers(network())
+
+
+def test_one_that_has_trained_hands_on_its_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = theirs(tmp_path, args=their_arguments(tmp_path, max_steps=2))
+    told.train()
+    with caplog.at_level(logging.WARNING):
+        taken = Trainer.from_transformers(told)
+    assert "has trained already" in caplog.text
+    assert taken.optimizer is None
+    assert taken.scheduler is None
+    assert taken.model is told.model
+    assert taken.fit().state.step == 2
+
+
+def test_arguments_are_converted_where_they_are_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, NOTES):
+        given = Trainer(
+            model(), their_arguments(tmp_path, push_to_hub=False, torch_empty_cache_steps=2), train_dataset=rows()
+        )
+    assert [line.split(":")[0].strip() for line in caplog.text.splitlines()[1:]] == ["torch_empty_cache_steps"]
+    assert (given.args.learning_rate, given.args.log_every, given.args.shuffle) == (0.01, "1 step", False)
+
+
+def test_predictions_are_those_there(tmp_path: Path) -> None:
+    told = theirs(tmp_path)
+    wanted = told.predict(told.eval_dataset)
+    found = Trainer.from_transformers(told).predict(told.eval_dataset)
+    np.testing.assert_allclose(found.predictions, wanted.predictions, rtol=1e-6)
+    np.testing.assert_array_equal(found.label_ids, wanted.label_ids)
+    assert found.metrics["predict_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=1e-6)
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_snippet_of_page(0, tmp_path)["result"]
+    assert result.status == "stopped"
+    assert result.state.step < 100

@@ -1,0 +1,130 @@
+"""A loss of which micro-batches do not add up to one big batch is named at the first batch."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+from transformers import BertConfig, BertForPreTraining, MixtralConfig, MixtralForCausalLM
+
+from tests.trainer.fit.test_exact_updates import arguments, samples, sentences, train
+from tests.trainer.losses.test_label_shift import batches, shrunk, tiny
+from tests.worlds import run_world
+from trainer_lib import LossResult, Trainer
+
+TEXT = "is not a mean over the items of a batch"
+
+
+def pretraining() -> Any:
+    torch.manual_seed(0)
+    data = [{**row, "next_sentence_label": torch.tensor(index % 2)} for index, row in enumerate(batches(8))]
+    return BertForPreTraining(shrunk(BertConfig())), data
+
+
+def experts(coefficient: float) -> Any:
+    torch.manual_seed(0)
+    config = shrunk(MixtralConfig(router_aux_loss_coef=coefficient, output_router_logits=True), causal=True)
+    return MixtralForCausalLM(config), batches(8)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, model: Any, data: Any, **more: Any) -> list[str]:
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **more.pop("options", {})}
+    with caplog.at_level(logging.WARNING):
+        train(Trainer(model, arguments(**options), train_dataset=data, **more))
+    return [record.getMessage() for record in caplog.records if TEXT in record.getMessage()]
+
+
+def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Each sample against all others of its batch."""
+    similar = normalize(outputs) @ normalize(outputs).T
+    return cross_entropy(similar, torch.arange(len(outputs))) + 0 * targets.sum()
+
+
+def plain(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets)
+
+
+def summed(outputs: Tensor, targets: Tensor) -> LossResult:
+    return LossResult(cross_entropy(outputs, targets, reduction="sum"), weight=len(targets))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "is_named"),
+    [
+        (pretraining, True),
+        (lambda: experts(0.1), True),
+        (lambda: experts(0.0), False),
+        (lambda: (tiny("GPT2LMHeadModel"), batches(8)), False),
+        (lambda: (tiny("BartForCausalLM"), batches(8)), False),
+        (lambda: (tiny("T5ForConditionalGeneration"), batches(8)), False),
+    ],
+    ids=["two losses", "experts", "experts without", "causal", "not shifted", "encoder and decoder"],
+)
+def test_losses_of_models(make: Any, is_named: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, data = make()
+    assert len(warnings_of(caplog, model, data)) == is_named
+
+
+@pytest.mark.parametrize(("loss_fn", "is_named"), [(contrastive, True), (plain, False), (summed, False)])
+def test_loss_functions(loss_fn: Any, is_named: bool, caplog: pytest.LogCaptureFixture) -> None:
+    told = warnings_of(caplog, network(), samples(8), loss_fn=loss_fn)
+    assert len(told) == is_named
+    assert all(loss_fn.__name__ in text for text in told)
+
+
+def test_nothing_is_asked_where_a_batch_is_an_update(caplog: pytest.LogCaptureFixture) -> None:
+    assert not warnings_of(
+        caplog, network(), samples(8), loss_fn=contrastive, options={"gradient_accumulation_steps": 1}
+    )
+
+
+def test_several_ranks_make_an_update_of_several_batches() -> None:
+    def one() -> bool:
+        told: list[str] = []
+        logger = logging.getLogger("trainer_lib.trainer.losses.mean_check")
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        train(Trainer(network(), arguments(), train_dataset=samples(16), loss_fn=contrastive))
+        logger.removeHandler(handler)
+        return any(TEXT in text for text in told)
+
+    assert run_world(one, (), 2, timeout=60)[0]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_asking_leaves_no_trace(accumulation: int) -> None:
+    """The statistics of BatchNorm and what dropout draws are those of a loss that torch has, which is not checked."""
+
+    def weights(loss_fn: Any) -> list[Tensor]:
+        model = network()
+        options = arguments(gradient_accumulation_steps=accumulation, learning_rate=0.1, seed=3)
+        train(Trainer(model, options, train_dataset=samples(16), loss_fn=loss_fn))
+        return list(model.state_dict().values())
+
+    for one, other in zip(weights(plain), weights(cross_entropy), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_token_labels_of_other_models_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """-100 may mean anything to a model that is not one of transformers."""
+
+    class Careful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Embedding(11, 5)
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+            assert (labels >= 0).all()
+            return {"loss": cross_entropy(self.head(tokens).flatten(0, -2), labels.flatten())}
+
+    tokens, _ = sentences(8)
+    data = [{"tokens": row, "labels": row % 5} for row in tokens]
+    assert not warnings_of(caplog, Careful(), data)

@@ -1,0 +1,207 @@
+"""A loss is a sum with its weight, wherever it comes from; and models are asked no more than they can answer."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainer_lib import ConfigurationError, LossResult
+from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
+from trainer_lib.trainer.losses.loss_result import summed
+from trainer_lib.trainer.losses.model_io import count_items
+from trainer_lib.trainer.losses.objectives import LossFunction, OwnLoss
+
+INPUTS, TARGETS = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, -100, 2])
+BATCH = {"inputs": INPUTS, "labels": TARGETS}
+
+
+class Dividing(nn.Module):
+    """As transformers' models: its loss is a sum divided by a number that it is given, or a mean."""
+
+    uses_items = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 5)
+        self.given: list[Any] = []
+
+    def loss_function(self) -> None:
+        """Is how such models are known."""
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        scores = self.layer(inputs)
+        if labels is None:
+            return {"logits": scores}
+        items = options.get("num_items_in_batch")
+        self.given.append(items)
+        if items is None or not self.uses_items:
+            return {"logits": scores, "loss": cross_entropy(scores, labels)}
+        return {"logits": scores, "loss": cross_entropy(scores, labels, reduction="sum") / items}
+
+
+class Ignoring(Dividing):
+    uses_items = False
+
+
+def own_loss(model: nn.Module) -> OwnLoss:
+    return OwnLoss(model, count_items)
+
+
+@pytest.mark.parametrize("cls", [Dividing, Ignoring])
+def test_a_mean_becomes_a_sum_whoever_divides(cls: type[Dividing]) -> None:
+    model = cls()
+    objective = own_loss(model)
+    wanted = cross_entropy(model.layer(INPUTS), TARGETS, reduction="sum")
+    wanted.backward()
+    assert model.layer.weight.grad is not None
+    gradient = model.layer.weight.grad.clone()
+    for _ in range(3):
+        result = objective(model, BATCH)
+        assert result.weight == 3
+        torch.testing.assert_close(result.loss, wanted, rtol=1e-6, atol=0)
+        model.zero_grad()
+        result.loss.backward()
+        torch.testing.assert_close(model.layer.weight.grad, gradient, rtol=1e-6, atol=1e-7)
+
+
+def test_a_model_that_ignores_the_number_is_not_told_it_again() -> None:
+    model = Ignoring()
+    objective = own_loss(model)
+    for _ in range(3):
+        objective(model, BATCH)
+    assert [given is None for given in model.given] == [False, True, True]
+
+
+def test_what_divides_gets_the_number_that_counts() -> None:
+    model = Dividing()
+    objective = own_loss(model)
+    for _ in range(2):
+        objective(model, BATCH)
+    assert [given.item() for given in model.given] == [3, 3]
+    assert [given.requires_grad for given in model.given] == [True, False]  # asked once
+
+
+@pytest.mark.parametrize("cls", [Dividing, Ignoring])
+def test_nothing_that_counts_is_a_loss_of_nothing(cls: type[Dividing]) -> None:
+    model = cls()
+    objective = own_loss(model)
+    for _ in range(2):  # the first batch too
+        result = objective(model, {"inputs": INPUTS, "labels": torch.full((4,), -100)})
+        assert (result.loss.item(), result.weight) == (0.0, 0.0)
+        result.loss.backward()
+        assert model.layer.weight.grad is not None
+        assert not model.layer.weight.grad.any()
+
+
+@torch.no_grad()
+def test_in_evaluations_the_model_makes_its_own_mean() -> None:
+    model = Dividing()
+    result = own_loss(model)(model, BATCH)
+    assert model.given == [None]
+    torch.testing.assert_close(result.loss, cross_entropy(model.layer(INPUTS), TARGETS, reduction="sum"))
+
+
+def test_without_labels_there_are_outputs_alone() -> None:
+    model = Dividing()
+    outputs, result = own_loss(model).evaluate(model, {"inputs": INPUTS})
+    assert result is None
+    torch.testing.assert_close(outputs["logits"], model.layer(INPUTS))
+
+    function = LossFunction(cross_entropy, model.layer, None)
+    outputs, result = function.evaluate(model.layer, {"input": INPUTS})
+    assert result is None
+    torch.testing.assert_close(outputs, model.layer(INPUTS))
+
+
+def test_a_loss_function_of_torch_counts_for_itself() -> None:
+    layer = Dividing().layer
+    result = LossFunction(nn.CrossEntropyLoss(ignore_index=1), layer, None)(layer, (INPUTS, TARGETS.clamp(min=0)))
+    wanted = cross_entropy(layer(INPUTS), TARGETS.clamp(min=0), ignore_index=1, reduction="sum")
+    torch.testing.assert_close(result.loss, wanted)
+    assert result.weight == 3
+    assert result.outputs.shape == (4, 5)
+
+
+def test_a_loss_function_may_say_its_weight() -> None:
+    layer = Dividing().layer
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> LossResult:
+        return LossResult(outputs.sum(), weight=2, logs={"largest": outputs.max()})
+
+    result = LossFunction(loss_fn, layer, None)(layer, (INPUTS, TARGETS))
+    assert result.weight == 2
+    torch.testing.assert_close(result.outputs, layer(INPUTS))
+    assert result.logs is not None
+
+
+def test_a_loss_function_of_ones_own_gets_the_outputs_as_they_are() -> None:
+    model = Dividing()
+    seen: list[Any] = []
+
+    def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
+        seen.append(outputs)
+        return cross_entropy(outputs["logits"], targets)
+
+    result = LossFunction(loss_fn, model, None)(model, BATCH)
+    assert list(seen[0]) == ["logits"]
+    assert result.weight is None  # a mean over what num_items counts
+
+
+def test_causal_models_are_known_in_adapters_too() -> None:
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+    causal = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=13))
+
+    class Adapted(nn.Module):
+        def get_base_model(self) -> nn.Module:
+            return causal
+
+    assert is_shifted_by_name(causal)
+    assert is_shifted_by_name(Adapted())
+    assert not is_shifted_by_name(nn.Linear(2, 2))
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert not is_shifted_by_name(BertForMaskedLM(BertConfig(**sizes, intermediate_size=16, vocab_size=13)))
+
+
+LOGITS = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "outputs", "targets"),
+    [
+        (nn.MultiLabelSoftMarginLoss(), LOGITS, (LOGITS > 0).float()),
+        (nn.functional.multilabel_soft_margin_loss, LOGITS[:, 0], (LOGITS[:, 0] > 0).float()),
+        (nn.PoissonNLLLoss(), LOGITS[:, :1], LOGITS.abs()),
+        (nn.PoissonNLLLoss(), LOGITS[:, :1], LOGITS.abs()[:, :, :1]),
+        (nn.PoissonNLLLoss(), LOGITS[:, :, :1], LOGITS.abs()[:, :1]),
+        (nn.functional.soft_margin_loss, LOGITS, LOGITS[:, :1].sign()),
+        (nn.HingeEmbeddingLoss(), LOGITS[:, :, :1], LOGITS[:, :1].sign()),
+        (nn.functional.smooth_l1_loss, LOGITS[:, :, :1], LOGITS[:, :1]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_losses_of_parts_add_up_to_those_of_the_whole(loss_fn: Any, outputs: Tensor, targets: Tensor) -> None:
+    total = summed(loss_fn)
+    assert total is not None
+    parts = [total(outputs[start:stop], targets[start:stop]) for start, stop in ((0, 2), (2, 5))]
+    mean = sum(loss for loss, _ in parts) / sum(weight for _, weight in parts)
+    torch.testing.assert_close(mean, loss_fn(outputs, targets), rtol=1e-6, atol=0)
+
+
+def test_a_loss_module_is_used_as_it_is_at_each_batch() -> None:
+    """A schedule of its smoothing or of class weights takes effect; a reduction that is no mean is refused."""
+    loss_fn = nn.CrossEntropyLoss()
+    total = summed(loss_fn)
+    assert total is not None
+    logits, targets = LOGITS[:, 0], torch.tensor([0, 1, 2, 3, 0])
+    for name, value in (("label_smoothing", 0.3), ("weight", torch.tensor([1.0, 2.0, 3.0, 4.0])), ("ignore_index", 3)):
+        setattr(loss_fn, name, value)
+        loss, weight = total(logits, targets)
+        torch.testing.assert_close(loss / weight, loss_fn(logits, targets), rtol=1e-6, atol=0)
+        assert loss_fn.reduction == "mean"
+    loss_fn.reduction = "sum"
+    with pytest.raises(ConfigurationError, match="reduction='sum'"):
+        total(logits, targets)

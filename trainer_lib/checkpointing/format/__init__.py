@@ -1,0 +1,1 @@
+"""The format of a checkpoint: its folder, manifest, parts and values."""

@@ -1,0 +1,1 @@
+"""Saving a checkpoint: atomically, in the background, to a URL; and deleting old ones."""

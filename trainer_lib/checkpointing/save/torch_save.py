@@ -1,0 +1,76 @@
+"""This file is any object in a file, for scripts that save and load what they like themselves."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.remote_paths import RemotePath, local_path
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.state.partial_state import PartialState
+from trainer_lib.tensor_files.file_contents import Tensors
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Save an object on the main process.
+
+    Args:
+        obj: The object.
+        f: A path, which is replaced at once, or a file that is open for writing.
+        save_on_each_node: Save on the main process of each machine.
+        safe_serialization: Write a dict of tensors as safetensors; else whatever it is with `torch.save`.
+
+    Example:
+        >>> save({"seen": 7}, "/tmp/seen.pt")
+        >>> load("/tmp/seen.pt")
+        {'seen': 7}
+    """
+    state = PartialState()
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        save_object(obj, f, safe_serialization)
+
+
+def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
+    """Save an object on this process."""
+    if safe_serialization and not (isinstance(obj, dict) and all(isinstance(value, Tensor) for value in obj.values())):
+        raise ConfigurationError(
+            f"safe_serialization=True writes a dict of tensors, got a {type(obj).__name__}"
+            f"{' of other things' if isinstance(obj, dict) else ''}. Leave it out to save anything with torch.save."
+        )
+    if isinstance(f, (str, Path, RemotePath)):
+        replace_file(local_path(f, "save"), lambda path: _write(obj, path, safe_serialization))
+    elif safe_serialization:
+        raise ConfigurationError("safe_serialization=True writes to a path, not to an open file. Give the path.")
+    else:
+        torch.save(obj, f)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Load what `torch.save` wrote: tensors and plain values only, unless `weights_only=False` is said.
+
+    Args:
+        f: A path, or a file that is open for reading.
+        map_location: See `torch.load`.
+        **kwargs: Other arguments of `torch.load`. `weights_only=False` lets the file run code.
+
+    Raises:
+        CheckpointError: If it holds something else.
+    """
+    try:
+        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{f} holds more than tensors and plain values: {str(error).splitlines()[0]} If you trust where it comes "
+            "from, say load(…, weights_only=False): it can run code."
+        ) from error
+
+
+def _write(obj: Any, path: Path, safe_serialization: bool) -> None:
+    if safe_serialization:
+        Tensors(obj).write(path)
+        return
+    with path.open("wb") as file:
+        torch.save(obj, file)

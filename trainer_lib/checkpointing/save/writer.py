@@ -1,0 +1,176 @@
+"""This file is one save on a disk: all processes write into a partial folder, and one rename makes it the state.
+
+At any moment, a process that is killed leaves the older state of the same name where loading finds it: in its folder,
+or beside it (`layout.replaced_beside`) between two renames.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trainer_lib.checkpointing.format.layout import (
+    MANIFEST_NAME,
+    deleted_beside,
+    is_committed,
+    partial_beside,
+    replaced_beside,
+)
+from trainer_lib.checkpointing.format.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
+from trainer_lib.checkpointing.save.nonfinite_check import FiniteCheck
+from trainer_lib.checkpointing.storage.storage import remove
+from trainer_lib.collectives.agreement import exchange, together
+from trainer_lib.filesystem.atomic_files import sync
+from trainer_lib.filesystem.checksums import checksum_of
+from trainer_lib.foundation.byte_sizes import convert_bytes
+from trainer_lib.foundation.errors import CheckpointError, TrainerLibError, UnwritableError
+from trainer_lib.process_group import ProcessGroup
+from trainer_lib.tensor_files.file_contents import Content
+
+
+class Saving:
+    """The save of one state, on all processes.
+
+    Args:
+        target: The folder of the state.
+        group: The processes.
+        leader: The process that makes and renames folders for this one: the first of all, or of its machine.
+
+    Attributes:
+        finite: What of it is not finite; of all processes after `commit`.
+    """
+
+    def __init__(self, target: Path, group: ProcessGroup, leader: int = 0) -> None:
+        self.target = target
+        self.folder = partial_beside(target)
+        self._group = group
+        self._leader = leader
+        self._leads = group.rank == leader
+        self.finite = FiniteCheck()
+        self._written: dict[str, str] = {}  # checksums of what was written here, by name
+
+    def __enter__(self) -> "Saving":
+        with together(self._group, "save_state"):
+            if self._leads:
+                try:
+                    remove(self.folder)
+                    self.folder.mkdir(parents=True)
+                except OSError as error:
+                    raise _cannot_write(self.folder, error) from error
+        return self
+
+    def hand_over(self, group: ProcessGroup) -> None:
+        """Go on in another thread, where the same processes talk in a group of its own."""
+        self._group = group
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._leads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def write(self, files: Mapping[str, Content]) -> None:
+        """Write the files of this process, and have the disk take them."""
+        for name, content in files.items():
+            path = self.folder / name
+            try:
+                path.parent.mkdir(exist_ok=True)
+                checksum = content.write(path)
+                sync(path)
+            except TrainerLibError:
+                raise
+            except (OSError, RuntimeError) as error:
+                raise _cannot_write(path, error, sum(one.size for one in files.values())) from error
+            self._written[name] = checksum
+            self.finite.look_at(name, content)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest and make the folder the state, once all processes are through."""
+        reports = exchange(self._group, (self._leader, self._written, self.finite), "save_state")
+        written = {
+            name: checksum for leader, its, _ in reports if leader == self._leader for name, checksum in its.items()
+        }
+        self.finite.merge(finite for *_, finite in reports)
+        with together(self._group, "save_state"):
+            if self._leads:
+                try:
+                    self._finish(manifest, written)
+                except OSError as error:
+                    raise _cannot_write(self.target, error) from error
+
+    def _finish(self, manifest: Manifest, written: Mapping[str, str]) -> None:
+        files = self._all_files(written)
+        self._take_over_foreign_files()
+        path = self.folder / MANIFEST_NAME
+        path.write_bytes(sealed(replace(manifest, files=files, versions=library_versions()).content()))
+        sync(path)
+        for folder, _, _ in os.walk(self.folder):
+            sync(Path(folder))
+        self._swap()
+
+    def _all_files(self, written: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """Return what is known of the files in the folder, hooks' files included, once the disk has them."""
+        files: dict[str, dict[str, Any]] = {}
+        for path in sorted(path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink()):
+            name = path.relative_to(self.folder).as_posix()
+            checksum = written.get(name)
+            if checksum is None:
+                sync(path)
+                checksum = checksum_of(path)
+            files[name] = {"size": path.stat().st_size, CHECKSUM: checksum, **self.finite.facts(name)}
+        return files
+
+    def _take_over_foreign_files(self) -> None:
+        """Link what others put into the older folder of this name, such as a tokenizer: it is not ours to delete."""
+        if not self.target.is_dir():
+            return
+        ours = {*self._older_manifest().files, MANIFEST_NAME} if is_committed(self.target) else set[str]()
+
+        def known(folder: str, names: list[str]) -> set[str]:
+            return {name for name in names if Path(folder, name).relative_to(self.target).as_posix() in ours}
+
+        shutil.copytree(self.target, self.folder, ignore=known, copy_function=_link, symlinks=True, dirs_exist_ok=True)
+
+    def _older_manifest(self) -> Manifest:
+        try:
+            return read_manifest(self.target)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} So it is not known which files there a new state of the same name would replace. Move the "
+                "folder away, or save under another name."
+            ) from error
+
+    def _swap(self) -> None:
+        replaced, deleted = replaced_beside(self.target), deleted_beside(self.target)
+        if self.target.exists():
+            # What is no whole state must not take the place of one that a rename cut short left beside it.
+            aside = replaced if is_committed(self.target) else deleted
+            remove(aside)
+            self.target.rename(aside)
+        self.folder.rename(self.target)
+        sync(self.target.parent)
+        for older in (replaced, deleted):
+            remove(older)
+
+
+def _link(source: str, target: str) -> None:
+    if os.path.lexists(target):
+        return
+    try:
+        os.link(source, target)
+    except OSError:  # a file system that has no links
+        shutil.copy2(source, target)
+
+
+def _cannot_write(path: Path, error: Exception, needed: int | None = None) -> UnwritableError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    free = convert_bytes(shutil.disk_usage(parent).free)
+    takes = "" if needed is None else f" This process's part of the state takes about {convert_bytes(needed)};"
+    return UnwritableError(
+        f"{path} could not be written: {reason}.{takes} {free} are free there. What was saved before is as it was. "
+        "(On several machines without a common file system, say ProjectConfiguration(save_on_each_node=True).)"
+    )

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: a folder of this machine, or one behind a URL."""

@@ -1,0 +1,85 @@
+"""This file is gathering for metrics: without the samples that a loader repeated to make the processes even."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trainer_lib.collectives.object_collectives import exchange, joined
+from trainer_lib.collectives.ragged_gather import exchange_rows, holds_rows, raise_refusals
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.pytree import map_leaves
+from trainer_lib.state.gradient_state import Rows
+
+
+def gather_real_rows(tree: Any, rows: Rows | None) -> Any:
+    """Return the rows of all processes in order of rank, without those of repeated samples.
+
+    Args:
+        tree: Tensors with one row a sample (or as many for each), lists with one item a sample, and structures of both.
+        rows: How many leading samples of this process's batch are real; `None` if all are.
+
+    Example:
+        >>> import torch
+        >>> gather_real_rows(torch.tensor([3, 1, 3]), Rows(total=3, real=2))
+        tensor([3, 1])
+    """
+    # A process that has to refuse still comes along: the others wait for it, and are to raise too.
+    try:
+        real, refusal = map_leaves(lambda leaf: _real_part(leaf, rows), tree, is_leaf=holds_rows), None
+    except ConfigurationError as error:
+        real, refusal = None, str(error)
+    return exchange_rows("gather_for_metrics", real, refusal)
+
+
+def gather_real_objects(value: Any, rows: Rows | None) -> list[Any]:
+    """Return the objects of all processes in order of rank, without the items of repeated samples.
+
+    Lists and tuples are joined to one list; anything else counts as one object a process.
+
+    Example:
+        >>> gather_real_objects(["a cat", "a dog", "a cat"], Rows(total=3, real=2))
+        ['a cat', 'a dog']
+    """
+    try:
+        real, refusal = _real_items(value, rows), None
+    except ConfigurationError as error:
+        real, refusal = None, str(error)
+    told = exchange((real, refusal))
+    raise_refusals([refusal for _, refusal in told])
+    return joined(real for real, _ in told)
+
+
+def _real_items(value: Any, rows: Rows | None) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _real_items(column, rows) for key, column in value.items()}
+    is_column = isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0)
+    return value[: _real_count(len(value), rows)] if is_column else value
+
+
+def _real_part(leaf: Any, rows: Rows | None) -> Any:
+    if isinstance(leaf, Tensor) and leaf.ndim == 0:
+        raise ConfigurationError(
+            "gather_for_metrics needs one row a sample; got a 0-d tensor, such as the mean loss of a batch, which "
+            "cannot tell repeated samples from others. Use gather or reduce, or give loss.repeat(batch_size)."
+        )
+    return leaf[: _real_count(len(leaf), rows)] if isinstance(leaf, Tensor) or holds_rows(leaf) else leaf
+
+
+def _real_count(count: int, rows: Rows | None) -> int:
+    """Return how many of `count` leading rows belong to real samples."""
+    if rows is None:
+        return count
+    if rows.full is not None and count == rows.full > rows.total:
+        # `loss.repeat(batch_size)` with the size of a full batch: what it stands for are the real samples.
+        return rows.real
+    if rows.real == rows.total:
+        return count
+    if count % rows.total == 0:
+        return count // rows.total * rows.real
+    raise ConfigurationError(
+        f"gather_for_metrics got {count} rows for a batch of {rows.total} samples, {rows.total - rows.real} of which "
+        "the loader repeated to make the processes even; it cannot tell which rows to drop. Give one row a sample (or "
+        "as many for each), filter after gathering, or prepare the loader with even_batches=False."
+    )

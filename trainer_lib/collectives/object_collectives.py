@@ -1,0 +1,71 @@
+"""This file is the collectives on any Python objects, which travel pickled."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.pytree import map_leaves, map_tensors, tensors
+from trainer_lib.state.partial_state import PartialState
+
+
+def gather_object(object: Any) -> list[Any]:
+    """Return the objects of all processes in order of rank; lists and tuples are joined to one list.
+
+    Example:
+        >>> gather_object(["a cat", "a dog"]), gather_object("a cat")
+        (['a cat', 'a dog'], ['a cat'])
+    """
+    return joined(exchange(object))
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Overwrite the list with that of one process, and return it.
+
+    Example:
+        >>> broadcast_object_list(["run-7", None])
+        ['run-7', None]
+    """
+    if not isinstance(object_list, list):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"broadcast_object_list takes a list, got a {type(object_list).__name__}: [value].")
+    group = PartialState().group
+    # As one object, so that the receivers need not know how long the list is.
+    received = group.broadcast_objects([_packed(object_list)], from_process)[0]
+    if group.rank != from_process:
+        object_list[:] = _unpacked(received)
+    return object_list
+
+
+def exchange(value: Any) -> list[Any]:
+    """Return the values of all processes in order of rank."""
+    return [_unpacked(one) for one in PartialState().group.all_gather_objects(_packed(value))]
+
+
+def joined(values: Iterable[Any]) -> list[Any]:
+    """Join what is a list or tuple; anything else counts as one item."""
+    items: list[Any] = []
+    for value in values:
+        items += value if isinstance(value, (list, tuple)) else [value]
+    return items
+
+
+class _OnDevice:
+    """A tensor on its way from one process's accelerator to that of another."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach().cpu()
+
+
+def _packed(value: Any) -> Any:
+    # Pickled as it is, a tensor would arrive on the device of its sender, which the receiver should not touch.
+    if all(tensor.device.type == "cpu" for tensor in tensors(value)):
+        return value
+    return map_tensors(lambda tensor: tensor if tensor.device.type == "cpu" else _OnDevice(tensor), value)
+
+
+def _unpacked(value: Any) -> Any:
+    device = PartialState().device
+    if device.type == "cpu":
+        return value
+    return map_leaves(lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _OnDevice) else leaf, value)

@@ -1,0 +1,131 @@
+"""This file is gathering rows of which the processes have different numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_lib.collectives.object_collectives import exchange, joined
+from trainer_lib.collectives.shape_check import Layout, Leaf, check_same, layout, without_rows
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.pytree import leaves, map_leaves, tensors
+from trainer_lib.process_group import ProcessGroup
+from trainer_lib.state.partial_state import PartialState
+
+
+def gather_rows(tree: Any) -> Any:
+    """Return the rows of all processes in order of rank; each may have another number of them, or none.
+
+    Rows are those of tensors and numpy arrays, and the items of lists (see `holds_rows`). Of anything else, the list of
+    what each process has is returned; of `None`, `None`.
+
+    Example:
+        >>> gather_rows({"ids": torch.tensor([4, 5]), "texts": ["a cat", "a dog"]})
+        {'ids': tensor([4, 5]), 'texts': ['a cat', 'a dog']}
+    """
+    return exchange_rows("gather_for_metrics", tree)
+
+
+def exchange_rows(operation: str, tree: Any, refusal: str | None = None) -> Any:
+    """Gather rows, unless a process refuses: then its reason is raised on all.
+
+    Args:
+        operation: The name that errors speak of.
+        tree: What this process gives.
+        refusal: Why this process cannot give it.
+    """
+    own = list(leaves(tree, is_leaf=holds_rows))
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in own]
+    told = exchange(_Told(layout(tree, is_leaf=holds_rows), others, refusal))
+    raise_refusals([one.refusal for one in told])
+    layouts = _agreed(operation, [one.layout for one in told])
+    group = PartialState().group
+    gathered = iter(
+        [
+            _gathered_tensor(leaf, [layout[index] for layout in layouts], group)
+            if isinstance(leaf, Tensor)
+            else _together([one.others[index] for one in told])
+            for index, leaf in enumerate(own)
+        ]
+    )
+    return map_leaves(lambda leaf: next(gathered), tree, is_leaf=holds_rows)
+
+
+def holds_rows(tree: Any) -> bool:
+    """Whether the items of `tree` are rows, one a sample, rather than the parts of a structure.
+
+    They are in a list that holds no tensor, such as decoded texts, and in a tuple of nothing but texts and numbers.
+    A tuple of lists holds columns.
+    """
+    if type(tree) is list:
+        return next(tensors(tree), None) is None
+    if type(tree) is tuple:
+        return not any(isinstance(item, (Tensor, list, tuple, np.ndarray)) for item in tree) and (
+            next(tensors(tree), None) is None
+        )
+    return isinstance(tree, np.ndarray) and tree.ndim > 0
+
+
+def raise_refusals(refusals: Sequence[str | None]) -> None:
+    """Raise the first refusal, which all processes have to know of, on all of them."""
+    for rank, refusal in enumerate(refusals):
+        if refusal is not None:
+            everywhere = all(other == refusal for other in refusals)
+            raise ConfigurationError(refusal if everywhere else f"On process {rank}: {refusal}")
+
+
+@dataclass
+class _Told:
+    """What a process tells the others before its tensors travel."""
+
+    layout: Layout
+    others: list[Any]
+    refusal: str | None
+
+
+def _agreed(operation: str, layouts: list[Layout]) -> list[Layout]:
+    """Return the layouts, where a tensor without rows takes the shape and type of those that have some."""
+    templates = [
+        next((leaf for leaf in of_one if leaf and not _is_empty(leaf)), None) for of_one in zip_longest(*layouts)
+    ]
+    agreed = [tuple(map(_filled_in, layout, templates)) for layout in layouts]
+    check_same(operation, agreed, without_rows)
+    return agreed
+
+
+def _is_empty(leaf: Leaf) -> bool:
+    return bool(leaf.shape) and leaf.shape[0] == 0
+
+
+def _filled_in(leaf: Leaf, template: Leaf | None) -> Leaf:
+    if not _is_empty(leaf) or template is None or not template.shape:
+        return leaf
+    return Leaf(leaf.name, template.kind, (0, *template.shape[1:]), leaf.device)
+
+
+def _gathered_tensor(tensor: Tensor, of_all: Sequence[Leaf], group: ProcessGroup) -> Tensor:
+    own = of_all[group.rank]
+    assert own.shape is not None
+    rows = tensor.detach().to(getattr(torch, own.kind)).reshape(own.shape or (1,))
+    counts = [leaf.shape[0] if leaf.shape else 1 for leaf in of_all]
+    most = max(counts)
+    if len(rows) < most:
+        padded = rows.new_zeros((most, *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        rows = padded
+    # Nobody sends rows if nobody has any.
+    parts = group.all_gather(rows) if most else [rows]
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=False)])
+
+
+def _together(values: list[Any]) -> Any:
+    first = values[0]
+    if all(value is None for value in values):
+        return None
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate([value for value in values if len(value)] or values[:1])
+    return type(first)(joined(values)) if holds_rows(first) else values

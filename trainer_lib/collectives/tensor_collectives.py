@@ -1,0 +1,180 @@
+"""This file is the collectives on tensors and on trees of them: gather, reduce, broadcast, pad."""
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_lib.collectives.shape_check import Leaf, check_same, layout, verify, whole, without_sizes
+from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
+from trainer_lib.foundation.pytree import leaves, map_tensors
+from trainer_lib.process_group import ProcessGroup
+from trainer_lib.state.partial_state import PartialState
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """Told when `pad_across_processes` meets a nested tensor, which it leaves as it is."""
+
+
+def gather(tensor: Any) -> Any:
+    """Return the tensors of all processes, concatenated along the first dimension in order of rank.
+
+    Tensors without dimensions become one of as many elements as there are processes. No gradient flows back.
+
+    Args:
+        tensor: A tensor, or tuples, lists, mappings and dataclasses of tensors, of one shape on all processes.
+
+    Example:
+        >>> gather({"loss": torch.tensor(0.5)})
+        {'loss': tensor([0.5000])}
+    """
+    group = _group("gather", tensor)
+    return map_tensors(lambda one: torch.cat(group.all_gather(torch.atleast_1d(one.detach()))), tensor)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Return the sum or the mean of the tensors of all processes; the input stays as it is.
+
+    Whole numbers and booleans are summed as 64-bit integers and have a fractional mean; 16-bit floats are summed in 32
+    bits and rounded once.
+
+    Args:
+        tensor: A tensor, or a tree of tensors, of one shape on all processes.
+        reduction: "mean", "sum", or "none" for a copy of this process's own.
+        scale: What a sum or mean is multiplied by.
+
+    Example:
+        >>> reduce(torch.tensor([True, False]), "sum")
+        tensor([1, 0])
+    """
+    if reduction not in _REDUCTIONS:
+        raise ConfigurationError(unknown("reduction", reduction, _REDUCTIONS))
+    group = _group("reduce", tensor)
+    return map_tensors(lambda one: _reduced(one.detach(), group, reduction, scale), tensor)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Overwrite the tensor (or tree of tensors) with that of one process, and return it.
+
+    Example:
+        >>> broadcast(torch.tensor([3]))
+        tensor([3])
+    """
+    group = _group("broadcast", tensor)
+    return map_tensors(lambda one: group.broadcast(one, from_process), tensor)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Return the tensor (or tree of tensors) padded to the largest size along `dim` that any process has.
+
+    Args:
+        tensor: What to pad; tensors that have no dimension `dim` come back as they are.
+        dim: The dimension that differs.
+        pad_index: What to fill up with.
+        pad_first: Fill up at the beginning instead of the end.
+
+    Example:
+        >>> pad_across_processes(torch.tensor([[7, 8]]), dim=1)
+        tensor([[7, 8]])
+    """
+    group = _group("pad_across_processes", tensor, without_sizes)
+    layouts = group.all_gather_objects(layout(tensor))
+    check_same("pad_across_processes", layouts, without_sizes)
+    largest = iter([max(_size(leaf, dim) for leaf in of_one_tensor) for of_one_tensor in zip(*layouts, strict=True)])
+    return map_tensors(lambda one: _padded(one, dim, next(largest), pad_index, pad_first), tensor)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Return the tensor (or tree of tensors) padded with zeros so that `num_processes` get equal parts of it.
+
+    Args:
+        tensor: What to pad; tensors that have no dimension `dim` come back as they are.
+        batch_size: The size of `dim`.
+        num_processes: How many parts it will be cut into.
+        dim: The dimension to pad.
+
+    Example:
+        >>> pad_input_tensors(torch.tensor([1, 2, 3]), batch_size=3, num_processes=2)
+        tensor([1, 2, 3, 0])
+    """
+    target = -(-batch_size // num_processes) * num_processes
+    return map_tensors(lambda one: _padded(one, dim, target), tensor)
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
+    """Return, on every process's device, the tensor of the first process that has one; the others need no shape.
+
+    Example:
+        >>> copy_tensor_to_devices(torch.tensor([1.5]))
+        tensor([1.5000])
+    """
+    state = PartialState()
+    offers = state.group.all_gather_objects(None if tensor is None else (tensor.shape, tensor.dtype))
+    source = next((rank for rank, offer in enumerate(offers) if offer is not None), None)
+    if source is None:
+        raise DistributedOperationException("copy_tensor_to_devices got no tensor on any process. Give one to one.")
+    if state.group.rank == source and tensor is not None:
+        copied = tensor.detach().to(state.device, copy=True)
+    else:
+        shape, dtype = offers[source]
+        copied = torch.empty(shape, dtype=dtype, device=state.device)
+    return state.group.broadcast(copied, source)
+
+
+def _group(operation: str, tree: Any, compared: Callable[[Leaf], Hashable] = whole) -> ProcessGroup:
+    verify(operation, tree, compared)
+    for leaf in leaves(tree):
+        if not isinstance(leaf, Tensor):
+            inside = "" if leaf is tree else f" inside a {type(tree).__name__}"
+            raise TypeError(
+                f"{operation} got a {type(leaf).__name__}{inside}. It takes tensors, and tuples, lists, mappings and "
+                "dataclasses of tensors; gather_object and broadcast_object_list take anything."
+            )
+    return PartialState().group
+
+
+def _reduced(tensor: Tensor, group: ProcessGroup, reduction: str, scale: float) -> Tensor:
+    if reduction == "none":
+        return tensor.clone()
+    total = group.all_reduce(tensor.to(_summed_as(tensor.dtype), copy=True))
+    if reduction == "mean":
+        total = total / group.size
+    if scale != 1:
+        total = total * scale
+    return total.to(tensor.dtype) if tensor.is_floating_point() else total
+
+
+def _summed_as(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return dtype
+    if dtype.is_floating_point:
+        return torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
+    return torch.int64
+
+
+def _size(leaf: Leaf, dim: int) -> int:
+    has_it = leaf.shape is not None and -len(leaf.shape) <= dim < len(leaf.shape)
+    return leaf.shape[dim] if has_it and leaf.shape is not None else 0
+
+
+def _padded(tensor: Tensor, dim: int, target: int, pad_index: float = 0, pad_first: bool = False) -> Tensor:
+    if tensor.is_nested:
+        warnings.warn(
+            "A nested tensor cannot be padded across processes. Turn it into a plain one first: "
+            "torch.nested.to_padded_tensor.",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+        return tensor
+    if not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] >= target:
+        return tensor
+    size = tensor.shape[dim]
+    shape = list(tensor.shape)
+    shape[dim] = target
+    padded = tensor.new_full(shape, pad_index)
+    padded.narrow(dim, target - size if pad_first else 0, size).copy_(tensor)
+    return padded

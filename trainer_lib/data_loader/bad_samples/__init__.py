@@ -1,0 +1,1 @@
+"""Samples that cannot be read: named in the error, or left out."""

@@ -1,0 +1,72 @@
+"""This file is cutting batches that are made for all processes into one slice for each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_lib.data_loader.order.rank_rounds import Counted, Ending, Sharing
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.pytree import ignorant_find_batch_size, slice_tensors
+from trainer_lib.state.gradient_state import Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slicing:
+    """How batches are cut.
+
+    Args:
+        processes: Into how many slices.
+        batch_size: How many rows a whole batch has; `None`: as many as it comes with.
+        function: Cuts: called with the batch, a slice, `process_index` and `num_processes`.
+    """
+
+    processes: int
+    batch_size: int | None
+    function: Callable[..., Any] | None = None
+
+    def slices(self, batches: Iterator[Any], own: Ending, ending: Ending) -> Iterator[Counted]:
+        """Yield the slices of one batch after the other.
+
+        Args:
+            batches: The batches, of which the last may hold repeats.
+            own: How they end.
+            ending: Is told how the slices end.
+        """
+        handed_out = 0
+        for read, batch in enumerate(batches, 1):
+            is_last = own.batches == read
+            content = batch if type(batch) is Counted else Counted(batch, own.rows.get(0) if is_last else None, -1)
+            slices = self._cut(content)
+            handed_out += len(slices)
+            if is_last:
+                ending.batches, ending.over, ending.remainder = handed_out, own.over, own.remainder
+            elif own.batches == read + 1 and (rows := own.rows.get(0)) is not None and self.batch_size is not None:
+                # Those who get no slice of the last batch have to know now.
+                ending.batches = handed_out + -(-rows.total * self.processes // self.batch_size)
+            yield from slices
+
+    def _cut(self, content: Counted) -> list[Counted]:
+        batch, rows, remainder = content
+        held = rows.total if rows is not None else self.batch_size or self._size_of(batch)
+        whole = self.batch_size or held
+        real = held if rows is None else rows.real
+        sharing = Sharing(share=whole // self.processes, processes=self.processes)
+        cut = self.function or slice_tensors
+        slices: list[Counted] = []
+        for rank in range(self.processes):
+            start, stop = rank * sharing.share, min((rank + 1) * sharing.share, held)
+            if start < stop:
+                part = cut(batch, slice(start, stop), process_index=rank, num_processes=self.processes)
+                of_part = Rows(stop - start, min(max(real - start, 0), stop - start), sharing.share)
+                is_plain = of_part.real == sharing.share
+                slices.append(Counted(part, None if is_plain else of_part, remainder))
+        return slices
+
+    def _size_of(self, batch: Any) -> int:
+        size = ignorant_find_batch_size(batch)
+        if not size or size % self.processes:
+            raise ConfigurationError(
+                f"split_batches=True: a batch that comes ready with {size} rows has no {self.processes} equal parts. "
+                f"Have the dataset yield multiples of {self.processes} rows, or leave split_batches out."
+            )
+        return size

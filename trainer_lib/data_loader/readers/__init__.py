@@ -1,0 +1,1 @@
+"""Reading this rank's share of a dataset: map-style and iterable."""

@@ -1,0 +1,211 @@
+"""This file is an iterable dataset for one of several processes: it reads everything and keeps its part."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
+from trainer_lib.data_loader.order.epoch_order import announce_epoch
+from trainer_lib.data_loader.order.rank_rounds import Counted, Ending, Sharing, deal
+from trainer_lib.data_loader.readers.fingerprint import digest
+from trainer_lib.data_loader.readers.sample_stream import Bookmark, SampleStream, is_split_already
+from trainer_lib.foundation.pytree import ignorant_find_batch_size
+from trainer_lib.state.gradient_state import Rows
+
+_OPENING = 2  # samples that processes compare
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples that one process reads of those of an iterable dataset.
+
+    All processes read all samples, so the order does not depend on how many they are. Attributes are those of the
+    dataset inside, for reading and for setting (as a `worker_init_fn` does).
+
+    Args:
+        dataset: The dataset.
+        batch_size: How many consecutive samples a process gets; with `split_batches`, all of them together.
+        drop_last: Leave out a last round that is not complete; else it is completed with the first samples.
+        num_processes: How many processes share the samples.
+        process_index: Which of them this is.
+        split_batches: `batch_size` is that of all processes together.
+
+    Example:
+        >>> class Numbers(IterableDataset):
+        ...     def __iter__(self):
+        ...         return iter(range(5))
+        >>> [list(IterableDatasetShard(Numbers(), 2, num_processes=2, process_index=rank)) for rank in range(2)]
+        [[0, 1, 4, 0], [2, 3, 1, 2]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self._sharing = Sharing.of_batches(batch_size, num_processes, process_index, split_batches, drop_last)
+        self._marks_tails = False
+        # Whether entered, and if so the seed, the epoch and the position: in memory that workers can share.
+        self._place = torch.zeros(4, dtype=torch.int64)
+        self._resumed_at: int | None = None
+        self._bookmark: Bookmark | None = None
+        self._ending = Ending()
+        self._stream: SampleStream | None = None
+        self._position = 0
+        self._digest = torch.zeros((), dtype=torch.int64)  # of the first samples; 0: not read
+
+    @property
+    def opening_digest(self) -> int | None:
+        """The digest of the first samples of the pass, as this process or its first worker has read them."""
+        return int(self._digest) or None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset the epoch, if it wants to know."""
+        announce_epoch(epoch, self.dataset)
+
+    def __len__(self) -> int:
+        rounds, rest = divmod(len(self.dataset), self._sharing.round_size)
+        of_one = {rank: self._sharing.rows(rest, rank) for rank in self._sharing.ranks}
+        tail = sum(self._sharing.share if rows is None else rows.total for rows in of_one.values())
+        whole = rounds * self._sharing.share * len(of_one)
+        return whole + (tail if self._sharing.tail_batches(rest) else 0)
+
+    @property
+    def is_split_between_processes(self) -> bool:
+        """Whether each process reads samples of its own."""
+        return self._sharing.processes > 1 or is_split_already(self.dataset)
+
+    def share(self, sharing: Sharing) -> None:
+        """Share the samples in this way."""
+        self._sharing = sharing
+
+    def share_place_with_workers(self) -> None:
+        """Let workers see where to start, even those that live on from pass to pass."""
+        self._place.share_memory_()
+        self._digest.share_memory_()
+
+    def mark_tails(self) -> None:
+        """Yield the samples of a last round as `TailSample`s, for a `TailCollate` to count."""
+        self._marks_tails = True
+
+    def enter(self, seed: int, epoch: int, position: int, bookmark: Bookmark | None, ending: Ending) -> None:
+        """Have the next iteration start at a position of a pass, and tell its ending (if in the same process)."""
+        self._place.copy_(torch.tensor([1, seed, epoch, position]))
+        self._bookmark, self._ending = bookmark, ending
+        self._digest.zero_()
+
+    def bookmark_before(self, position: int) -> Bookmark | None:
+        """Return the newest bookmark of the pass being read that does not lie behind `position`."""
+        return None if self._stream is None else self._stream.bookmark_before(position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration is; torchdata's StatefulDataLoader asks for it in its workers."""
+        return {"position": self._position, "bookmark": self.bookmark_before(self._position)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the next iteration go on where `state_dict` was."""
+        # Not in `_place`, which all workers share.
+        self._resumed_at = state_dict["position"]
+        self._bookmark = state_dict["bookmark"]
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = self._stream = self._entered_stream()
+        position, self._resumed_at = self._resumed_at, None
+        bookmark, self._bookmark = self._bookmark, None
+        return self._read(stream, int(self._place[3]) if position is None else position, bookmark, self._ending)
+
+    def _entered_stream(self) -> SampleStream:
+        entered, seed, epoch, _ = self._place.tolist()
+        size = self._sharing.round_size
+        if not entered:
+            return SampleStream(self.dataset, size)
+        announce_epoch(epoch, self.dataset)
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(derived_seed(seed, epoch, "generator"))
+        # Workers are seeded, and nobody else draws there.
+        worker = get_worker_info()
+        apart = RandomStream(derived_seed(seed, epoch, "stream")) if worker is None else None
+        looks = self._sharing.processes > 1 and (worker is None or worker.id == 0)
+        return SampleStream(self.dataset, size, apart, self._note_opening if looks else None)
+
+    def _note_opening(self, samples: list[Any]) -> None:
+        self._digest.fill_(digest(samples[:_OPENING]))
+
+    def _read(self, stream: SampleStream, position: int, bookmark: Bookmark | None, ending: Ending) -> Iterator[Any]:
+        sharing = self._sharing
+        size = sharing.round_size
+        stream.start(position, bookmark)
+        self._position = position
+        for rank, part, own in deal(lambda: stream.draw(size), stream.opening, sharing, position, ending):
+            if rank == sharing.ranks[0]:
+                self._position += size
+            if own < size and self._marks_tails:
+                yield from _marked(part, rank * sharing.share, own)
+            else:
+                yield from part
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the dataset has."""
+        if name == "dataset" or name.startswith("__"):  # not there yet while unpickling
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is not the shard's own on the dataset."""
+        if name == "dataset" or name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.dataset, name, value)
+
+
+_OWN = frozenset(
+    {"_sharing", "_marks_tails", "_place", "_resumed_at", "_bookmark", "_ending", "_stream", "_position", "_digest"}
+)
+
+
+class TailSample(NamedTuple):
+    """A sample of a last round that is not complete."""
+
+    sample: Any
+    is_real: bool  # the others are repeats
+    own: int  # how many samples of its own the round has, over all processes
+
+
+class TailCollate:
+    """The user's collate function, for batches that may be of a last round; it counts which samples are real.
+
+    Args:
+        collate: The user's function.
+        full: How many samples an ordinary batch has; `None` where the dataset yields batches.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], full: int | None) -> None:
+        self.collate = collate
+        self._full = full
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch, together with its counts if it is of a last round."""
+        if self._full is None:
+            return self._ready(samples) if type(samples) is TailSample else self.collate(samples)
+        if not samples or type(samples[-1]) is not TailSample:
+            return self.collate(samples)
+        real = sum(tail.is_real for tail in samples)
+        rows = None if real == self._full else Rows(len(samples), real, self._full)
+        return Counted(self.collate([tail.sample for tail in samples]), rows, samples[-1].own)
+
+    def _ready(self, tail: TailSample) -> Any:
+        batch = self.collate(tail.sample)
+        if tail.is_real:
+            return batch
+        return Counted(batch, Rows(ignorant_find_batch_size(batch) or 1, 0), -1)
+
+
+def _marked(part: list[Any], first: int, own: int) -> Iterator[TailSample]:
+    return (TailSample(sample, first + index < own, own) for index, sample in enumerate(part))

@@ -1,0 +1,67 @@
+"""First samples of a dataset, read apart: generators, counters and open files of the training stay as they are."""
+
+import copy
+import random
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from trainer_lib.data_loader.order.data_rng import RandomStream
+
+_SEED = 20_240_229  # the same on all processes
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def samples_at(dataset: Any, keys: Sequence[Any]) -> list[Any] | None:
+    """Return samples of a map-style dataset; `None` where they cannot be read like that.
+
+    Generators are seeded with one fixed seed, so that a dataset that draws random numbers draws the same everywhere.
+
+    Example:
+        >>> samples_at([5, 6, 7], [2, 0])
+        [7, 5]
+    """
+    try:
+        with RandomStream(_SEED):
+            twin = _twin(dataset)
+            fetch = getattr(twin, "__getitems__", None)
+            return [twin[key] if fetch is None else fetch([key])[0] for key in keys]
+    except Exception:  # noqa: BLE001 - whatever it is, training meets it where it can be told better
+        return None
+
+
+def samples_of_stream(dataset: Any, count: int) -> list[Any] | None:
+    """Return the first samples of an iterable dataset; `None` where that would use them up, or they cannot be read."""
+    try:
+        with RandomStream(_SEED):
+            twin = _twin(dataset)
+            iterator = iter(twin)
+            if iterator is twin or iterator is iter(twin):
+                return None
+            return list(islice(iterator, count))
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _twin(dataset: Any) -> Any:
+    """Return a shallow copy of a dataset, and of those inside of it, with generators of its own."""
+    if isinstance(dataset, (list, tuple, dict)):
+        return dataset  # pyright: ignore[reportUnknownVariableType]
+    if hasattr(type(dataset), "__del__"):
+        raise TypeError("Deleting the copy may close what the dataset has open.")
+    twin = copy.copy(dataset)
+    attributes: dict[str, Any] = getattr(twin, "__dict__", {})
+    for name, value in list(attributes.items()):
+        if isinstance(value, torch.Generator):
+            attributes[name] = value.clone_state()
+        elif isinstance(value, _GENERATORS):
+            attributes[name] = copy.deepcopy(value)
+        elif isinstance(value, Dataset):
+            attributes[name] = _twin(value)
+        elif isinstance(value, list) and value and all(isinstance(part, Dataset) for part in value):  # pyright: ignore[reportUnknownVariableType]
+            attributes[name] = [_twin(part) for part in value]  # pyright: ignore[reportUnknownVariableType]
+    return twin

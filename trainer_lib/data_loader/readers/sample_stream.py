@@ -1,0 +1,137 @@
+"""This file is one pass over an iterable dataset: what comes next, and bookmarks to find back to a place sooner."""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any
+
+from trainer_lib.data_loader.bad_samples.guarded_dataset import by_worker
+from trainer_lib.data_loader.order.data_rng import RandomStream
+
+_DRAWS_A_BOOKMARK = 16  # a state may cost as much as reading a batch, so not each batch has one
+_CHUNK = 1024  # samples skipped at once
+
+# The step of a Hugging Face pipeline whose state leaves out samples: those in its buffer.
+_FORGETFUL = "BufferShuffledExamplesIterable"
+
+Bookmark = dict[str, Any]
+
+
+class SampleStream:
+    """The samples of one pass, in order, from some position on.
+
+    Args:
+        dataset: The dataset.
+        remembered: How many of the first samples of the pass to keep, to fill its last round with.
+        randomness: Where the dataset draws random numbers from; by default from where everybody does.
+        look: Is shown the first samples, unless the pass is entered by a bookmark.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        remembered: int,
+        randomness: RandomStream | None = None,
+        look: Callable[[list[Any]], None] | None = None,
+    ) -> None:
+        self.position = 0
+        self._dataset = dataset
+        self._randomness, self._look = randomness, look
+        self._scope: AbstractContextManager[None] = randomness or nullcontext()
+        self._remembered = remembered
+        self._opening: list[Any] = []
+        self._entered_by_bookmark = False
+        self._iterator: Any = None
+        self._draws = 0
+        self._keeps_place = keeps_place(dataset)
+        # Two, since the newer one may lie ahead of the batch in hand.
+        self._bookmarks: deque[Bookmark] = deque(maxlen=2)
+
+    def start(self, position: int, bookmark: Bookmark | None = None) -> None:
+        """Go to `position`: from a bookmark before it if there is one, else by reading from the beginning."""
+        if bookmark is not None:
+            self._dataset.load_state_dict(bookmark["dataset"])
+            self.position = bookmark["position"]
+            self._entered_by_bookmark = True
+            if self._randomness is not None and bookmark["randomness"] is not None:
+                self._randomness.load_state_dict(bookmark["randomness"])
+            self._bookmarks.append(bookmark)
+        with self._scope:
+            self._iterator = iter(self._dataset)
+        while self.position < position and self.draw(min(position - self.position, _CHUNK)):
+            pass
+
+    def draw(self, count: int) -> list[Any]:
+        """Return the next `count` samples, or those that are left."""
+        if self._keeps_place and self._draws and self._draws % _DRAWS_A_BOOKMARK == 0:
+            self._bookmarks.append(self._bookmark())
+        samples: list[Any] = []
+        try:
+            with self._scope:
+                samples.extend(islice(self._iterator, count))
+        except Exception as error:  # what came before it is there
+            error.add_note(f"In sample {self.position + len(samples)}{by_worker()}.")
+            raise
+        if self._entered_by_bookmark and not self._draws and is_pipeline(self._dataset):
+            self._dataset.load_state_dict(None)  # or it would start the next pass from there too
+        self._draws += 1
+        self.position += len(samples)
+        if len(self._opening) < self._remembered:
+            if self._look is not None and not (self._opening or self._entered_by_bookmark):
+                self._look(samples)
+            self._opening += samples[: self._remembered - len(self._opening)]
+        return samples
+
+    def opening(self) -> list[Any]:
+        """Return the first samples of the pass, as far as they can be had.
+
+        A pass that was entered by a bookmark has not read them. A Hugging Face dataset is asked for them again, which
+        others may not bear; there the first ones since the bookmark stand in.
+        """
+        if self._entered_by_bookmark and is_pipeline(self._dataset):
+            return list(islice(iter(self._dataset), self._remembered))
+        return self._opening
+
+    def bookmark_before(self, position: int) -> Bookmark | None:
+        """Return the newest bookmark that does not lie behind `position`."""
+        fitting = [bookmark for bookmark in self._bookmarks if bookmark["position"] <= position]
+        return fitting[-1] if fitting else None
+
+    def _bookmark(self) -> Bookmark:
+        randomness = None if self._randomness is None else self._randomness.state_dict()
+        return {"position": self.position, "dataset": self._dataset.state_dict(), "randomness": randomness}
+
+
+def keeps_place(dataset: Any) -> bool:
+    """Whether a dataset has a state that says exactly where it is."""
+    if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
+        return False
+    return all(type(step).__name__ != _FORGETFUL for step in _steps(dataset))
+
+
+def is_pipeline(dataset: Any) -> bool:
+    """Whether this is a streaming dataset of Hugging Face's datasets library."""
+    return hasattr(dataset, "_ex_iterable")
+
+
+def is_split_already(dataset: Any) -> bool:
+    """Whether each process reads samples of its own from this dataset.
+
+    As after `split_dataset_by_node`, or where a dataset says so itself by an attribute `is_split_between_processes`.
+    """
+    return getattr(dataset, "_distributed", None) is not None or bool(
+        getattr(dataset, "is_split_between_processes", False)
+    )
+
+
+def _steps(dataset: Any) -> list[Any]:
+    """Return the steps that a Hugging Face pipeline consists of."""
+    found: list[Any] = []
+    waiting = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        step = waiting.pop()
+        if step is not None:
+            found.append(step)
+            waiting += [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", [])]
+    return found

@@ -1,0 +1,87 @@
+"""This file is the loader of which each process reads its own share."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainer_lib.data_loader.order.loader_position import Place
+from trainer_lib.data_loader.order.rank_rounds import Ending
+from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
+from trainer_lib.data_loader.readers.shard_reader import Reader
+
+
+class DataLoaderShard(PreparedLoader):
+    """A loader of which each process reads its own share, in an order that all agree on.
+
+    `prepare_data_loader` makes it around a user's loader. Made by hand, from a dataset, it is read by one process.
+
+    Args:
+        dataset: The dataset.
+        device: Where batches go; by default they stay where they are.
+        rng_types: The generators to synchronize between the processes at the start of a pass.
+        synchronized_generator: What "generator" stands for among them.
+        skip_batches: How many batches of the first pass to leave out.
+        use_stateful_dataloader: Accepted: there is always a state.
+        _non_blocking: Do not wait for copies to the device.
+        iteration: The epoch of the first pass.
+        **kwargs: What `DataLoader` takes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | str | int | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        from trainer_lib.data_loader.prepare import prepare_data_loader
+
+        made = prepare_data_loader(
+            DataLoader(dataset, drop_last=kwargs.pop("drop_last", _drop_last), **kwargs),
+            device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=device is not None,
+            rng_types=rng_types,
+            non_blocking=_non_blocking,
+            use_stateful_dataloader=use_stateful_dataloader,
+            torch_device_mesh=torch_device_mesh,
+        )
+        self.__dict__.update(made.__dict__)
+        self._progress.set_epoch(iteration)
+        self._skip_batches, self._skip_is_due = skip_batches, True
+
+    @classmethod
+    def around(cls, reader: Reader, delivery: Delivery, seed: int, processes: int) -> "DataLoaderShard":
+        """Return the loader for a reader of a user's loader."""
+        loader = object.__new__(cls)
+        loader._set_up(reader, delivery, seed, processes)
+        return loader
+
+    def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
+        return self._reader.open(place, self._seed, ending)
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A loader whose first pass leaves out the first batches.
+
+    Args:
+        dataset: The dataset.
+        skip_batches: How many.
+        use_stateful_dataloader: Accepted: there is always a state.
+        **kwargs: What `DataLoader` takes.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)

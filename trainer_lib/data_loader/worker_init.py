@@ -1,0 +1,60 @@
+"""What a data worker does first: it leaves the process group of the training, and sees to it that it dies with it.
+
+Ctrl-C in a terminal, `timeout` and `kill -- -GROUP` reach all processes of a group. The one that trains ends after its
+step, for which it needs its workers; it ends them itself, and the kernel ends them if it cannot.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.processes.parent_death import die_with_starter
+
+STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)
+_STACKS = "trainer_lib-stacks"  # a file in memory, which is gone with its worker
+
+
+class Apart:
+    """What a worker does first.
+
+    Args:
+        then: The user's `worker_init_fn`, which comes next.
+    """
+
+    by_main_thread = True  # whether the main thread starts the workers
+
+    def __init__(self, then: Callable[[int], Any] | None) -> None:
+        self.then = then
+
+    def note_thread(self) -> None:
+        """Note which thread starts the next workers: this one."""
+        self.by_main_thread = threading.current_thread() is threading.main_thread()
+
+    def __call__(self, worker: int) -> None:
+        """Do so in the worker of this number."""
+        die_with_starter(self.by_main_thread)
+        if hasattr(os, "setpgid"):
+            with contextlib.suppress(PermissionError):  # the leader of a session stays one
+                os.setpgid(0, 0)
+        _write_stacks_when_asked()
+        if self.then is not None:
+            self.then(worker)
+
+
+def worker_stacks(pid: int) -> str | None:
+    """Return what a data worker wrote of its stacks so far; `None` if it cannot be asked."""
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            if _STACKS in str(descriptor.readlink()):
+                return descriptor.read_text()
+    return None
+
+
+def _write_stacks_when_asked() -> None:
+    if hasattr(os, "memfd_create"):  # on Linux
+        faulthandler.register(STACKS_SIGNAL, os.memfd_create(_STACKS), all_threads=True)

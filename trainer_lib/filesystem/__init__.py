@@ -1,0 +1,1 @@
+"""Files: atomic writes, checksums, paths behind URLs, strict JSON."""

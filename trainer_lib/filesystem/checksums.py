@@ -1,0 +1,98 @@
+"""This file is checksums of files, taken while they are written, or by reading them: what `xxhsum -H2` prints."""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
+
+# xxh3 keeps up with memory, where the checksums of the standard library take longer than the writing.
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from trainer_lib.filesystem.remote_paths import AnyPath
+
+_BLOCK = 1 << 20  # small enough to be in the cache when it is hashed
+_MOST_AT_ONCE = 8
+_LARGE = 1 << 20  # bytes that are worth another thread
+
+_One = TypeVar("_One")
+_Result = TypeVar("_Result")
+
+
+class ChecksummedFile:
+    """A file that is written from its beginning to its end, and the checksum of what was written.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: AnyPath) -> None:
+        self._file: Any = path.open("wb")
+        self._hash = xxh3_128()
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+
+    @property
+    def checksum(self) -> str:
+        """The checksum of what was written so far."""
+        return self._hash.hexdigest()
+
+    def write(self, data: Any) -> int:
+        """Write bytes, and hash them meanwhile."""
+        hashing = self._hashing(data)
+        try:
+            return self._file.write(data)
+        finally:
+            if hashing is not None:
+                hashing.result()
+
+    def flush(self) -> None:
+        """Hand what was written to the system."""
+        self._file.flush()
+
+    def __enter__(self) -> "ChecksummedFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._beside.shutdown()
+        self._file.__exit__(kind, error, trace)
+
+    def _hashing(self, data: Any) -> "Future[None] | None":
+        if len(data) >= _LARGE:
+            try:
+                return self._beside.submit(self._hash.update, data)
+            except RuntimeError:  # the interpreter ends, and a save in the background has still to be written
+                pass
+        self._hash.update(data)
+        return None
+
+
+def checksum_of_bytes(data: bytes) -> str:
+    """Return the checksum of bytes."""
+    return xxh3_128_hexdigest(data)
+
+
+def checksum_of(path: AnyPath) -> str:
+    """Return the checksum of a file, which is read for it.
+
+    It is not mapped into memory: a disk that fails would then end the process, where reading raises an error.
+    """
+    found = xxh3_128()
+    block = bytearray(min(_BLOCK, max(path.stat().st_size, 1)))
+    view = memoryview(block)
+    file: Any
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            found.update(view[:count])
+    return found.hexdigest()
+
+
+def for_each_file(work: Callable[[_One], _Result], paths: Iterable[_One]) -> list[_Result]:
+    """Return what `work` makes of each file, several at once: reading and hashing need no Python."""
+    paths = list(paths)
+    at_once = min(len(paths), len(os.sched_getaffinity(0)), _MOST_AT_ONCE)
+    if at_once < 2:
+        return [work(path) for path in paths]
+    with ThreadPoolExecutor(at_once, thread_name_prefix="checksums") as pool:
+        return list(pool.map(work, paths))

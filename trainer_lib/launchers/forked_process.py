@@ -1,0 +1,69 @@
+"""This file is how a forked process begins and ends, and what its parent must not have."""
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from multiprocessing import active_children
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError, WorldError
+from trainer_lib.process_group import LoneProcess
+from trainer_lib.processes.parent_death import die_with_parent
+from trainer_lib.state import AcceleratorState, GradientState, PartialState, is_initialized
+
+
+def reset_states() -> None:
+    """Forget the place of this process, its settings and its window of gradients, as if it had just started."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def check_call(function: Any, args: Any) -> None:
+    """Raise unless `function(*args)` can be meant."""
+    if not callable(function):
+        raise ConfigurationError(f"function must be something to call, got {function!r}. Leave out its parentheses.")
+    if not isinstance(args, (list, tuple)):
+        raise ConfigurationError(f"args must be a tuple, got {args!r}. For one argument: args=(value,).")
+
+
+def refuse_a_world(launcher: str) -> None:
+    """Raise if this process already works together with others: its forks would take its connections for theirs."""
+    if dist.is_available() and dist.is_initialized():
+        inside = "torch.distributed is initialized"
+    elif is_initialized() and not isinstance(PartialState().group, LoneProcess):
+        inside = "an Accelerator or PartialState with several processes exists"
+    else:
+        return
+    raise WorldError(
+        f"{launcher} starts processes of its own, and {inside} in this process. Create the Accelerator inside the "
+        "function that is launched; in a notebook, restart the kernel first."
+    )
+
+
+def begin(parent: int, variables: Mapping[str, str], threads: int) -> None:
+    """Make a fresh process of a copy of its parent."""
+    # What the parent left for the garbage collector (a loader with workers, say) is not this process's to tear down.
+    gc.freeze()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)  # a handler of the parent's would not run inside a collective
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    die_with_parent(parent, signal.SIGKILL)
+    environment.set_variables(variables)
+    reset_states()
+    torch.set_num_threads(threads)
+
+
+def leave(code: int = 1) -> NoReturn:
+    """End this process as one that failed, or with the code of an interruption."""
+    for child in active_children():
+        child.terminate()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Not sys.exit: a thread that waits for the other processes would keep this one alive.
+    os._exit(code)

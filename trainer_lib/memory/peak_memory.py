@@ -1,0 +1,128 @@
+"""This file is the peak of memory that a block of code needs."""
+
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_lib.foundation.byte_sizes import convert_bytes
+from trainer_lib.state.partial_state import PartialState
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What a block needed at its peak, in bytes.
+
+    Args:
+        host: The memory of the process, all it held included.
+        host_growth: How much more that is than at the start of the block.
+        device: The tensors on the device; 0 without one.
+        device_growth: How much more that is than at the start of the block.
+    """
+
+    host: int
+    host_growth: int
+    device: int
+    device_growth: int
+
+    def __str__(self) -> str:
+        """Return it as people read it."""
+        host = f"host {convert_bytes(self.host)} (+{convert_bytes(self.host_growth)})"
+        device = f", device {convert_bytes(self.device)} (+{convert_bytes(self.device_growth)})"
+        return host + (device if self.device else "")
+
+
+class PeakMemory:
+    """A block whose peak of memory is measured, by the counters of system and device; nothing is sampled.
+
+    Blocks may be nested. The host's counter is that of the whole process. Where it cannot be set back at the start
+    (outside of Linux), a peak below the highest one before is not seen, and what the block ends with is returned.
+
+    Example:
+        >>> with PeakMemory() as peak:
+        ...     _ = torch.ones(25_000_000).sum()
+        >>> peak.use.host_growth > 90_000_000
+        True
+    """
+
+    _running: "list[PeakMemory]" = []  # noqa: RUF012  # all blocks of the process, whose counters are one
+
+    def __init__(self) -> None:
+        self._before = _Counters(0, 0)
+        self._peak = _Counters(0, 0)
+        self._had_peak = 0
+
+    def __enter__(self) -> "PeakMemory":
+        """Begin to measure."""
+        for outer in self._running:
+            outer._look()
+        self._before = self._peak = _Counters(_host_now(), _device("memory_allocated"))
+        self._had_peak = 0 if _reset_host_peak() else _host_peak()
+        _device("reset_peak_memory_stats")
+        self._running.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End to measure."""
+        self._look()
+        self._running.remove(self)
+
+    @property
+    def use(self) -> MemoryUse:
+        """What this process needed: up to now, or in the block if it is over."""
+        if self in self._running:
+            self._look()
+        return MemoryUse(
+            host=self._peak.host,
+            host_growth=self._peak.host - self._before.host,
+            device=self._peak.device,
+            device_growth=self._peak.device - self._before.device,
+        )
+
+    def over_processes(self) -> MemoryUse:
+        """Return the largest numbers of all processes; each of them has to call."""
+        state = PartialState()
+        mine = torch.tensor(astuple(self.use), device=state.device)
+        return MemoryUse(*map(int, state.group.all_reduce(mine, "max").tolist()))
+
+    def _look(self) -> None:
+        peak = _host_peak()
+        host = max(self._peak.host, _host_now(), peak if peak > self._had_peak else 0)
+        self._peak = _Counters(host, max(self._peak.device, _device("max_memory_allocated")))
+
+
+@dataclass(frozen=True)
+class _Counters:
+    host: int
+    device: int
+
+
+def _host_now() -> int:
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def _host_peak() -> int:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _reset_host_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _device(question: str) -> int:
+    # A device that nobody has used yet holds nothing, and asking would start it.
+    if not torch.accelerator.is_available() or not torch.accelerator.memory_stats():
+        return 0
+    return getattr(torch.accelerator, question)() or 0

@@ -1,0 +1,1 @@
+"""Processes of the operating system: parents, ports, exit codes, failure records."""

@@ -1,0 +1,1 @@
+"""The report of runs: one page of HTML, its data and its charts."""

@@ -1,0 +1,185 @@
+"""This file is what a report says of runs: their curves, made short enough to be drawn, and everything else as text."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.foundation.byte_sizes import convert_bytes
+from trainer_lib.runs.report.charts import charts_of
+from trainer_lib.runs.report.downsampling import means, thin
+from trainer_lib.runs.report.formatting import duration, flat, short
+from trainer_lib.runs.report.timeline_marks import marks, saves
+from trainer_lib.runs.run_history import PLACES, History, numbers_in
+from trainer_lib.runs.run_status import facts_of, history_file, standing
+
+_POINTS = 1500  # of a curve: more than a screen has columns
+_MEANS = 300
+_ROWS = 500  # of the table of evaluations
+
+
+@dataclass
+class Source:
+    """A run that is reported on.
+
+    Args:
+        name: What it is called.
+        place: Where it is.
+        history: Its history, which remembers how far it was read.
+        facts: Returns what the run's file says.
+    """
+
+    name: str
+    place: str
+    history: History
+    facts: Callable[[], Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, path: AnyPath, name: str | None = None) -> "Source":
+        """Return the run in a folder, or that whose history is a file; of a URL, as it is now."""
+        if isinstance(path, Path) and path.is_file():
+            return cls(name or path.stem, str(path), History(path), dict)
+        return cls(name or path.resolve().name, str(path), History(history_file(path)), lambda: facts_of(path))
+
+
+def contents(sources: Sequence[Source], is_live: bool = False) -> dict[str, Any]:
+    """Return what a report says, as JSON has it."""
+    runs = [_run(source) for source in sources]
+    names = dict.fromkeys(name for run in runs for name in run["curves"])
+    return {"written": time.time(), "live": is_live, "charts": charts_of(names), "runs": runs}
+
+
+def _run(source: Source) -> dict[str, Any]:
+    history, facts = source.history.read(), source.facts()
+    state: Mapping[str, Any] = facts.get("state") or {}
+    best = _best(history, state)
+    tables: dict[bytes, int] = {}
+    places: list[dict[str, Any]] = []
+    curves = {name: _curve(history, name, tables, places) for name in history.curves}
+    status = standing(facts, history.last, float(history.last.get("time") or history.heard))
+    return {
+        "name": source.name,
+        "path": source.place,
+        "status": status,
+        "reason": str(state.get("reason") or "") if status not in ("running", "died", "silent") else "",
+        "traceback": _traceback(history),
+        "figures": _figures(history, facts, best),
+        "curves": curves,
+        "places": places,
+        "marks": marks(history.events),
+        "evaluations": _evaluations(history, best),
+        "checkpoints": saves(history.events, state.get("checkpoints") or (), None if best is None else best["step"]),
+        "arguments": flat(facts.get("arguments") or {}),
+        "environment": flat({name: _readable(name, one) for name, one in (facts.get("environment") or {}).items()}),
+    }
+
+
+def _curve(history: History, name: str, tables: dict[bytes, int], places: list[dict[str, Any]]) -> dict[str, Any]:
+    curve = history.curves[name]
+    rows, values = np.asarray(curve.rows), np.asarray(curve.values)
+    kept = thin(values, _POINTS)
+    told: dict[str, Any] = {
+        "at": _placed(history, rows[kept], tables, places),
+        "values": [_number(value) for value in values[kept].tolist()],
+        "count": len(values),
+        "broken": int((~np.isfinite(values)).sum()),
+    }
+    if len(kept) < len(values):  # smoothing what is left would give the extremes too much weight
+        middles = means(np.arange(len(values)), _MEANS).astype(int)
+        told["means"] = {
+            "at": _placed(history, rows[middles], tables, places),
+            "values": [_number(value) for value in means(values, _MEANS).tolist()],
+        }
+    return told
+
+
+def _placed(history: History, rows: Any, tables: dict[bytes, int], places: list[dict[str, Any]]) -> int:
+    """Return the number of the table that says where the run stood at some rows: curves share them."""
+    key = rows.tobytes()
+    if key not in tables:
+        tables[key] = len(places)
+        found = history.places(rows)
+        places.append({name: [_number(one, 8) for one in found[name].tolist()] for name in PLACES})
+    return tables[key]
+
+
+def _number(value: float, digits: int = 6) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.{digits}g}")
+
+
+def _best(history: History, state: Mapping[str, Any]) -> dict[str, Any] | None:
+    told = [entry for entry in history.events if entry["event"] == "best"]
+    if told:
+        return {name: told[-1].get(name) for name in ("metric", "value", "step")}
+    return dict(state["best"]) if state.get("best") else None
+
+
+def _traceback(history: History) -> str:
+    """Return the traceback of the error that ended the run, if its last process ended with one."""
+    ends = [entry for entry in history.events if entry["event"] in ("started", "resumed", "ended")]
+    return str(ends[-1].get("traceback") or "") if ends else ""
+
+
+def _figures(history: History, facts: Mapping[str, Any], best: Mapping[str, Any] | None) -> list[list[str]]:
+    """Return what one wants to know first."""
+    last, begun = history.last, [entry for entry in history.events if entry["event"] in ("started", "resumed")]
+    total = begun[-1].get("max_steps") if begun else None
+    found: list[list[str]] = []
+    if last:
+        step = short(last["step"])
+        found.append(["Steps", step if total in (None, last["step"]) else f"{step} of {short(total)}"])
+        found.append(["Epochs", short(last.get("epoch"))])
+        found.append(["Samples", short(last.get("samples"))])
+        found.append(["Time of training", duration(float(last.get("seconds") or 0))])
+    if begun:
+        found.append(["Processes", short(begun[-1].get("processes"))])
+    if best is not None:
+        found.append([f"Best {best['metric']}", f"{short(best['value'])} at step {short(best['step'])}"])
+    for name, title in (("loss", "Loss"), ("eval_loss", "Evaluation loss"), ("samples_per_second", "Samples a second")):
+        if name in history.curves:
+            found.append([title, short(float(history.curves[name].values[-1]))])
+    for name, title in (("host_memory", "Memory, most"), ("device_memory_peak", "Device memory, most")):
+        if name in history.curves:
+            found.append([title, convert_bytes(int(np.nanmax(history.curves[name].values)))])
+    created = facts.get("created") or (begun[0].get("time") if begun else None)
+    if created:
+        found.append(["Begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(created))])
+    return found
+
+
+def _evaluations(history: History, best: Mapping[str, Any] | None) -> dict[str, Any]:
+    columns = dict.fromkeys(name for entry in history.evaluations for name in numbers_in(entry))
+    shown = history.evaluations[-_ROWS:]
+    if best is not None:
+        shown = [entry for entry in history.evaluations[:-_ROWS] if entry["step"] == best["step"]] + shown
+    rows = [
+        {
+            "step": entry["step"],
+            "epoch": _number(float(entry.get("epoch") or 0)),
+            "values": [_text(numbers_in(entry).get(name)) for name in columns],
+            "is_best": best is not None and entry["step"] == best["step"],
+        }
+        for entry in shown
+    ]
+    left_out = len(history.evaluations) - len(rows)
+    return {
+        "columns": list(columns),
+        "rows": rows,
+        "left_out": left_out,
+        "best": None if best is None else best["metric"],
+    }
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _readable(name: str, value: Any) -> Any:
+    return convert_bytes(value) if name == "memory" and isinstance(value, int) else value

@@ -1,0 +1,72 @@
+"""This file is curves as a small picture, drawn without any library: for a notebook, while a run goes on."""
+
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from trainer_lib.runs.report.downsampling import thin
+from trainer_lib.runs.report.formatting import short
+
+Points = Sequence[tuple[float, float]]
+
+_COLOURS = ("#3b7be0", "#e0832a", "#1fa374", "#d04f9c", "#8a62e0", "#1f9db5")  # on light and on dark
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 10, 24, 22
+_POINTS = 800  # of a curve
+
+
+def draw_curves(title: str, curves: Mapping[str, Points], width: int = 420, height: int = 220) -> str:
+    """Return curves over their steps as SVG; what is no number leaves a gap.
+
+    Args:
+        title: What they are.
+        curves: By name, the steps and values.
+        width: Of the picture, in pixels.
+        height: Of the picture.
+
+    Example:
+        >>> draw_curves("Loss", {"loss": [(1, 0.5), (2, 0.25)]})[:4]
+        '<svg'
+    """
+    known = [(x, y) for points in curves.values() for x, y in points if math.isfinite(y)]
+    low, high = min((y for _, y in known), default=0.0), max((y for _, y in known), default=1.0)
+    first, last = min((x for x, _ in known), default=0.0), max((x for x, _ in known), default=1.0)
+    room = (high - low or abs(high) or 1.0) * 0.05
+    low, high = low - room, high + room
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - first) / (last - first or 1.0) * (width - _LEFT - _RIGHT)
+        return _LEFT + across, height - _BOTTOM - (y - low) / (high - low) * (height - _TOP - _BOTTOM)
+
+    parts = [f'<text x="{_LEFT}" y="15" font-weight="600">{html.escape(title)}</text>']
+    for part in range(5):
+        value = low + room + part / 4 * (high - low - 2 * room)
+        _, y = place(first, value)
+        parts.append(f'<path d="M{_LEFT} {y:.1f}H{width - _RIGHT}" stroke="currentColor" opacity=".15"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" opacity=".65">{value:.3g}</text>')
+    for x, anchor in ((first, "start"), (last, "end")):
+        told = f'<text x="{place(x, low)[0]:.1f}" y="{height - 6}" text-anchor="{anchor}" opacity=".65">'
+        parts.append(f"{told}{short(round(x))}</text>")
+    told_at = float(width - _RIGHT)
+    for index, (name, points) in reversed(list(enumerate(curves.items()))):
+        colour = _COLOURS[index % len(_COLOURS)]
+        parts.append(f'<path d="{_path(points, place)}" fill="none" stroke="{colour}" stroke-width="1.75"/>')
+        label = f"{name} {short(points[-1][1]) if points else ''}"
+        parts.append(f'<text x="{told_at}" y="15" text-anchor="end" fill="{colour}">{html.escape(label)}</text>')
+        told_at -= 7 * len(label) + 10
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'role="img" aria-label="{html.escape(title)}" font-family="system-ui, sans-serif" font-size="11" '
+        f'fill="currentColor">{"".join(parts)}</svg>'
+    )
+
+
+def _path(points: Points, place: Callable[[float, float], tuple[float, float]]) -> str:
+    kept = [points[index] for index in thin([y for _, y in points], _POINTS).tolist()]
+    text, is_open = list[str](), False
+    for x, y in kept:
+        if math.isfinite(y):
+            across, down = place(x, y)
+            # A point alone is a line of no length, which would not be seen.
+            text.append(f"{'L' if is_open else 'M'}{across:.1f} {down:.1f}" + ("" if is_open else "h.01"))
+        is_open = math.isfinite(y)
+    return "".join(text)

@@ -1,0 +1,149 @@
+"""This file is what happened to a run, as marks on the axis and lines of a table."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.filesystem.remote_paths import is_url
+from trainer_lib.runs.report.formatting import duration, short
+from trainer_lib.runs.run_history import PLACES
+
+_SHOWN = 400  # of one kind; a run may skip many steps
+_LONGEST = 400  # letters of what a callback told; the history has all of it
+_PLACED = (*PLACES, "time", "event")
+
+Entry = Mapping[str, Any]
+
+
+def marks(events: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Return what happened, in the order in which it did: where, of which kind, and in words."""
+    shown: dict[str, int] = {}
+    found: list[dict[str, Any]] = []
+    for entry in reversed(events):  # the last ones are of more interest
+        name = str(entry["event"])
+        shown[name] = shown.get(name, 0) + 1
+        if shown[name] <= _SHOWN:
+            kind, title, text = _told(name, entry)
+            place = {one: entry.get(one) for one in (*PLACES, "time")}
+            found.append({**place, "kind": kind, "title": title, "text": text})
+    return found[::-1]
+
+
+def saves(events: Sequence[Entry], known: Sequence[Entry], best_step: int | None) -> list[dict[str, Any]]:
+    """Return the checkpoints, each with what was known of it when it was saved, and whether it is still there.
+
+    Args:
+        events: What happened.
+        known: The checkpoints that the run's file lists: of one that was saved while the run failed nothing else tells.
+        best_step: That of the best evaluation.
+    """
+    found: dict[Any, dict[str, Any]] = {entry["path"]: {**entry, "why": entry.get("reasons")} for entry in known}
+    found |= {entry["path"]: dict(entry) for entry in events if entry["event"] == "save" and "path" in entry}
+    return [
+        {
+            "step": entry["step"],
+            "epoch": entry.get("epoch"),
+            "time": entry.get("time"),
+            "name": Path(str(path)).name,
+            "path": str(path),
+            "why": short(entry.get("why") or ["asked"]),
+            "took": entry.get("took"),
+            "is_there": None if is_url(path) else Path(str(path)).is_dir(),
+            "is_best": entry["step"] == best_step,
+        }
+        for path, entry in sorted(found.items(), key=lambda one: one[1]["step"])[-_SHOWN:]
+    ]
+
+
+def _told(name: str, entry: Entry) -> tuple[str, str, str]:
+    tell = _WORDS.get(name)
+    if tell is not None:
+        return tell(entry)
+    facts = {key: value for key, value in entry.items() if key not in _PLACED}
+    text = "; ".join(f"{key} {short(value)}" for key, value in facts.items())
+    return "note", name.replace("_", " "), text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+
+
+def _started(entry: Entry) -> tuple[str, str, str]:
+    return "start", "started", _process(entry)
+
+
+def _resumed(entry: Entry) -> tuple[str, str, str]:
+    lost = entry.get("steps_lost") or 0
+    again = f"; {lost} steps made again" if lost > 1 else "; 1 step made again" if lost else ""
+    return "resume", "resumed", _process(entry) + again
+
+
+def _died(entry: Entry) -> tuple[str, str, str]:
+    return "fail", "died", "without a word; this is the last that it wrote"
+
+
+def _ended(entry: Entry) -> tuple[str, str, str]:
+    status = str(entry.get("status"))
+    kind = {"finished": "end", "stopped": "end", "interrupted": "stop"}.get(status, "fail")
+    return kind, status, str(entry.get("reason") or "")
+
+
+def _saved(entry: Entry) -> tuple[str, str, str]:
+    took = entry.get("took")
+    why = ", ".join(map(str, entry.get("why") or ())) or "asked"
+    name = Path(str(entry.get("path", ""))).name
+    return "save", "saved", f"{name} ({why})" + (f" in {duration(took)}" if isinstance(took, float) else "")
+
+
+def _best(entry: Entry) -> tuple[str, str, str]:
+    return "best", "best so far", f"{entry.get('metric')} {short(entry.get('value'))}"
+
+
+def _skipped(entry: Entry) -> tuple[str, str, str]:
+    return "skip", "step skipped", str(entry.get("why") or "")
+
+
+def _went_back(entry: Entry) -> tuple[str, str, str]:
+    return "resume", "went back", str(entry.get("why") or "")
+
+
+def _left_out(entry: Entry) -> tuple[str, str, str]:
+    return "skip", "left out", str(entry.get("why") or "")
+
+
+def _not_saved(entry: Entry) -> tuple[str, str, str]:
+    return "skip", "not saved", str(entry.get("why") or "")
+
+
+def _missing(entry: Entry) -> tuple[str, str, str]:
+    return "note", "not delivered", f"{entry.get('points')} points to {entry.get('tracker')}"
+
+
+def _changed(entry: Entry) -> tuple[str, str, str]:
+    changed = entry.get("changed")
+    pairs: Any = changed.items() if isinstance(changed, Mapping) else ()
+    return (
+        "note",
+        "other arguments",
+        "; ".join(f"{name}: {short(pair)}".replace(", ", " → ", 1) for name, pair in pairs),
+    )
+
+
+def _process(entry: Entry) -> str:
+    count, precision = entry.get("processes", 1), entry.get("precision", "no")
+    told = [f"{count} {'process' if count == 1 else 'processes'} on {entry.get('device')}"]
+    told.append("full precision" if precision == "no" else str(precision))
+    told += [f"{name} {entry[name]}" for name in ("torch", "trainer_lib") if name in entry]
+    return ", ".join(told) + (f", host {entry['host']}" if entry.get("host") else "")
+
+
+_WORDS: dict[str, Callable[[Entry], tuple[str, str, str]]] = {
+    "started": _started,
+    "resumed": _resumed,
+    "died": _died,
+    "ended": _ended,
+    "save": _saved,
+    "best": _best,
+    "skipped": _skipped,
+    "went_back": _went_back,
+    "left_out": _left_out,
+    "not_saved": _not_saved,
+    "points_missing": _missing,
+    "arguments": _changed,
+}

@@ -1,0 +1,278 @@
+"""One writer for a run: a lease in its folder, with a heartbeat, which another program takes over from a dead one.
+
+A lease is a file `lease-00000007.json`. Its number is one above that of the lease it follows, and it is created only if
+no such file exists (on object stores by a conditional write), so that of two programs one wins.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trainer_lib.filesystem.atomic_files import sync
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.filesystem.strict_json import read_json
+from trainer_lib.foundation.errors import RunInUseError, UnreachableError
+from trainer_lib.logging import get_logger
+from trainer_lib.runs.run_environment import describe_process, is_alive
+
+_logger = get_logger(__name__)
+
+HEARTBEAT = 20.0  # seconds between two signs of life
+STALE_AFTER = 120.0  # seconds without one, for a process that cannot be asked
+
+_LEASES = "lease-*.json"
+_held: set[str] = set()  # the tokens of the leases of this process
+
+
+class Lease:
+    """The right of one program to write into the folder of a run.
+
+    Args:
+        folder: The folder; `None`: nothing is written, and nothing is leased.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, Lease(Path(folder)) as lease:
+        ...     lease.acquire()
+        ...     lease.loss() is None
+        True
+    """
+
+    def __init__(self, folder: AnyPath | None) -> None:
+        self.folder = folder
+        self._file: AnyPath | None = None
+        self._token = secrets.token_hex(8)
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was acquired, and not released."""
+        return self._file is not None
+
+    def acquire(self) -> None:
+        """Take the lease, and keep it alive until `release`; that of a dead program is taken over.
+
+        A storage that takes no file, such as a full disk, is warned of: training matters more.
+
+        Raises:
+            RunInUseError: If another program writes into the folder.
+        """
+        if self.folder is None or self.is_held:
+            return
+        try:
+            self._file = self._created(self.folder)
+        except (OSError, UnreachableError) as error:
+            _logger.warning(
+                "The run %s could not be leased, so that a second program is not kept from writing into it: %s",
+                self.folder,
+                error,
+            )
+            return
+        _held.add(self._token)
+        self._ends.clear()
+        self._thread = threading.Thread(target=self._beat, name=f"lease of {self.folder.name}", daemon=True)
+        self._thread.start()
+
+    def loss(self) -> str | None:
+        """Return why the lease is lost, such as to a program that took over while this one was stopped; else `None`."""
+        if self._file is None:
+            return None
+        try:
+            holder = _read(self._file)
+        except UnreachableError:  # nobody can be said to have taken it
+            return None
+        if holder is not None and holder.get("token") == self._token:
+            return None
+        return (
+            f"The lease of the run {self.folder} was taken over by another program, as this one gave no sign of life "
+            f"for {STALE_AFTER:g} seconds or the file was deleted."
+        )
+
+    def release(self) -> None:
+        """Give the lease back, if it is held."""
+        if self._file is None:
+            return
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join(HEARTBEAT)
+        is_lost = self.loss() is not None
+        file, self._file, self._thread = self._file, None, None
+        _held.discard(self._token)
+        try:
+            if not is_lost:
+                file.unlink(missing_ok=True)
+        except (OSError, UnreachableError) as error:
+            _logger.warning("The lease %s could not be deleted: %s", file, error)
+
+    def _created(self, folder: AnyPath) -> AnyPath:
+        if isinstance(folder, Path):
+            folder.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({**_this_process(), "token": self._token}, indent=1).encode()
+        while True:
+            stale = list(_leases(folder))
+            for file in stale:
+                _wait_until_free(file)
+            file = folder / f"lease-{1 + max((_number(path) for path in stale), default=0):08d}.json"
+            if not _create(file, content, self._token):
+                continue  # another program was faster, and is looked at now
+            rivals = [path for path in _leases(folder) if path not in (*stale, file)]
+            if rivals:
+                file.unlink(missing_ok=True)
+                raise _in_use(rivals[0], _read(rivals[0]) or {})
+            for path in stale:
+                path.unlink(missing_ok=True)
+            return file
+
+    def _beat(self) -> None:
+        """Write the file again and again, until the lease is released or lost."""
+        while not self._ends.wait(HEARTBEAT):
+            file = self._file
+            try:
+                if file is None or self.loss() is not None:
+                    return
+                if isinstance(file, Path):
+                    os.utime(file)
+                else:
+                    file.write_bytes(file.read_bytes())
+            except (OSError, UnreachableError) as error:
+                _logger.info("The heartbeat of the lease %s failed: %s", file, error)
+
+
+def is_leased(folder: AnyPath) -> bool:
+    """Whether a program that may be alive writes into the folder of a run."""
+    return any(_is_free(file) is not True for file in _leases(folder))
+
+
+def _leases(folder: AnyPath) -> Iterator[AnyPath]:
+    return iter(sorted((path for path in folder.glob(_LEASES) if _number(path) >= 0), key=_number))
+
+
+def _number(file: AnyPath) -> int:
+    digits = file.name.removeprefix("lease-").removesuffix(".json")
+    return int(digits) if digits.isdigit() else -1
+
+
+def _read(file: AnyPath) -> dict[str, Any] | None:
+    """Return what a lease says; `None` where it is not there, nothing where it cannot be read."""
+    try:
+        holder = read_json(file.read_bytes()) if file.is_file() else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+    return holder if holder is None or isinstance(holder, dict) else {}
+
+
+def _is_free(file: AnyPath) -> bool | None:
+    """Whether the holder of a lease is gone; `None` where it cannot be asked, as on another machine."""
+    holder = _read(file)
+    if holder is None:
+        return True
+    here = _this_process()
+    if any(holder.get(name) != here[name] for name in ("host", "boot", "namespace")):
+        return None
+    if (holder.get("pid"), holder.get("began")) == (here["pid"], here["began"]):
+        return holder.get("token") not in _held
+    alive = is_alive(holder)
+    return None if alive is None else not alive
+
+
+def _wait_until_free(file: AnyPath) -> None:
+    """Return once a lease is free: at once where its process is known to be dead, else after a time without heartbeat.
+
+    Raises:
+        RunInUseError: If its holder is alive.
+    """
+    is_free = _is_free(file)
+    if is_free is False:
+        raise _in_use(file, _read(file) or {})
+    if is_free:
+        return
+    beat, age = _age(file)
+    if age < STALE_AFTER:
+        _logger.warning("Waiting up to %.0f s for a sign of life of who holds %s.", STALE_AFTER - age, file)
+    ends = time.monotonic() + STALE_AFTER - age
+    while time.monotonic() < ends:
+        time.sleep(min(1.0, max(ends - time.monotonic(), 0.0)))
+        with contextlib.suppress(FileNotFoundError):
+            if file.stat().st_mtime != beat:
+                raise _in_use(file, _read(file) or {})
+            continue
+        return  # released
+
+
+def _age(file: AnyPath) -> tuple[float, float]:
+    """Return when a lease was last renewed, and how long ago that is by the clock of the storage itself."""
+    probe = file.with_name(f".clock-{secrets.token_hex(4)}")
+    try:
+        beat = file.stat().st_mtime
+        probe.write_bytes(b"")
+        now = probe.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0, STALE_AFTER
+    finally:
+        probe.unlink(missing_ok=True)
+    return beat, max(now - beat, 0.0) if beat and now else 0.0
+
+
+def _create(file: AnyPath, content: bytes, token: str) -> bool:
+    """Create a file with its content at once, unless there is one; return whether it was created here."""
+    if not isinstance(file, Path):
+        if file.create(content):
+            return True
+        holder = _read(file)  # an answer that was lost on its way is asked for again, and finds the file
+        return holder is not None and holder.get("token") == token
+    partial = file.with_name(f".{file.name}.{token}")
+    try:
+        partial.write_bytes(content)
+        sync(partial)
+        os.link(partial, file)
+    except FileExistsError:
+        return False
+    finally:
+        partial.unlink(missing_ok=True)
+    return True
+
+
+def _in_use(file: AnyPath, holder: dict[str, Any]) -> RunInUseError:
+    who = f"process {holder['pid']} on {holder.get('host')}" if "pid" in holder else "an unknown process"
+    return RunInUseError(
+        f"The run {file.parent} is in use: another program, {who}, trains it and writes into its folder. Wait for its "
+        f'end or stop it, or give resume="never" for a run of your own. If no such program runs, delete {file}.'
+    )
+
+
+def _this_process() -> dict[str, Any]:
+    return {**describe_process(), "boot": _boot(), "namespace": _namespace()}
+
+
+def _boot() -> str | None:
+    """Return what tells one machine and its uptime from another of the same name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _namespace() -> str | None:
+    """Return in which container process numbers mean the same."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None

@@ -1,0 +1,124 @@
+"""This file is the window of gradients: which micro-batch updates, and which loader is being read."""
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from trainer_lib.options.accumulation_options import GradientAccumulationPlugin
+
+
+class Rows(NamedTuple):
+    """What the last batch of a loader holds on this process."""
+
+    total: int
+    real: int  # the others repeat samples, to make the processes even
+    full: int | None = None  # what an ordinary batch holds; None: not known
+
+
+class ActiveLoader(Protocol):
+    """What the window asks a loader that is being read."""
+
+    end_of_dataloader: bool
+    others_read_on: bool  # at its end: whether other processes have more batches
+    remainder: int
+    rows: Rows | None  # None: every row of the batch in hand is real, or nothing is known
+
+
+class GradientState:
+    """The window of gradients. All instances are one.
+
+    `sync_gradients` is whether the micro-batch in hand is the one that updates.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    sync_gradients: bool
+    plugin: GradientAccumulationPlugin
+    _readers: list[Any]
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self.sync_gradients = True
+            self._readers = []
+            self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=1)
+        elif gradient_accumulation_plugin is not None:
+            self.plugin = gradient_accumulation_plugin
+
+    @property
+    def initialized(self) -> bool:
+        """Whether a `GradientState` exists."""
+        return "plugin" in self._shared_state
+
+    @property
+    def num_steps(self) -> int:
+        """The micro-batches of one update."""
+        return self.plugin.num_steps or 1
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers count micro-batches in `_step_count`."""
+        return self.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends the window."""
+        return self.plugin.sync_with_dataloader
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader that is being read (the innermost, if there are several), or `None`."""
+        return self._readers[-1] if self._readers else None
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders that are being read, the outermost first."""
+        return [None, *self._readers]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being read."""
+        return bool(self._readers)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch in hand is the last of its loader."""
+        return bool(self._readers) and self._readers[-1].end_of_dataloader
+
+    @property
+    def others_read_on(self) -> bool:
+        """Whether the batch in hand is the last of its loader here, and not on all processes."""
+        return bool(self._readers) and getattr(self._readers[-1], "others_read_on", False)
+
+    @property
+    def remainder(self) -> int:
+        """The real samples in the last round of the loader over all processes; -1 where that is not known."""
+        return self._readers[-1].remainder if self._readers else -1
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether XLA has reduced the gradients; there is no XLA in this version."""
+        return False
+
+    def __repr__(self) -> str:
+        """Return the window in one line a fact."""
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin.to_kwargs()}\n"
+        )
+
+    def _add_dataloader(self, dataloader: ActiveLoader) -> None:
+        self._readers.append(dataloader)
+
+    def _remove_dataloader(self, dataloader: ActiveLoader) -> None:
+        # By identity, and wherever it stands: a loader abandoned in the middle is closed late. Once, since it may be
+        # read in two loops at a time.
+        for index in reversed(range(len(self._readers))):
+            if self._readers[index] is dataloader:
+                del self._readers[index]
+                break
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything; for tests."""
+        GradientState._shared_state.clear()

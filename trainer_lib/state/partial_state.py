@@ -1,0 +1,154 @@
+"""This file is the place of this process in its world, and its device."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from trainer_lib import process_group
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.options.ddp_options import InitProcessGroupKwargs
+from trainer_lib.options.enums import DistributedType
+from trainer_lib.process_group import LoneProcess, ProcessGroup
+from trainer_lib.state.devices import choose_device, use_device
+from trainer_lib.state.rank_control import ProcessControl
+
+
+class PartialState(ProcessControl):
+    """Where this process stands: its rank, its world, its device. All instances are one.
+
+    A launcher's variables always mean a real group of processes, on the CPU too.
+
+    Args:
+        cpu: Stay on the CPU even if there is an accelerator.
+        **kwargs: The fields of `InitProcessGroupKwargs`: `backend`, `init_method`, `timeout`.
+
+    Example:
+        >>> state = PartialState()
+        >>> state.num_processes, state.is_main_process
+        (1, True)
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    device: torch.device
+    distributed_type: DistributedType
+    backend: str | None
+    debug: bool
+    fork_launched: bool
+    group: ProcessGroup
+    has_left: bool
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        options = _process_group_options(kwargs)
+        if self.initialized:
+            self._check_same(cpu, options)
+        else:
+            self._start(cpu, options)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the world has formed."""
+        return "group" in self._shared_state
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device a process alone on this machine would use."""
+        return choose_device(cpu=False, world=None)
+
+    def set_device(self) -> None:
+        """Make this process's device the current one of its kind."""
+        use_device(self.device)
+
+    def form_group(self) -> None:
+        """Form a real group, of one, for a process that is alone; a group that there is stays."""
+        if isinstance(self.group, LoneProcess):
+            self.group = process_group.form_alone(self.device, self._options)
+            self.backend = self.group.backend
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the world (or only `group`)."""
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
+        elif self.initialized:
+            self.group.destroy()
+            self.group = LoneProcess()
+            self.has_left = True
+
+    def join_again(self, cpu: bool = False, **kwargs: Any) -> None:
+        """Form the world once more, after it was left; all of its processes have to.
+
+        Args:
+            cpu: Stay on the CPU even if there is an accelerator.
+            **kwargs: The fields of `InitProcessGroupKwargs`.
+        """
+        self._start(cpu or self.device.type == "cpu", _process_group_options(kwargs))
+
+    def __repr__(self) -> str:
+        """Return the place of this process in one line a fact."""
+        return (
+            f"Distributed environment: {self.distributed_type}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything; for tests."""
+        PartialState._shared_state.clear()
+
+    def _start(self, cpu: bool, options: InitProcessGroupKwargs) -> None:
+        world = environment.read_world()
+        device = choose_device(cpu, world)
+        use_device(device)
+        adopted = process_group.adopted() if world is None else None
+        if adopted is not None:
+            group: ProcessGroup = adopted
+        else:
+            group = LoneProcess() if world is None else process_group.form(world, device, options)
+        self.debug = environment.debug_mode()
+        self.fork_launched = environment.launched_by_fork()
+        self.device = device
+        self.has_left = False
+        self.num_processes = group.size
+        self.process_index = group.rank
+        self.local_process_index = group.rank if world is None else world.local_rank
+        self.backend = group.backend
+        alone = isinstance(group, LoneProcess)
+        self.distributed_type = DistributedType.NO if alone else DistributedType.of_device(device.type)
+        self._options = options
+        self.group = group
+
+    def _check_same(self, cpu: bool, options: InitProcessGroupKwargs) -> None:
+        if cpu and self.device.type != "cpu":
+            raise ConfigurationError(
+                f"cpu=True came too late: this process already works on {self.device}. "
+                "Give it to the first PartialState or Accelerator of the script."
+            )
+        changed = {key: value for key, value in options.to_kwargs().items() if getattr(self._options, key) != value}
+        if changed and not isinstance(self.group, LoneProcess):
+            raise ConfigurationError(
+                f"{', '.join(f'{key}={value!r}' for key, value in changed.items())} came too late: the process group "
+                "has formed. Give it to the first PartialState or Accelerator of the script."
+            )
+
+
+def wait_for_everyone() -> None:
+    """Wait until all processes are here."""
+    PartialState().wait_for_everyone()
+
+
+def is_initialized() -> bool:
+    """Whether a `PartialState` exists, without making one."""
+    return bool(PartialState._shared_state)
+
+
+def _process_group_options(kwargs: dict[str, Any]) -> InitProcessGroupKwargs:
+    known = InitProcessGroupKwargs.__dataclass_fields__
+    for name in kwargs:
+        if name not in known:
+            raise ConfigurationError(unknown("argument", name, known))
+    return InitProcessGroupKwargs(**kwargs)

@@ -1,0 +1,1 @@
+"""DistributedDataParallel: each rank holds the whole model, gradients are averaged."""

@@ -1,0 +1,1 @@
+"""FSDP2: each rank holds a shard of each weight."""

@@ -1,0 +1,129 @@
+"""This file is what a file is to hold, before it is written: tensors, JSON, or a pickle that was asked for."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trainer_lib.filesystem.checksums import ChecksummedFile
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.filesystem.strict_json import read_json
+from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.tensor_files.finite_check import Fault, nonfinite_tensors
+from trainer_lib.tensor_files.safetensors import write_tensors
+from trainer_lib.tensor_files.tensor_storage import without_aliases
+
+
+class Content(ABC):
+    """What a file is to hold."""
+
+    @abstractmethod
+    def write(self, path: AnyPath) -> str:
+        """Write the file, and return the checksum of what was written."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """About how many bytes it takes."""
+
+    def nonfinite(self) -> dict[str, Fault]:
+        """Return its tensors with a NaN or an infinity, by name."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Tensors(Content):
+    """Tensors by name, as safetensors.
+
+    Args:
+        tensors: The tensors.
+        metadata: Texts to keep beside them.
+    """
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] | None = None
+
+    def write(self, path: AnyPath) -> str:
+        """Write the file."""
+        return write_tensors(self.tensors, path, self.metadata)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tensors."""
+        return tensor_bytes(self.tensors)
+
+    def nonfinite(self) -> dict[str, Fault]:
+        """Look at each tensor."""
+        return nonfinite_tensors(self.tensors)
+
+
+@dataclass(frozen=True)
+class PickledTensors(Content):
+    """Tensors by name, as `torch.save` writes them."""
+
+    tensors: Mapping[str, Tensor]
+
+    def write(self, path: AnyPath) -> str:
+        """Write the file."""
+        # What lies together in memory is saved together, so each tensor is cut out of what surrounds it.
+        kept, aliases = without_aliases(self.tensors)
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
+        # Through Python's file, which tells why it cannot write; torch's own does not.
+        with ChecksummedFile(path) as file:
+            torch.save({name: kept[aliases.get(name, name)] for name in self.tensors}, cast(Any, file))
+        return file.checksum
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tensors."""
+        return tensor_bytes(self.tensors)
+
+    def nonfinite(self) -> dict[str, Fault]:
+        """Look at each tensor."""
+        return nonfinite_tensors(self.tensors)
+
+
+@dataclass(frozen=True)
+class Json(Content):
+    """What JSON can say.
+
+    Args:
+        value: What it says.
+        is_for_people: Whether it is laid out for reading.
+    """
+
+    value: Any
+    is_for_people: bool = False
+
+    def write(self, path: AnyPath) -> str:
+        """Write the file."""
+        text = json.dumps(self.value, indent=2 if self.is_for_people else None, allow_nan=False) + "\n"
+        with ChecksummedFile(path) as file:
+            file.write(text.encode())
+        return file.checksum
+
+    @staticmethod
+    def read(path: AnyPath) -> Any:
+        """Read a file of JSON.
+
+        Raises:
+            CheckpointError: If it is none.
+        """
+        try:
+            return read_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+
+    @property
+    def size(self) -> int:
+        """The bytes of the text."""
+        return len(json.dumps(self.value))
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of tensors, those with several names counted once."""
+    return sum(tensor.nbytes for tensor in without_aliases(tensors)[0].values())

@@ -1,0 +1,158 @@
+"""This file is a model's weights on disk: one file, or shards with an index, in the layout of Hugging Face."""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_lib.filesystem.atomic_files import inside
+from trainer_lib.filesystem.strict_json import read_json
+from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
+from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
+from trainer_lib.tensor_files.file_contents import Content, Json, PickledTensors, Tensors
+from trainer_lib.tensor_files.load_tensors import load_tensors
+from trainer_lib.tensor_files.safetensors import read_shapes, read_tensors
+from trainer_lib.tensor_files.shards import SHARDS_ENDING, read_whole
+from trainer_lib.tensor_files.tensor_storage import without_aliases
+from trainer_lib.tensor_files.weight_names import weights_ending, weights_stem
+
+_INDEX_ENDING = ".index.json"
+
+
+def weight_files(
+    tensors: Mapping[str, Tensor], max_shard_size: int | str, index: int = 0, safe: bool = True
+) -> dict[str, Content]:
+    """Return the files that hold a model's weights, by name; an index of shards is the last of them.
+
+    Args:
+        tensors: The weights.
+        max_shard_size: The bytes of one file, or a text such as "10GB". A larger tensor has a file of its own.
+        index: Which model of a training it is.
+        safe: As safetensors; else pickled.
+    """
+    stem, ending, kind = weights_stem(index, safe), weights_ending(safe), Tensors if safe else PickledTensors
+    shards = list(_shards(tensors, convert_file_size_to_int(max_shard_size)))
+    if len(shards) == 1:
+        return {f"{stem}{ending}": kind(shards[0])}
+    files: dict[str, Content] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}{ending}"
+        files[name] = kind(shard)
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(file.size for file in files.values())
+    files[f"{stem}{ending}{_INDEX_ENDING}"] = Json({"metadata": {"total_size": total}, "weight_map": weight_map}, True)
+    return files
+
+
+def load_state_dict(checkpoint_file: str | Path, device_map: Any = None) -> dict[str, Tensor]:
+    """Read one file of weights: safetensors, or a pickle of which nothing but tensors is accepted.
+
+    Args:
+        checkpoint_file: The file.
+        device_map: Not supported by this version.
+    """
+    if device_map is not None:
+        raise UnsupportedError("load_state_dict(device_map=…): this version reads weights to the CPU. Leave it out.")
+    path = Path(checkpoint_file).expanduser()
+    if path.suffix == ".safetensors":
+        return read_tensors(path)
+    return _read_pickled(path)
+
+
+def read_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Read the weights in a file, in the shards of an index, or in a folder that has the one or the other.
+
+    The shards that processes wrote of a sharded model are put together.
+    """
+    shards = checkpoint / f"{weights_stem()}{SHARDS_ENDING}"
+    if shards.is_dir():
+        return read_whole(shards)
+    weights: dict[str, Tensor] = {}
+    for path in files_of_weights(checkpoint):
+        weights |= load_tensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path)
+    return weights
+
+
+def read_weight_shapes(checkpoint: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return types and shapes of what `read_weights` would read, from the heads of safetensors files."""
+    shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    for path in files_of_weights(checkpoint):
+        shapes |= read_shapes(path)
+    return shapes
+
+
+def files_of_weights(checkpoint: Path) -> list[Path]:
+    """Return the files with the weights that a file, an index or a folder stands for.
+
+    Raises:
+        CheckpointError: If there are none, or an index names what is not in its folder.
+    """
+    if checkpoint.is_dir():
+        checkpoint = _in_folder(checkpoint)
+    if not checkpoint.is_file():
+        raise CheckpointError(f"There is no file {checkpoint}.")
+    if not checkpoint.name.endswith(_INDEX_ENDING):
+        return [checkpoint]
+    try:
+        names = sorted(set(read_json(checkpoint.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint} is no index of weights: {error!r}.") from error
+    paths = [inside(checkpoint.parent, name, checkpoint.name) for name in names]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{checkpoint} names {', '.join(missing)}, which is not there.")
+    return paths
+
+
+def find_weights(folder: Path, index: int = 0, safe: bool = True) -> Path | None:
+    """Return the file or index with the weights of a model, if a folder has one."""
+    name = f"{weights_stem(index, safe)}{weights_ending(safe)}"
+    return next((path for path in (folder / name, folder / f"{name}{_INDEX_ENDING}") if path.is_file()), None)
+
+
+def _in_folder(folder: Path) -> Path:
+    for safe in (True, False):
+        if (path := find_weights(folder, safe=safe)) is not None:
+            return path
+    candidates = [path for pattern in ("*.safetensors", "*.bin") for path in sorted(folder.glob(pattern))]
+    indexes = sorted(folder.glob(f"*{_INDEX_ENDING}"))
+    only = indexes or candidates
+    if len(only) == 1:
+        return only[0]
+    raise CheckpointError(
+        f"{folder} has no weights: neither {weights_stem()}.safetensors nor an index of shards. "
+        f"It has {', '.join(sorted(path.name for path in folder.iterdir())[:8]) or 'nothing'}."
+    )
+
+
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    kept, aliases = without_aliases(tensors)
+    shard: dict[str, Tensor] = {}
+    filled = 0
+    names: dict[str, list[str]] = {first: [first] for first in kept}
+    for name, first in aliases.items():
+        names[first].append(name)
+    for first, tensor in kept.items():
+        if shard and filled + tensor.nbytes > limit:
+            yield shard
+            shard, filled = {}, 0
+        # All names of a tensor go into the shard that has it.
+        shard |= {name: tensors[name] for name in names[first]}
+        filled += tensor.nbytes
+    yield shard
+
+
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a pickle of tensors and nothing else: {str(error).splitlines()[0]}"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} holds something else than tensors by name.")
+    return state

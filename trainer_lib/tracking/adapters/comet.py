@@ -1,0 +1,169 @@
+"""This file is the tracker that reports to Comet."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.imports import require
+from trainer_lib.tracking.base import BuiltInTracker, on_main_process
+from trainer_lib.tracking.delivery.plain_values import flat
+
+# What Comet finds out by itself would be about the process it lives in, and not about the training.
+_QUIET = {
+    "log_code": False,
+    "parse_args": False,
+    "auto_output_logging": False,
+    "auto_param_logging": False,
+    "auto_metric_logging": False,
+    "display_summary_level": 0,
+}
+
+
+class CometMLTracker(BuiltInTracker):
+    """Reports to Comet.
+
+    Args:
+        run_name: The project.
+        token: The key of the experiment.
+        is_resumed: Whether that experiment is there already.
+        offline_directory: The folder of what is written with `online=False`.
+        **kwargs: Arguments of `comet_ml.start`.
+    """
+
+    name: ClassVar[str] = "comet_ml"
+    module: ClassVar[str] = "comet_ml"
+    extra: ClassVar[str] = "comet"
+    channels_last: ClassVar[bool] = True
+
+    @on_main_process
+    def __init__(
+        self,
+        run_name: str,
+        token: str | None = None,
+        is_resumed: bool = False,
+        offline_directory: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.run_name, self._options = run_name, kwargs
+        self._folder = None if offline_directory is None else str(offline_directory)
+        if token is not None and "experiment_key" not in kwargs:
+            self._options |= {"experiment_key": token}
+            if "mode" not in kwargs:
+                self._options |= {"mode": self._mode(is_resumed)}
+        self.writer: Any = None
+
+    @classmethod
+    def is_configured(cls) -> bool:
+        """Whether there is a key, or Comet is told to stay offline."""
+        named = environment.variable("COMET_CONFIG")
+        files = [Path("~/.comet.config"), Path(".comet.config")] + ([Path(named)] if named else [])
+        there = any(file.expanduser().is_file() for file in files)
+        return there or bool(environment.variable("COMET_API_KEY")) or not _is_online({})
+
+    @classmethod
+    def check(cls, project: str, **options: Any) -> None:
+        """Raise if there is no key."""
+        if _is_online(options) and not options.get("api_key") and not cls.is_configured():
+            raise ConfigurationError(
+                "The tracker comet_ml has no key. Set COMET_API_KEY, or give online=False to write files, which "
+                "`comet upload` sends."
+            )
+
+    @classmethod
+    def runs_apart(cls, **options: Any) -> bool:
+        """Always: it changes other packages when it is imported, and waits for its network at the end."""
+        return True
+
+    @classmethod
+    def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
+        """Return the options that make it go on with its experiment."""
+        return {"token": token, "is_resumed": resume_step is not None}
+
+    @classmethod
+    def with_folder(cls, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+        """Have it write into the run's folder if it is to stay offline."""
+        return options if _is_online(options) else {"offline_directory": str(folder / "comet"), **options}
+
+    @classmethod
+    def named(cls, run_name: str) -> dict[str, Any]:
+        """Return the options that give a run its name."""
+        return {"name": run_name}
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the experiment, or go on with it."""
+        comet_ml = require(self.module, self.extra)
+
+        options = dict(self._options)
+        if options.get("experiment_config") is None:
+            options["experiment_config"] = comet_ml.ExperimentConfig(
+                offline_directory=self._folder, name=options.pop("name", None), tags=options.pop("tags", None), **_QUIET
+            )
+        self.writer = comet_ml.start(project_name=self.run_name, **options)
+        self.writer.log_other("Created from", "trainer_lib")
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Log the settings."""
+        self.writer.log_parameters(flat(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as metrics, and texts as further values."""
+        if step is not None:
+            self.writer.set_step(step)
+        for name, value in flat(values).items():
+            if isinstance(value, str):
+                self.writer.log_other(name, value, **kwargs)
+            else:
+                self.writer.log_metric(name, value, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log pictures, with their channels last."""
+        for name, value in values.items():
+            for picture in value if value.ndim == 4 else [value]:
+                self.writer.log_image(picture, name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None, **kwargs: Any
+    ) -> None:
+        """Log a table, as a file of comma-separated values."""
+        file = f"{table_name}.csv" if step is None else f"{table_name}-{step}.csv"
+        self.writer.log_table(file, tabular_data=data, headers=columns, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Log a file as an asset, or a folder as a model."""
+        path = Path(local_path)
+        if path.is_dir():
+            self.writer.log_model(artifact_path or path.name, str(path), **kwargs)
+        else:
+            self.writer.log_asset(str(path), file_name=artifact_path or path.name, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Send what is left, and end."""
+        if self.outcome in ("failed", "interrupted"):
+            self.writer.log_other("trainer_lib.status", self.outcome)
+        self.writer.end()
+
+    def _mode(self, is_resumed: bool) -> str:
+        if _is_online(self._options):
+            return "get_or_create"
+        return "get" if is_resumed else "create"
+
+
+def _is_online(options: dict[str, Any]) -> bool:
+    if options.get("online") is not None:
+        return bool(options["online"])
+    said = environment.variable("COMET_START_ONLINE")
+    return said is None or said.lower() not in ("0", "false", "no")

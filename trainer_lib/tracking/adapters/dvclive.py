@@ -1,0 +1,77 @@
+"""This file is the tracker that writes what DVC reads."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainer_lib.foundation.imports import require
+from trainer_lib.tracking.base import BuiltInTracker, on_main_process
+from trainer_lib.tracking.delivery.plain_values import flat
+
+
+class DVCLiveTracker(BuiltInTracker):
+    """Writes DVCLive's files.
+
+    Args:
+        run_name: Not used, since a folder is one run; `exp_name` names an experiment of DVC.
+        live: A `Live` that is there already.
+        **kwargs: Arguments of `dvclive.Live`.
+    """
+
+    name: ClassVar[str] = "dvclive"
+    module: ClassVar[str] = "dvclive"
+    extra: ClassVar[str] = "dvclive"
+
+    @on_main_process
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self.live, self._options = run_name, live, kwargs
+
+    @classmethod
+    def runs_apart(cls, **options: Any) -> bool:
+        """Unless it is handed an object: it calls git, and may send to a studio."""
+        return options.get("live") is None
+
+    @classmethod
+    def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
+        """Return the options that make it go on with its files."""
+        return {} if resume_step is None else {"resume": True}
+
+    @classmethod
+    def with_folder(cls, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+        """Have it write into the run's folder."""
+        return options if options.get("live") is not None else {"dir": str(folder / "dvclive"), **options}
+
+    @property
+    def tracker(self) -> Any:
+        """The `Live`."""
+        return self.live
+
+    @on_main_process
+    def start(self) -> None:
+        """Make the folder ready."""
+        if self.live is None:
+            self.live = require(self.module, self.extra).Live(**self._options)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write the settings."""
+        self.live.log_params(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers."""
+        if step is not None:
+            self.live.step = step
+        for name, value in flat(values).items():
+            self.live.log_metric(name, value, **kwargs)
+        self.live.next_step()
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Have DVC keep a file or a folder."""
+        self.live.log_artifact(local_path, name=artifact_path, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End."""
+        self.live.end()

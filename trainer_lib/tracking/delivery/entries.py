@@ -1,0 +1,138 @@
+"""This file is what goes to a tracker, one call each, and how it is written down to be sent later."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker, Point
+from trainer_lib.tracking.delivery.plain_values import json_safe, pictures, plain_metrics, plain_settings, read
+
+
+class Entry(NamedTuple):
+    """One call.
+
+    Attributes:
+        kind: "log", "settings", "images", "table", "artifact", or "call" for any other method.
+        content: Its values, or its arguments by name.
+        step: The step it is of.
+        time: When it was made, in seconds since 1970.
+        kwargs: What the user adds for the backend.
+    """
+
+    kind: str
+    content: Mapping[str, Any]
+    step: int | None
+    time: float
+    kwargs: Mapping[str, Any]
+
+
+def plain(entry: Entry, tracker: type[BuiltInTracker]) -> tuple[Entry | None, dict[str, str]]:
+    """Return an entry as a built-in tracker takes it, and what of it cannot go there, by name."""
+    refused: dict[str, str] = {}
+    content: Mapping[str, Any] = entry.content
+    if entry.kind == "log":
+        values, refused = plain_metrics(content, tracker.takes_texts)
+        if not values:
+            return None, refused
+        content = {tracker.metric_name(name): value for name, value in values.items()}
+    elif entry.kind == "settings":
+        content = plain_settings(content)
+    elif entry.kind == "images":
+        content = pictures(content, tracker.channels_last)
+    return entry._replace(content=content), refused
+
+
+def as_given(entry: Entry) -> Entry:
+    """Return an entry as a user's own tracker takes it."""
+    return entry._replace(content=read(dict(entry.content)))
+
+
+def to_line(entry: Entry) -> str | None:
+    """Return an entry as a line of JSON; `None` if it has no such form, as pictures have not."""
+    if entry.kind in ("images", "call"):
+        return None
+    content: Any = entry.content
+    if entry.kind == "log":
+        content = plain_metrics(content)[0]
+    record = {"kind": entry.kind, "content": content, "step": entry.step, "time": entry.time, "kwargs": entry.kwargs}
+    try:
+        return json.dumps(json_safe(plain_settings(record)), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
+
+
+def from_line(line: str) -> Entry:
+    """Return the entry that a line is."""
+    record = json.loads(line)
+    content = record["content"]
+    if record["kind"] == "log":
+        content = {name: _number(value) for name, value in content.items()}
+    return Entry(record["kind"], content, record["step"], record["time"], record["kwargs"])
+
+
+class HandOver:
+    """The calls that entries are, made one after the other; those of `log` that follow one another at once.
+
+    Args:
+        tracker: Who is called.
+        entries: The entries.
+
+    Attributes:
+        done: How many are through, also when one failed.
+    """
+
+    def __init__(self, tracker: GeneralTracker, entries: list[Entry]) -> None:
+        self._tracker, self._entries = tracker, entries
+        self._takes_many = type(tracker).log_points is not GeneralTracker.log_points
+        self.done = 0
+
+    def make(self) -> None:
+        """Make the calls."""
+        while self.done < len(self._entries):
+            entry = self._entries[self.done]
+            if entry.kind != "log":
+                _call(self._tracker, entry)
+                self.done += 1
+            elif self._takes_many:
+                points = self._points()
+                self._tracker.log_points(points)
+                self.done += len(points)
+            else:
+                self._tracker.log(dict(entry.content), step=entry.step, **entry.kwargs)
+                self.done += 1
+
+    def _points(self) -> list[Point]:
+        found: list[Point] = []
+        for entry in self._entries[self.done :]:
+            if entry.kind != "log":
+                break
+            found.append(Point(dict(entry.content), entry.step, entry.time, dict(entry.kwargs)))
+        return found
+
+
+def _call(tracker: Any, entry: Entry) -> None:
+    content = dict(entry.content)
+    match entry.kind:
+        case "settings":
+            tracker.store_init_configuration(content)
+        case "images":
+            tracker.log_images(content, step=entry.step, **entry.kwargs)
+        case "table":
+            tracker.log_table(**content, step=entry.step, **entry.kwargs)
+        case "artifact":
+            tracker.log_artifact(**content, **entry.kwargs)
+        case _:
+            target = tracker
+            for name in content["path"]:
+                target = getattr(target, name)
+            target(*content["args"], **entry.kwargs)
+
+
+def told(error: Exception) -> str:
+    """Return an error in a line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

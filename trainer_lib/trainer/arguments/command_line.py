@@ -1,0 +1,159 @@
+"""This file is `TrainingArguments` on the command line, parsed by jsonargparse (the extra `cli`)."""
+
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+from argparse import ArgumentParser, HelpFormatter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
+
+import yaml
+
+from trainer_lib.foundation.duration import Every
+from trainer_lib.foundation.errors import TrainerLibError
+from trainer_lib.foundation.imports import require
+from trainer_lib.trainer.arguments.rules import check_names
+from trainer_lib.trainer.arguments.yaml_json import read_values
+from trainer_lib.trainer.huggingface.argument_conversion import is_foreign
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+
+T = TypeVar("T", bound="TrainingArguments")
+
+# The groups of --help, each by its first argument.
+GROUPS = {
+    "output_dir": "the run",
+    "num_train_epochs": "its length: the first limit reached ends it",
+    "per_device_train_batch_size": "batches",
+    "learning_rate": "optimizer and schedule",
+    "mixed_precision": "precision, memory, several processes",
+    "log_every": "logs, evaluations, checkpoints",
+    "shuffle": "data",
+    "limit_train_batches": "trying out",
+    "predict_with_generate": "generation",
+    "progress_bar": "reports",
+}
+_METAVARS: dict[Any, str] = {bool: "true|false", int: "N", float: "NUMBER", list: "[...]", dict: "{...}"}
+_ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8,}.+)*)", re.MULTILINE)
+
+
+def parse(cls: type[T], argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> T:
+    """Return the arguments that the command line gives."""
+    parser = _parser(cls, defaults)
+    words = _normal(list(sys.argv[1:] if argv is None else argv), _flags(cls))
+    try:
+        _check_options(cls, words)
+        given = parser.parse_args(words, defaults=False).as_dict()
+        values = dict(defaults)
+        for file in given.pop("config", None) or []:
+            values |= read_values(file)[0]
+        return cls.from_dict(values | given)
+    except TrainerLibError as error:
+        cast("ArgumentParser", parser).error(str(error))
+
+
+def _parser(cls: type["TrainingArguments"], defaults: Mapping[str, Any]) -> Any:
+    jsonargparse = require("jsonargparse", "cli")
+    parser = jsonargparse.ArgumentParser(
+        formatter_class=HelpFormatter,
+        usage="%(prog)s [--config FILE] [--ARGUMENT VALUE ...]",
+        description="Values are written as in YAML, None as null. Options count before the files of --config.",
+        default_env=False,
+    )
+    parser.add_argument("--config", action="append", metavar="FILE", help="Arguments in a .yaml or .json file.")
+    texts = descriptions(cls)
+    hints = typing.get_type_hints(cls)
+    group: Any = parser
+    for field in dataclasses.fields(cls):
+        if field.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[field.name])
+        default = defaults.get(field.name, field.default)
+        kinds = _kinds(hints[field.name])
+        shown = "" if default in (None, dataclasses.MISSING, ()) else f" (default: {default})"
+        group.add_argument(
+            f"--{field.name}",
+            type=Union[(*kinds, str)],  # any text passes, so that errors are in the words of the checks
+            metavar=_metavar(kinds, _choices(hints[field.name])),
+            help=(texts.get(field.name, "") + shown).replace("%", "%%"),
+        )
+    return parser
+
+
+def descriptions(cls: type) -> dict[str, str]:
+    """Return what the docstrings of a class and its bases say about each argument."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "") if dataclasses.is_dataclass(base) else ""
+        _, _, arguments = text.partition("Args:\n")
+        for name, said in _ENTRY.findall(arguments.partition("\nExample:")[0]):
+            found[name] = " ".join(said.replace("`", "").split())
+    return found
+
+
+def _check_options(cls: type, words: Sequence[str]) -> None:
+    """Raise for options that are no arguments, with what to give in their place."""
+    given: dict[str, Any] = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name.partition(".")[0] in ("config", "help", "print_config"):
+            continue
+        following = words[index + 1] if index + 1 < len(words) else "--"
+        said = value if equals else "true" if following.startswith("--") else following
+        given[name.partition(".")[0]] = _read(said) if is_foreign(name) else said
+    check_names(cls, (), given)
+
+
+def _read(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _normal(words: list[str], flags: Iterable[str]) -> list[str]:
+    """Return options by our names (`--max-steps` is `--max_steps`), and flags with their value (`--dry_run`)."""
+    known = set(flags)
+    normal: list[str] = []
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = "--" + name[2:].replace("-", "_")
+            is_alone = not equals and (index + 1 == len(words) or words[index + 1].startswith("--"))
+            word = f"{name}=true" if is_alone and name[2:] in known else f"{name}{equals}{value}"
+        normal.append(word)
+    return normal
+
+
+def _flags(cls: type) -> list[str]:
+    hints = typing.get_type_hints(cls)
+    return [name for name, hint in hints.items() if hint is bool or bool in typing.get_args(hint)]
+
+
+def _metavar(kinds: Iterable[Any], choices: Sequence[str]) -> str:
+    names = [_METAVARS.get(typing.get_origin(kind) or kind, "TEXT") for kind in kinds if kind is not types.NoneType]
+    return "|".join([name for name in names if name != "TEXT"] + list(choices) if choices else names)
+
+
+def _choices(hint: Any) -> list[str]:
+    """Return the texts that an argument is one of."""
+    literals = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is typing.Literal]
+    return [text for literal in literals for text in typing.get_args(literal)]
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """Return the kinds of values that can be written on a command line: plain ones, and objects by their fields."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return list(dict.fromkeys(kind for one in typing.get_args(hint) for kind in _kinds(one)))
+    if hint is None or hint is types.NoneType:
+        return [types.NoneType]
+    origin = typing.get_origin(hint)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return [types.GenericAlias(list, (_kinds(typing.get_args(hint)[0])[0],))]
+    if hint in (bool, int, float):
+        return [hint]
+    is_of_fields = dataclasses.is_dataclass(hint) and hint is not Every
+    return [dict[str, Any]] if is_of_fields or (isinstance(origin, type) and issubclass(origin, Mapping)) else [str]

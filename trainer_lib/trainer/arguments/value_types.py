@@ -1,0 +1,455 @@
+"""This file is the kinds of values that arguments have: what is allowed, and the form in which it is kept.
+
+Each check takes the name and the value, and returns the value as it is kept: numbers of numpy become Python's, paths
+and intervals texts, so that arguments can be written down and read back as they were.
+"""
+
+import contextlib
+import math
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, cast
+
+from trainer_lib.filesystem.remote_paths import RemotePath, is_url, path_at
+from trainer_lib.foundation.duration import Every
+from trainer_lib.foundation.error_values import shown
+from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.options.base import check_flag
+from trainer_lib.options.compile_options import TorchDynamoPlugin
+from trainer_lib.processes.exit_codes import REQUESTS
+
+Check = Callable[[str, Any], Any]
+
+NEVER = "never"
+AUTO = "auto"
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_ALSO_NEVER = ("no", "none", "off", "false", NEVER)
+
+
+def optional(check: Check) -> Check:
+    """Allow `None` too."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def whole(at_least: int = 1, below: float = math.inf, hint: str = "") -> Check:
+    """Whole numbers of at least `at_least`."""
+
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, Integral) and not isinstance(value, bool) and at_least <= int(value) < below:
+            return int(value)
+        allowed = f"a whole number of at least {at_least}" + ("" if below == math.inf else f" and below {below}")
+        meant = _meant(value)
+        fits = meant is not None and meant == int(meant) and at_least <= meant < below
+        raise _refusal(name, value, allowed, f" Give {name}={int(meant)}." if meant is not None and fits else hint)
+
+    return check
+
+
+def count_or_share(hint: str = "") -> Check:
+    """Whole numbers of at least 1, or shares between 0 and 1."""
+
+    def check(name: str, value: Any) -> int | float:
+        exact = _number(value)
+        if isinstance(value, Integral) and exact is not None and exact >= 1:
+            return int(value)
+        if exact is not None and 0 < exact < 1:
+            return float(exact)
+        raise _refusal(name, value, "a whole number of at least 1, or a share between 0 and 1", hint)
+
+    return check
+
+
+def number(at_least: float | None = None, above: float | None = None, hint: str = "") -> Check:
+    """Finite numbers of at least `at_least`, or above `above`."""
+    allowed = f"a finite number of at least {at_least}" if above is None else f"a finite number above {above}"
+
+    def fits(value: float) -> bool:
+        return value < math.inf and (value > above if above is not None else value >= (at_least or 0))
+
+    def check(name: str, value: Any) -> float:
+        if (exact := _number(value)) is not None and fits(exact):
+            return value if isinstance(value, int) else float(value)
+        meant = _meant(value) if isinstance(value, str) else None
+        raise _refusal(name, value, allowed, f" Give {name}={meant:g}." if meant is not None and fits(meant) else hint)
+
+    return check
+
+
+def share(name: str, value: Any) -> float:
+    """Numbers between 0 and 1."""
+    if (exact := _number(value)) is not None and 0 < exact < 1:
+        return float(value)
+    raise _refusal(name, value, "a number between 0 and 1", " A tenth is 0.1.")
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or false."""
+    meant = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if not isinstance(value, bool) and str(value).lower() in meant:
+        raise _refusal(name, value, "True or False", f" Give {name}={meant[str(value).lower()]}.")
+    check_flag(name, value)
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Texts that say something."""
+    if not isinstance(value, str) or not value.strip():
+        raise _refusal(name, value, "a text")
+    return str(value)
+
+
+def folder_name(name: str, value: Any) -> str:
+    """Texts that can be part of the name of a folder."""
+    kept = text(name, value)
+    if any(one in kept for one in "/\\\0"):
+        raise _refusal(name, value, "part of the name of a folder, without slashes", " Where it is: output_dir.")
+    return kept
+
+
+def name_of(argument: str) -> Check:
+    """Names of something that can also be given to the Trainer as an object."""
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise _refusal(name, value, "a name", f" An object goes to the Trainer: Trainer(…, {argument}=…).")
+        return str(value)
+
+    return check
+
+
+def texts(name: str, value: Any) -> list[str]:
+    """Several texts."""
+    if isinstance(value, str):
+        raise _refusal(name, value, "a list of texts", f" Give {name}=[{shown(value)}].")
+    if not isinstance(value, Sequence) or not all(isinstance(one, str) and one for one in value):
+        raise _refusal(name, value, "a list of texts")
+    return [str(one) for one in value]
+
+
+def keywords(name: str, value: Any) -> dict[str, Any]:
+    """Values by names."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _refusal(name, value, "a dict of arguments by name")
+    return {key: _lists(one) for key, one in value.items()}
+
+
+def choice(*known: str) -> Check:
+    """One of some texts."""
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or str(value) not in known:
+            raise ConfigurationError(unknown(name, str(value) if isinstance(value, str) else value, known))
+        return str(value)
+
+    return check
+
+
+def kind(expected: type, or_flag: bool = False) -> Check:
+    """Objects of a class; or a flag, for such an object as it is by default or none."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, expected) or (or_flag and isinstance(value, bool)):
+            return value
+        allowed = f"a {expected.__name__}" + (", True or False" if or_flag else "")
+        hint = f" Give {name}={expected.__name__}(**{shown(value)})." if isinstance(value, Mapping) else ""
+        raise _refusal(name, value, allowed, hint)
+
+    return check
+
+
+def objects(expected: type) -> Check:
+    """Several objects of a class."""
+
+    def check(name: str, value: Any) -> list[Any]:
+        if isinstance(value, expected):
+            raise _refusal(name, value, f"a list of {expected.__name__}", f" Give {name}=[…].")
+        if not isinstance(value, Sequence) or not all(isinstance(one, expected) for one in value):
+            raise _refusal(name, value, f"a list of {expected.__name__}")
+        return list(value)
+
+    return check
+
+
+def path(name: str, value: Any) -> str:
+    """Paths."""
+    if isinstance(value, RemotePath):
+        return str(value)
+    if not isinstance(value, (str, os.PathLike)) or not str(value).strip():
+        raise _refusal(name, value, "a path")
+    return os.fspath(value)
+
+
+def folder(name: str, value: Any) -> str:
+    """Paths and URLs of folders, which need not be there yet."""
+    kept = path(name, value)
+    path_at(kept)
+    if not is_url(kept) and path_at(kept).is_file():
+        raise ConfigurationError(f"{name}={kept!r} is a file. Give a folder; it is made if it is not there.")
+    return kept
+
+
+def resume(name: str, value: Any) -> str:
+    """Whether to go on with an earlier run, and with which."""
+    if isinstance(value, bool):
+        raise _refusal(name, value, '"never", "auto" or a path', f' Give {name}="{"auto" if value else NEVER}".')
+    kept = path(name, value)
+    if kept.lower() in ("latest", "last", "newest", "true") and not Path(kept).exists():
+        raise _refusal(name, value, '"never", "auto" or a path', f' For the newest: {name}="auto".')
+    return kept
+
+
+def interval(name: str, value: Any) -> str | int | float:
+    """How often: amounts of training, or "never"."""
+    if isinstance(value, str) and value == NEVER:
+        return NEVER
+    if value is None or value is False or (isinstance(value, str) and value.lower() in _ALSO_NEVER):
+        raise ConfigurationError(f'{name}={shown(value)}: for never, give {name}="{NEVER}".')
+    return _amount_of_training(name, value)
+
+
+def intervals(name: str, value: Any) -> str | int | float | dict[str, str | int | float]:
+    """How often: one interval, or intervals by the names of evaluation sets."""
+    if not isinstance(value, Mapping):
+        return interval(name, value)
+    by_set = cast("Mapping[Any, Any]", value)
+    if not by_set or not all(isinstance(key, str) for key in by_set):
+        raise _refusal(name, value, 'an interval, or intervals by the names of sets, such as {"dev": "100 steps"}')
+    kept = {key: interval(f"{name}[{key!r}]", one) for key, one in by_set.items()}
+    if all(one == NEVER for one in kept.values()):
+        raise ConfigurationError(f'{name}={shown(value)} evaluates no set. Give {name}="{NEVER}".')
+    return kept
+
+
+def amount(name: str, value: Any) -> str | int | float:
+    """How often: amounts of training, but for tokens."""
+    kept = _amount_of_training(name, value)
+    if Every.parse(value, name).unit == "tokens":
+        raise ConfigurationError(
+            f"{name}={shown(value)}: tokens are counted for max_tokens, log_every, eval_every and save_every. Give "
+            "steps, epochs, samples or a time."
+        )
+    return kept
+
+
+def tokens(name: str, value: Any) -> str | int:
+    """Numbers of tokens."""
+    return value if isinstance(value, str) and read_tokens(name, value) else read_tokens(name, value)
+
+
+def read_tokens(name: str, value: Any) -> int:
+    """Return a number of tokens: "10B", "500_000 tokens" or a whole number."""
+    if isinstance(value, str):
+        spelled = value.strip()
+        every = Every.parse(spelled if spelled.lower().endswith(("token", "tokens")) else f"{spelled} tokens", name)
+        return int(every.amount)
+    return whole()(name, value)
+
+
+def _amount_of_training(name: str, value: Any) -> str | int | float:
+    if isinstance(value, str) and value.lower().removesuffix("s") in ("epoch", "step"):
+        raise ConfigurationError(
+            f'{name}={shown(value)} has no number. Give {name}="1 {value.lower().removesuffix("s")}".'
+        )
+    every = Every.parse(value, name)
+    return value if isinstance(value, (str, int)) else str(every)
+
+
+def counted_amount(name: str, value: Any) -> str | int | float:
+    """Amounts of training that every process counts alike: not time."""
+    kept = amount(name, value)
+    if Every.parse(value, name).unit == "seconds":
+        raise _refusal(name, value, 'an amount of training, such as "500 steps" or "2 epochs", and not a time')
+    return kept
+
+
+def duration(name: str, value: Any) -> str | float:
+    """How long: seconds, a text, or a `timedelta`."""
+    read_duration(name, value)
+    if isinstance(value, timedelta):
+        return str(Every.parse(value, name))
+    return value if isinstance(value, (str, int)) else float(value)
+
+
+def read_duration(name: str, value: Any) -> float:
+    """Return the seconds of a duration."""
+    seconds = _number(value)
+    every = Every(seconds, "seconds") if seconds is not None and 0 < seconds < math.inf else Every.parse(value, name)
+    if every.unit != "seconds":
+        raise ConfigurationError(
+            f'{name}={shown(value)} is no time. Give one, such as "90 minutes", "1-12:00:00" or 3600.'
+        )
+    return float(every.amount)
+
+
+def moment(name: str, value: Any) -> str | float:
+    """A point in time, or "auto"."""
+    if isinstance(value, timedelta) or (isinstance(value, str) and _is_duration(value)):
+        raise ConfigurationError(
+            f"{name}={shown(value)} is a length of time. Give max_time, or when: datetime.now() + …."
+        )
+    if isinstance(value, str):
+        if value.lower() == "auto":
+            return "auto"
+        with contextlib.suppress(ValueError):
+            datetime.fromisoformat(value)
+            return value
+    elif isinstance(value, datetime):
+        return value.isoformat()
+    elif (seconds := _number(value)) is not None and 0 < seconds < math.inf:
+        return value if isinstance(value, int) else seconds
+    raise _refusal(name, value, 'a date and time such as "2030-01-31T18:00", seconds since 1970, or "auto"')
+
+
+def signals(name: str, value: Any) -> list[str]:
+    """Signals that a process can catch, by name."""
+    if isinstance(value, (str, int)):
+        raise _refusal(name, value, "a list of signals", f" Give {name}=[{shown(value)}].")
+    if not isinstance(value, Iterable):
+        raise _refusal(name, value, "a list of signals")
+    return list(dict.fromkeys(_signal(name, one) for one in value))
+
+
+def _signal(name: str, value: Any) -> str:
+    kept = value.upper() if isinstance(value, str) else value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        kept = next((one.name for one in signal.Signals if one == value), value)
+    if isinstance(kept, str) and not kept.startswith("SIG"):
+        kept = f"SIG{kept}"
+    if kept in ("SIGKILL", "SIGSTOP"):
+        raise ConfigurationError(f"{name}: {kept} cannot be caught by any program. Leave it out.")
+    if kept not in REQUESTS:
+        raise ConfigurationError(unknown(name, value, REQUESTS))
+    return str(kept)
+
+
+def _is_duration(text: str) -> bool:
+    with contextlib.suppress(ConfigurationError):
+        return Every.parse(text).unit == "seconds"
+    return False
+
+
+def warmup(name: str, value: Any) -> str | int | float:
+    """How long to warm up: steps, or a part of all."""
+    read_warmup(name, value)
+    if isinstance(value, (str, int)):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def read_warmup(name: str, value: Any) -> int | float:
+    """Return a number of steps as an `int`, or a part of all steps as a `float` below 1."""
+    exact = _number(value)
+    if exact is not None and isinstance(value, Integral) and exact >= 0:
+        return int(value)
+    if exact is not None and not isinstance(value, Integral) and 0 <= exact < 1:
+        return exact
+    if isinstance(value, str):
+        if value.strip().endswith("%"):
+            part = _meant(value.strip()[:-1])
+            if part is not None and 0 <= part < 100:
+                return part / 100
+        else:
+            every = Every.parse(value, name)
+            if every.unit == "steps":
+                return int(every.amount)
+    raise ConfigurationError(
+        f'{name}={shown(value)} is no warm-up. Give steps ("100 steps" or 100), or a part of all steps below 1 (0.05 '
+        'or "5%").'
+    )
+
+
+def compilation(name: str, value: Any) -> Any:
+    """Whether and how to compile."""
+    if isinstance(value, (bool, TorchDynamoPlugin)):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        raise _refusal(name, value, "True, False, the name of a backend or a TorchDynamoPlugin")
+    if value in _MODES:
+        raise ConfigurationError(
+            f'{name}={shown(value)} is a mode. Give {name}=TorchDynamoPlugin(backend="inductor", mode="{value}").'
+        )
+    TorchDynamoPlugin(backend=value)  # says which backends are gone
+    return value
+
+
+def batch_size(name: str, value: Any) -> int | str:
+    """Batch sizes, or "auto"."""
+    if isinstance(value, str) and value.lower() == AUTO:
+        return AUTO
+    return whole(hint=f' For what fits into memory: {name}="auto".' if isinstance(value, str) else "")(name, value)
+
+
+def eval_batch_size(name: str, value: Any) -> int:
+    """Batch sizes of evaluations."""
+    if isinstance(value, str) and value.lower() == AUTO:
+        raise ConfigurationError(
+            f"{name}={shown(value)}: an evaluation computes a batch that does not fit into memory in parts by itself. "
+            "Give a number, or leave it out."
+        )
+    return whole()(name, value)
+
+
+def reports(name: str, value: Any) -> tuple[str, ...]:
+    """The trackers to report to, by their names; "all" for those that are installed and configured."""
+    given: Any = [value] if isinstance(value, str) else value
+    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+        raise _refusal(name, value, "the name of a tracker, or a list of names")
+    given = list(given)
+    if not given or given == ["none"]:
+        return ()
+    if "none" in given:
+        raise _refusal(name, value, 'names of trackers, or "none" alone')
+    from trainer_lib.tracking.registry import ALL, canonical
+
+    names = [ALL if one == ALL else canonical(one) for one in given]
+    twice = next((one for one in names if names.count(one) > 1), None)
+    if twice is not None:
+        raise ConfigurationError(f"{name} has the tracker {twice!r} twice. Give it once.")
+    return tuple(names)
+
+
+def weights(name: str, value: Any) -> list[float]:
+    """One weight for each sample."""
+    if not isinstance(value, (str, bytes, Mapping)) and hasattr(value, "tolist"):
+        value = value.tolist()  # of tensors and arrays
+    good = not isinstance(value, (str, bytes, Mapping)) and isinstance(value, Iterable)
+    kept = list(value) if good else []
+    numbers = [exact for one in kept if (exact := _number(one)) is not None and 0 <= exact < math.inf]
+    if len(numbers) != len(kept) or not any(numbers):
+        raise _refusal(name, _short(value), "finite numbers of at least 0, one for each sample and not all 0")
+    return numbers
+
+
+def _refusal(name: str, value: Any, allowed: str, hint: str = "") -> ConfigurationError:
+    return ConfigurationError(f"{name} must be {allowed}, got {shown(value)}.{hint}")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+
+
+def _meant(value: Any) -> float | None:
+    """Return the number that a text, or a number of another kind, stands for."""
+    if isinstance(value, bool) or not isinstance(value, (str, Real)):
+        return None
+    try:
+        meant = float(value)
+    except ValueError:
+        return None
+    return meant if math.isfinite(meant) else None
+
+
+def _lists(value: Any) -> Any:
+    """Return tuples as lists, the form in which they come back from a file."""
+    if isinstance(value, (list, tuple)):
+        return [_lists(one) for one in value]
+    return {key: _lists(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _short(value: Any) -> Any:
+    return [*value[:3], ...] if isinstance(value, (list, tuple)) and len(value) > 4 else value

@@ -1,0 +1,1 @@
+"""The Trainer's checkpoints: saving them, finding the one to resume from, resuming."""

@@ -1,0 +1,136 @@
+"""This file is the arguments of a run that goes on: which of them changed, and whose count, the old or the new."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NamedTuple
+
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.foundation.errors import ConfigurationError, StateError
+from trainer_lib.logging import get_logger
+from trainer_lib.process_group import ProcessGroup
+from trainer_lib.trainer.arguments import yaml_json
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.publish.save_pretrained import ARGUMENTS_FILE
+
+_logger = get_logger(__name__)
+
+_SHOWN = 80  # letters of a value
+
+
+class Policy(Enum):
+    """Whose value of an argument counts in a run that goes on."""
+
+    NOW = "that of now"
+    KEPT = "that of the checkpoint"
+    REFUSED = "another one is refused"
+    ASIDE = "that of now, and not worth a word"
+
+
+def _of(policy: Policy, *names: str) -> dict[str, Policy]:
+    return dict.fromkeys(names, policy)
+
+
+# The policy of each argument; the table in docs/trainer.md says the same.
+POLICIES: dict[str, Policy] = {
+    # Where it is and who looks on.
+    **_of(Policy.ASIDE, "output_dir", "run_name", "resume", "progress_bar", "report_to", "dry_run"),
+    **_of(Policy.ASIDE, "deadline", "stop_signals"),
+    # The order of the data and the generators go on as they were.
+    **_of(Policy.KEPT, "seed", "data_seed"),
+    # A position would mean other samples, and an optimizer's state nothing to another.
+    **_of(Policy.REFUSED, "shuffle", "group_by_length", "length_column", "sample_weights"),
+    **_of(Policy.REFUSED, "validation_split"),
+    **_of(Policy.REFUSED, "limit_train_batches", "overfit_batches", "optimizer"),
+    **_of(Policy.NOW, "num_train_epochs", "max_steps", "max_tokens", "max_time"),
+    **_of(Policy.NOW, "per_device_train_batch_size", "per_device_eval_batch_size"),
+    **_of(Policy.NOW, "gradient_accumulation_steps", "global_batch_size"),
+    **_of(Policy.NOW, "learning_rate", "optimizer_kwargs", "weight_decay", "parameter_groups", "max_grad_norm"),
+    **_of(Policy.NOW, "lr_scheduler", "lr_scheduler_kwargs", "warmup", "schedule_steps"),
+    **_of(Policy.NOW, "mixed_precision", "compile", "gradient_checkpointing", "fsdp", "parallelism", "ddp"),
+    **_of(Policy.NOW, "sync_batchnorm", "tf32", "deterministic", "detect_anomaly", "gc_every", "use_cpu"),
+    **_of(Policy.NOW, "log_every", "eval_every", "eval_delay", "eval_on_start", "save_every", "save_in_background"),
+    **_of(Policy.NOW, "on_save_error", "on_exception", "on_nonfinite", "max_nonfinite", "loss_spike", "keep_last"),
+    **_of(Policy.ASIDE, "hang_timeout"),
+    **_of(Policy.NOW, "keep_best", "keep_every", "metric_for_best", "greater_is_better", "load_best_at_end"),
+    **_of(Policy.NOW, "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "drop_last"),
+    **_of(Policy.NOW, "seed_each_sample", "on_bad_sample", "max_bad_samples", "remove_unused_columns"),
+    **_of(Policy.NOW, "limit_eval_batches", "label_names", "predict_with_generate", "generation_kwargs"),
+}
+
+
+class Difference(NamedTuple):
+    """An argument that changed, in plain values."""
+
+    old: Any
+    new: Any
+
+
+def changed_arguments(args: TrainingArguments, checkpoint: AnyPath, group: ProcessGroup) -> dict[str, Difference]:
+    """Return the arguments that are others than those of a checkpoint, by name; nothing if it does not tell them."""
+    saved: Any = None
+    if group.rank == 0 and (checkpoint / ARGUMENTS_FILE).is_file():
+        saved, _ = yaml_json.read_values(checkpoint / ARGUMENTS_FILE)
+    (saved,) = group.broadcast_objects([saved])
+    if saved is None:
+        _logger.warning("%s has no %s: what of the arguments changed cannot be told.", checkpoint, ARGUMENTS_FILE)
+        return {}
+    now, _ = yaml_json.to_plain(args)
+    both = [name for name in now if name in saved and now[name] != saved[name]]
+    return {name: Difference(saved[name], now[name]) for name in both}
+
+
+def tell(changed: Mapping[str, Difference], checkpoint: AnyPath) -> None:
+    """List what changed, in one entry of the log.
+
+    Raises:
+        ConfigurationError: If something changed with which the run cannot go on.
+    """
+    refused = [name for name in changed if POLICIES.get(name) is Policy.REFUSED]
+    if refused:
+        listed = "; ".join(f"{name}: {_text(changed[name])}" for name in refused)
+        raise ConfigurationError(
+            f"The run of {checkpoint} cannot go on with another {' and '.join(refused)} ({listed}): samples would come "
+            'twice or never, or the state would mean nothing. Give the value of before, or resume="never".'
+        )
+    lines = [
+        f"\n  {name}: {_text(one)}{_ADDED.get(POLICIES.get(name, Policy.NOW), '')}"
+        for name, one in changed.items()
+        if POLICIES.get(name) is not Policy.ASIDE
+    ]
+    if lines:
+        _logger.warning("Going on from %s with other arguments:%s", checkpoint, "".join(lines))
+
+
+def worth_a_word(changed: Mapping[str, Difference]) -> dict[str, list[Any]]:
+    """Return the old and the new value of what changed, without what is never told."""
+    return {name: list(one) for name, one in changed.items() if POLICIES.get(name) is not Policy.ASIDE}
+
+
+@contextmanager
+def told_of_groups(changed: Mapping[str, Difference]) -> Generator[None]:
+    """Name the arguments that make groups of parameters where a state does not fit into them any more."""
+    try:
+        yield
+    except StateError as error:
+        listed = [
+            f"{name} ({_text(changed[name])})" for name in ("weight_decay", "parameter_groups") if name in changed
+        ]
+        if not listed:
+            raise
+        raise StateError(
+            f"{error} They are made by {' and '.join(listed)}, and cannot be others in a run that goes on: give what "
+            "keeps them as they were. (Without any weight decay there is no group that is spared it.)"
+        ) from error
+
+
+_ADDED = {Policy.KEPT: " (that of the checkpoint counts: the order of the data and the generators go on as they were)"}
+
+
+def _text(one: Difference) -> str:
+    return " → ".join(_short(value) for value in one)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

@@ -1,0 +1,96 @@
+"""This file is what optimizers and schedules take from the arguments of now, and not from a checkpoint."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer_lib.events import Run
+from trainer_lib.logging import get_logger
+from trainer_lib.trainer.optim.plateau import PlateauSchedule
+
+_logger = get_logger(__name__)
+
+_OF_RATES = ("learning_rate", "parameter_groups", "optimizer_kwargs")
+_OF_GROUPS = ("weight_decay", "parameter_groups", "optimizer_kwargs")
+_OF_SCHEDULES = ("num_train_epochs", "max_steps", "schedule_steps", "warmup", "lr_scheduler", "lr_scheduler_kwargs")
+_OWN = ("params", "param_names", "lr", "initial_lr")
+
+
+class Fresh:
+    """The optimizers and schedules as the arguments of now made them, before a checkpoint is loaded into them.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._groups = {
+            name: [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
+            for name, one in run.optimizers.items()
+        }
+        self._bases = {name: list(getattr(one.scheduler, "base_lrs", ())) for name, one in run.schedulers.items()}
+
+    def apply(self, changed: Collection[str], moved: int, is_other_length: bool) -> None:
+        """Have what changed take effect in what was loaded.
+
+        Args:
+            changed: The arguments that did.
+            moved: By how many updates schedules are further on, since updates are of other sizes now.
+            is_other_length: Whether a pass has another number of updates, for which schedules were made anew.
+        """
+        has_other_rates = not {*_OF_RATES}.isdisjoint(changed)
+        if has_other_rates:
+            self._take_rates()
+        if not {*_OF_GROUPS}.isdisjoint(changed):
+            self._take_options()
+        if has_other_rates or moved or is_other_length or not {*_OF_SCHEDULES}.isdisjoint(changed):
+            for name, schedule in self._run.schedulers.items():
+                self._move(name, schedule.scheduler, moved)
+
+    def _take_rates(self) -> None:
+        for name, optimizer in self._run.optimizers.items():
+            for group, fresh in zip(optimizer.param_groups, self._groups[name], strict=True):
+                before, now = (float(one.get("initial_lr", one["lr"])) for one in (group, fresh))
+                if before != now:
+                    _set_rate(group, float(group["lr"]) * now / before if before else now)
+                    if "initial_lr" in group:
+                        group["initial_lr"] = fresh["initial_lr"]
+        for name, schedule in self._run.schedulers.items():
+            if self._bases[name]:
+                schedule.scheduler.base_lrs = list(self._bases[name])
+
+    def _take_options(self) -> None:
+        for name, optimizer in self._run.optimizers.items():
+            for group, fresh in zip(optimizer.param_groups, self._groups[name], strict=True):
+                group.update({key: value for key, value in fresh.items() if key not in _OWN})
+
+    def _move(self, name: str, schedule: Any, moved: int) -> None:
+        """Put a schedule where it is to be, and its optimizer's rates where it says."""
+        if not isinstance(schedule, (LambdaLR, PlateauSchedule)):
+            if moved:
+                _logger.warning(
+                    "The schedule %s of %s counts updates, which are of another size now, and cannot be moved: it goes "
+                    "on from the update at which it was.",
+                    type(schedule).__name__,
+                    name,
+                )
+            return
+        schedule.last_epoch += moved
+        step = schedule.last_epoch
+        if isinstance(schedule, PlateauSchedule):
+            rates: list[Any] = [schedule.rate_at(step, group) for group in range(len(schedule.base_lrs))]
+        else:
+            rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            _set_rate(group, float(rate))
+        schedule._last_lr = rates
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

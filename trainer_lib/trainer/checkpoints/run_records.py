@@ -1,0 +1,47 @@
+"""This file is what the folder of a run says besides its checkpoints: what it is trained with, and its report."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.logging import get_logger
+from trainer_lib.runs import RunFolder
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+
+_logger = get_logger(__name__)
+
+
+def description(args: "TrainingArguments") -> dict[str, Any]:
+    """Return the arguments, the environment and the process of a run, without the secrets among them."""
+    from trainer_lib.runs.run_environment import describe_environment, describe_process
+    from trainer_lib.tracking.secrets import masked, masked_command
+
+    return {
+        "arguments": masked(args.to_dict(unwritable="leave out")),
+        "environment": {**describe_environment(), "command": masked_command(sys.argv)},
+        "process": describe_process(),
+    }
+
+
+def write_report(folder: RunFolder) -> None:
+    """Write the report of a run into its folder, if it has a history; what was trained is there without it."""
+    if not folder.history_file.is_file():
+        return
+    from trainer_lib.checkpointing.storage.storage import storage_of
+    from trainer_lib.runs.report.report_data import Source, contents
+    from trainer_lib.runs.report.report_page import REPORT_FILE, page
+    from trainer_lib.runs.run_history import History
+
+    try:
+        run = Source(folder.run_id, str(folder.path), History(folder.history_file), lambda: folder.facts)
+        storage_of(folder.path).write(REPORT_FILE, page(contents([run])).encode())
+    except Exception as error:  # noqa: BLE001 - a report is worth no run
+        _logger.warning("The report of the run could not be written to %s: %s.", folder.path, error)
+
+
+def report_of(folder: RunFolder) -> str | None:
+    """Return where the report of a run is, if it has one."""
+    from trainer_lib.runs.report.report_page import REPORT_FILE
+
+    return str(folder.path / REPORT_FILE) if (folder.path / REPORT_FILE).is_file() else None

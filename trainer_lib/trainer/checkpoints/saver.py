@@ -1,0 +1,204 @@
+"""This file is a run's checkpoints while they are saved: announced, written, and told of once they are there."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
+from trainer_lib.foundation.errors import CheckpointError, RunInUseError, UnsavedError, UnwritableError
+from trainer_lib.logging import get_logger
+from trainer_lib.runs import RunFolder
+from trainer_lib.trainer.checkpoints.existing_checkpoints import checkpoints_there
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.fit.session import Fitting
+    from trainer_lib.trainer.result import FitResult
+
+_logger = get_logger(__name__)
+
+_SHOWN = 4  # names in a message
+
+
+class Saves:
+    """Saves checkpoints, one at a time.
+
+    Args:
+        fitting: Whose run they are of.
+
+    Attributes:
+        pending: The entry of a checkpoint that is being written, or that was and has not been told of.
+        reasons: Why the last checkpoint was saved.
+        failure: Why the checkpoint saved last could not be written; `None` if it could.
+    """
+
+    def __init__(self, fitting: "Fitting") -> None:
+        self._fitting = fitting
+        self._has_asked = False
+        self._began = 0.0  # the last one, by time.monotonic
+        self.pending: dict[str, Any] | None = None
+        self.reasons: set[str] = set()
+        self._told_infinite: set[str] = set()
+        self.failure: str | None = None  # not the error, whose traceback would keep the process group alive
+
+    def save(self, target: AnyPath, metrics: dict[str, float]) -> None:
+        """Save a checkpoint; in the background it is told of later, by `settle`."""
+        self.settle()
+        if self.pending is not None:  # it hangs
+            return
+        self._began, self.failure = time.monotonic(), None
+        run = self._fitting.run
+        state = run.state
+        there = [one for one in state.checkpoints if one["path"] != str(target)]
+        entry = {"path": str(target), "step": state.step, "metrics": metrics, **self._position()}
+        self.reasons = self._reasons()
+        entry["reasons"] = sorted(self.reasons) or ["asked"]
+        self._fitting.events.fire("on_save_begin", run, target)
+        state.checkpoints = [*there, entry]  # what goes on from it knows that it is there
+        try:
+            run.accelerator.save_state(target, background=run.args.save_in_background)
+        except UnwritableError as error:
+            self._go_on_after(error)
+            return
+        finally:
+            state.checkpoints = there
+        self.pending, self._has_asked = entry, False
+        if not run.args.save_in_background:
+            self.settle()
+
+    def find(self, folder: RunFolder | None) -> None:
+        """Have the list of a run that goes on be what is there, as one process sees it."""
+        run = self._fitting.run
+        there = [checkpoints_there(run.state.checkpoints, folder, run.state.step)] if run.is_main_process else [None]
+        (run.state.checkpoints,) = run.accelerator.group.broadcast_objects(there)
+
+    def ask_when_written(self) -> None:
+        """Ask for `settle`, once, when the checkpoint in the background is written."""
+        run = self._fitting.run
+        if not (self._has_asked or run.control.is_due("settle") or run.accelerator.is_saving):
+            self._has_asked = True
+            run.control.ask("settle")
+
+    def settle(self) -> None:
+        """Wait for the checkpoint in the background, if there is one, and tell that it is there.
+
+        One that hangs on any rank stays pending, on all of them.
+
+        Raises:
+            CheckpointError: If it could not be saved, and that ends the run.
+        """
+        if self.pending is None:
+            return
+        try:
+            self._refuse_hang()
+            entry = self._written()
+        except UnwritableError as error:
+            self._go_on_after(error)
+        else:
+            self._fitting.events.fire("on_save_end", self._fitting.run, path_at(entry["path"]))
+            self._fitting.put_up_logs()
+
+    def unsaved(self, result: "FitResult") -> UnsavedError:
+        """Return the error of a run that trained to its end and whose last checkpoint could not be written."""
+        checkpoints = result.state.checkpoints
+        newest = f"step {checkpoints[-1]['step']}, {checkpoints[-1]['path']}" if checkpoints else "none"
+        error = UnsavedError(
+            f"The run trained to its end at step {result.state.step}, and its last checkpoint could not be written, so "
+            f"it is not finished. {self.failure} The newest checkpoint: {newest}. The weights are in memory still: "
+            "catch this error and call save_model with a folder that can be written to; or make room, and fit with "
+            'resume="auto" trains the missing steps again.'
+        )
+        error.result = result
+        return error
+
+    def close(self) -> None:
+        """Wait, however the run ended, and give back the memory; callbacks hear of nothing after an error."""
+        if self.pending is not None and self._fitting.run.accelerator._background.hang is None:
+            try:
+                self._written()
+            except CheckpointError as error:
+                _logger.error("%s", error)
+        self._fitting.run.accelerator._background.release()
+
+    def _refuse_hang(self) -> None:
+        """Raise on all ranks if the save hangs on one of them."""
+        run = self._fitting.run
+        if not run.args.save_in_background:
+            return
+        saves = run.accelerator._background
+        saves.wait_until_released()
+        hang = next((hang for hang in run.accelerator.group.all_gather_objects(saves.hang) if hang is not None), None)
+        if hang is not None:
+            saves.note_hang(hang)
+            raise UnwritableError(hang)
+
+    def _go_on_after(self, error: UnwritableError) -> None:
+        if self._fitting.run.args.on_save_error == "raise":
+            raise error
+        self.failure = str(error)
+        self._fitting.forget_save()
+        if not self._fitting.run.state.has_ended:  # else `Fitting.finish` says so
+            _logger.warning('%s Training goes on; on_save_error="raise" would end it.', error)
+        self._fitting.run.note("not_saved", why=str(error))
+
+    def _reasons(self) -> set[str]:
+        run = self._fitting.run
+        reasons = set(run.control.save_reasons)
+        run.control.save_reasons.clear()
+        return reasons | ({"end"} if run.state.has_ended else set())
+
+    def _position(self) -> dict[str, Any]:
+        run, state = self._fitting.run, self._fitting.run.state
+        # Clocks differ, and by this time all processes are to come to the same about which checkpoints to keep.
+        seen = [state.seconds, self._fitting.lease.loss()]
+        seconds, loss = run.accelerator.group.broadcast_objects(seen)
+        if loss is not None:
+            raise RunInUseError(f"{loss} Nothing more is saved.")
+        return {"epoch": state.epochs, "samples": state.samples, "seconds": seconds}
+
+    def _written(self) -> dict[str, Any]:
+        """Wait, note the checkpoint as one that is there, and return its entry."""
+        entry, self.pending = self.pending, None
+        assert entry is not None
+        run = self._fitting.run
+        run.accelerator.wait_for_save()
+        is_behind = run.args.save_in_background
+        ended = run.accelerator._background.ended_at if is_behind else time.monotonic()
+        run.state.save_seconds = ended - self._began
+        if faults := run.accelerator._background.nonfinite:
+            entry["nonfinite"] = faults
+            self._tell_nonfinite(entry)
+        self._tell_infinite_states(entry["path"], run.accelerator._background.infinite_states)
+        run.state.checkpoints = [*run.state.checkpoints, entry]
+        return entry
+
+    def _tell_nonfinite(self, entry: Mapping[str, Any]) -> None:
+        """Warn of a checkpoint that counts as none, and forget that its evaluation was the best."""
+        run, state = self._fitting.run, self._fitting.run.state
+        what = f"{entry['path']} has tensors that are not finite: {_some(entry['nonfinite'])}."
+        _logger.warning(
+            "%s It does not count as a good checkpoint: no older one is deleted for it, it is never the best, and it "
+            "is not resumed.",
+            what,
+        )
+        run.note("not_finite", why=what)
+        if state.best is not None and state.best.step == entry["step"]:
+            state.best = self._fitting.best_of(state.checkpoints)
+
+    def _tell_infinite_states(self, path: str, names: Sequence[str]) -> None:
+        """Warn of each optimizer state that is infinite, once. The checkpoint is a good one."""
+        new = [name for name in names if name not in self._told_infinite]
+        if not new:
+            return
+        self._told_infinite.update(new)
+        what = f"{path} has optimizer states that are infinite: {_some(new)}."
+        _logger.warning(
+            "%s It counts as a good checkpoint, as its weights are finite. But where a second moment is infinite, Adam "
+            "never changes the weight again: clip gradients (max_grad_norm), lower the learning rate, or train weights "
+            "in fp32, from a checkpoint before this one.",
+            what,
+        )
+        self._fitting.run.note("infinite_states", why=what)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,1 @@
+"""Checks before training starts: at construction, and before the first step."""

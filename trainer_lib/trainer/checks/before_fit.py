@@ -1,0 +1,385 @@
+"""This file is what is checked before a run begins: nothing of the model has been touched by then."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer_lib.callbacks.checkpoint import Checkpoint
+from trainer_lib.callbacks.early_stopping import EarlyStopping
+from trainer_lib.data_loader.order.epoch_order import iterates_as
+from trainer_lib.data_loader.prepare import check_can_seed
+from trainer_lib.data_loader.prepared_loader import PreparedLoader
+from trainer_lib.events.callback import overrides
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError, did_you_mean
+from trainer_lib.process_group import ProcessGroup
+from trainer_lib.trainer import defaults
+from trainer_lib.trainer.arguments.value_types import AUTO
+from trainer_lib.trainer.data.datasets import as_dataset, length_of
+from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
+from trainer_lib.trainer.evaluation.eval_sets import check_has_interval, check_intervals, named_sets
+from trainer_lib.trainer.evaluation.outputs import Metric
+from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, ObjectMetric
+from trainer_lib.trainer.safety.bad_samples import check_can_leave_out
+from trainer_lib.trainer.together import check_same, together
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
+
+# What processes may have each for itself.
+_OWN = frozenset({"output_dir", "run_name", "progress_bar", "num_workers", "prefetch_factor", "persistent_workers"})
+_SHOWN = 8
+
+
+def check(trainer: "Trainer") -> None:
+    """Check what can be known before data is read and the model is prepared; what one process finds, all raise.
+
+    Raises:
+        ConfigurationError: If something cannot be meant.
+        PreparationError: If an optimizer is of something else than the model.
+        DistributedOperationException: If processes are about to do different things.
+    """
+    group = trainer.accelerator.group
+    sets = together(group, lambda: _check(trainer))
+    check_same(group, _facts(trainer))
+    for option, loader in sets.items():
+        check_evaluation_data(group, loader, option)
+
+
+def checked_loader(verb: str, loader: Any) -> DataLoader[Any]:
+    """Return what a verb returned, if it is a loader."""
+    if not isinstance(loader, DataLoader):
+        raise ConfigurationError(
+            f"{verb} returned a {type(loader).__name__}. Return a torch.utils.data.DataLoader; data in another form is "
+            f"given as {verb.replace('_dataloader', '_dataset')}=…."
+        )
+    return loader
+
+
+def train_loader(trainer: "Trainer") -> DataLoader[Any]:
+    """Return the loader of the training data, if all processes have one, of as many samples."""
+    group = trainer.accelerator.group
+    loader = together(group, lambda: checked_loader("train_dataloader", trainer.train_dataloader()))
+    check_can_leave_out(trainer.args, loader, "train_dataset")
+    if trainer.args.seed_each_sample:
+        check_can_seed(loader)
+    is_stream = isinstance(loader.dataset, IterableDataset)  # of which each process may have its own part
+    facts = {"the samples to train on": None if is_stream else length_of(loader.dataset)}
+    check_same(group, facts if is_stream or group.size == 1 else facts | _order(loader))
+    return loader
+
+
+def check_order(group: ProcessGroup, loader: PreparedLoader) -> None:
+    """Check that all processes know of the same order, of which each reads its part.
+
+    Raises:
+        DistributedOperationException: If they do not; on all processes.
+    """
+    if group.size > 1:
+        first = loader.first_samples()
+        check_same(group, {"the samples that a pass begins with": first and first[:_SHOWN]})
+
+
+def loaders_of(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
+    """Return the loaders of sets that are evaluated, if all processes have them.
+
+    Args:
+        trainer: Whose verb makes them.
+        given: The data: one, or several by name.
+        told_as: What they were given as.
+        is_one: A dict is one set, by columns.
+    """
+    return together(trainer.accelerator.group, lambda: _loaders(trainer, given, told_as, is_one))
+
+
+def check_optimizers(optimizers: Mapping[str, Any]) -> None:
+    """Check what `configure_optimizer` returned.
+
+    Raises:
+        ConfigurationError: If there is something else than an optimizer among it.
+    """
+    for name, one in optimizers.items():
+        if not isinstance(one, Optimizer):
+            where = "configure_optimizer" if name == "default" else f"configure_optimizer, for {name!r},"
+            raise ConfigurationError(
+                f"{where} returned a {type(one).__name__}. Return a torch.optim.Optimizer, or a dict of them by name; "
+                "schedules are returned by configure_scheduler."
+            )
+
+
+def check_schedule_names(given: Any, optimizers: Mapping[str, Any]) -> None:
+    """Check that schedules given by name are those of optimizers."""
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in optimizers:
+            raise ConfigurationError(
+                f"scheduler names {name!r}, and the optimizers are {', '.join(optimizers)}."
+                f"{did_you_mean(name, optimizers)}"
+            )
+
+
+def checked_schedule(schedule: Any, optimizer: Optimizer) -> Any:
+    """Return a schedule, if it is one of this optimizer."""
+    if not hasattr(schedule, "step") or isinstance(schedule, type):
+        raise ConfigurationError(
+            f"configure_scheduler returned a {type(schedule).__name__}. Return a schedule, such as those of "
+            "torch.optim.lr_scheduler, or None."
+        )
+    if getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise PreparationError(
+            f"The {type(schedule).__name__} is of another optimizer than the one that is trained with: it would move "
+            "the learning rate of that one. Make it from the optimizer that it is given."
+        )
+    return schedule
+
+
+def _check(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
+    """Check on this process, and return the loaders of the sets to evaluate on, by what errors call them."""
+    if trainer.train_dataset is None and not _has_own(trainer, "train_dataloader"):
+        raise ConfigurationError("fit() needs data: Trainer(train_dataset=…), or override train_dataloader().")
+    if not _has_own(trainer, "train_dataloader") and not isinstance(trainer.train_dataset, DataLoader):
+        as_dataset(trainer.train_dataset, "train_dataset")
+    elif trainer.args.per_device_train_batch_size == AUTO and trainer.args.global_batch_size is not None:
+        raise ConfigurationError(
+            'per_device_train_batch_size="auto" makes batches that make up global_batch_size, and the batches of a '
+            "DataLoader are made already. Leave global_batch_size out, or give the dataset."
+        )
+    _check_models(trainer)
+    _check_optimizer(trainer)
+    _check_folder(trainer)
+    return _check_evaluation(trainer)
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def _check_models(trainer: "Trainer") -> None:
+    trained = 0
+    for model in _models(trainer):
+        if trainer.loses_by_default and type(model).forward is nn.Module.forward and "forward" not in vars(model):
+            raise ConfigurationError(
+                f"{type(model).__name__} has no forward, so it cannot be called. Derive a class with one, or override "
+                "compute_loss(model, batch)."
+            )
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise ConfigurationError(
+                    f"The parameter {name} of {type(model).__name__} has no shape yet: it is of a lazy layer. Call the "
+                    "model once, model(batch), before it goes to the Trainer."
+                )
+            if parameter.is_meta:
+                raise ConfigurationError(
+                    f"The parameter {name} of {type(model).__name__} is on the meta device and has no values. Load the "
+                    "model without a device_map that leaves parts of it on disk, or fill it: "
+                    "model.to_empty(device='cpu'), then initialize it."
+                )
+            trained += parameter.requires_grad
+    if _has_own(trainer, "configure_optimizer") or trainer.optimizer is not None:
+        return  # what is trained may be beside the models
+    named = " and ".join(type(model).__name__ for model in _models(trainer))
+    if not any(True for model in _models(trainer) for _ in model.parameters()):
+        raise ConfigurationError(f"{named} has no parameters, so there is nothing to train.")
+    if not trained:
+        count = sum(1 for model in _models(trainer) for _ in model.parameters())
+        raise ConfigurationError(
+            f"All {count} parameters of {named} are frozen, so there is nothing to train. Set requires_grad=True on "
+            "some: model.requires_grad_(True)."
+        )
+
+
+def _check_optimizer(trainer: "Trainer") -> None:
+    own = {id(parameter) for model in _models(trainer) for parameter in model.parameters()}
+    given = trainer.optimizer
+    prepared = trainer.prepared is not None  # whatever was prepared before may have other parameters now
+    for one in given.values() if isinstance(given, Mapping) else [given]:
+        if not isinstance(one, Optimizer) or prepared or _has_own(trainer, "configure_optimizer"):
+            continue
+        members = [parameter for group in one.param_groups for parameter in group["params"]]
+        if not any(id(parameter) in own for parameter in members):
+            raise PreparationError(
+                f"The {type(one).__name__} given as optimizer has {len(members)} parameters, none of them of the model "
+                "given: it would train something else. Make it from this model's parameters, after whatever copies or "
+                "loads the model; or give a function: optimizer=lambda parameters: …."
+            )
+
+
+def _check_folder(trainer: "Trainer") -> None:
+    args = trainer.args
+    if args.output_dir is None and not args.dry_run and any(isinstance(one, Checkpoint) for one in trainer.events):
+        raise ConfigurationError(
+            "Checkpoint says when to save, and nothing says where. Give TrainingArguments(output_dir=…)."
+        )
+
+
+# -- the evaluation --------------------------------------------------------------------------------------------------
+
+
+def _check_evaluation(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
+    if trainer.eval_dataset is not None:
+        check_intervals(trainer)
+    if _has_own(trainer, "evaluate"):
+        return {}
+    if trainer.eval_dataset is None:
+        _check_not_asked_for(trainer)
+        return {}
+    made = _loaders(trainer, trainer.eval_dataset, "eval_dataset")
+    _check_best(trainer)
+    return {f"eval_dataset[{name!r}]" if name else "eval_dataset": loader for name, loader in made.items()}
+
+
+def _loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
+    there = trainer.eval_dataset
+    if isinstance(given, str) and isinstance(there, Mapping):
+        near = given if given in there else (get_close_matches(given, list(there), n=1) or [next(iter(there))])[0]
+        raise ConfigurationError(
+            f"{told_as} is the text {given!r}. To evaluate one of the sets: evaluate({{{near!r}: "
+            f"trainer.eval_dataset[{near!r}]}})."
+        )
+    has_own = _has_own(trainer, "eval_dataloader")
+    made: dict[str, DataLoader[Any]] = {}
+    sets = {"": given} if is_one else named_sets(trainer, given, told_as)
+    for name, data in sets.items():
+        option = f"{told_as}[{name!r}]" if name else told_as
+        loader = trainer.eval_dataloader(data) if has_own else defaults.eval_loader(trainer, data, option)
+        made[name] = checked_loader("eval_dataloader", loader)
+        if not is_one:  # of predictions none is left out
+            check_can_leave_out(trainer.args, made[name], option)
+    return made
+
+
+def _check_not_asked_for(trainer: "Trainer") -> None:
+    args, asked = trainer.args, None
+    if args.validation_split is not None and trainer.train_dataset is None:
+        raise ConfigurationError(
+            f"validation_split={args.validation_split:g} holds out rows of train_dataset, and none is given. Give "
+            "Trainer(train_dataset=…) or Trainer(eval_dataset=…)."
+        )
+    if args.eval_every not in (None, "never"):
+        asked = f"eval_every={args.eval_every!r}"
+    elif args.eval_delay is not None:
+        asked = f"eval_delay={args.eval_delay!r}"
+    elif args.eval_on_start:
+        asked = "eval_on_start=True"
+    elif args.load_best_at_end:
+        asked = "load_best_at_end=True"
+    elif args.metric_for_best is not None:
+        asked = f"metric_for_best={args.metric_for_best!r}"
+    elif any(isinstance(one, EarlyStopping) for one in trainer.events):
+        asked = "EarlyStopping"
+    elif args.eval_every is None and (trainer.metrics is not None or trainer.compute_metrics is not None):
+        given = "metrics" if trainer.metrics is not None else "compute_metrics"
+        raise ConfigurationError(
+            f"{given}=… is computed in evaluations, and there is nothing to evaluate on: give Trainer(eval_dataset=…), "
+            'or eval_every="never" to call evaluate(dataset) yourself.'
+        )
+    if asked is not None:
+        raise ConfigurationError(
+            f"{asked} needs evaluations, and there is nothing to evaluate on: give Trainer(eval_dataset=…), or leave "
+            "it out."
+        )
+
+
+def _check_best(trainer: "Trainer") -> None:
+    """Check the names of metrics that something goes by, as far as it is known what there will be."""
+    asked = [(one.metric, f"EarlyStopping({one.metric!r})") for one in trainer.events if isinstance(one, EarlyStopping)]
+    if trainer.args.metric_for_best is not None and trainer.default_metric is not None:
+        asked.append((trainer.default_metric, f"metric_for_best={trainer.args.metric_for_best!r}"))
+    own = [(one.metric, f"Checkpoint(metric={one.metric!r})") for one in trainer.events if isinstance(one, Checkpoint)]
+    for name, told in asked + [(name, told) for name, told in own if name is not None]:
+        check_has_interval(trainer, name, told)
+    known, stems = _metric_names(trainer)
+    for name, told in asked:
+        if name not in known and not name.startswith(tuple(stems)):
+            raise ConfigurationError(
+                f"{told} is no metric of this evaluation. There will be: {', '.join(known)}."
+                f"{did_you_mean(name, known)} Others are given as Trainer(metrics=…) or compute_metrics=…."
+            )
+
+
+def _metric_names(trainer: "Trainer") -> tuple[list[str], list[str]]:
+    """Return the names that there will be, and what those begin with of which no more is known."""
+    known: list[str] = []
+    stems: list[str] = []
+    for name in named_sets(trainer, trainer.eval_dataset):
+        stem = f"eval_{name}" if name else "eval"
+        measures = trainer.measures.get(name, trainer.measures[""])
+        known += [f"{stem}_loss", *(f"{stem}_{one}" for one in measures.metrics)]
+        stems += [f"{stem}_{one}_" for one, metric in measures.metrics.items() if _may_be_several(metric)]
+        # A callback may put something into what it is handed.
+        foreign = any(overrides(one, "on_evaluate_end") and _is_foreign(one) for one in trainer.events)
+        if measures.compute is not None or foreign:
+            stems.append(f"{stem}_")
+    sets = list(named_sets(trainer, trainer.eval_dataset))
+    if len(sets) > 1:
+        known += [f"eval_mean_{name}" for name in _in_all_sets(known, sets)]
+    return known, stems
+
+
+def _in_all_sets(known: Sequence[str], sets: Sequence[str]) -> list[str]:
+    """Return the metrics that every set has, without what their names begin with."""
+    stems = [f"eval_{name}_" for name in sets]
+    names = [name.removeprefix(stems[0]) for name in known if name.startswith(stems[0])]
+    return [name for name in names if all(f"{stem}{name}" in known for stem in stems)]
+
+
+def _may_be_several(metric: Metric) -> bool:
+    return isinstance(metric, (ObjectMetric, ModuleMetric)) or _is_foreign(metric)
+
+
+def _is_foreign(thing: Any) -> bool:
+    return not type(thing).__module__.startswith("trainer_lib.")
+
+
+# -- the other processes ---------------------------------------------------------------------------------------------
+
+
+def _facts(trainer: "Trainer") -> dict[str, Any]:
+    args = trainer.args
+    facts: dict[str, Any] = {
+        "the models": [
+            f"{type(model).__name__} of {sum(p.numel() for p in model.parameters() if p.requires_grad)} trained "
+            f"parameters in {sum(1 for p in model.parameters() if p.requires_grad)} tensors"
+            for model in _models(trainer)
+        ],
+    }
+    if trainer.eval_dataset is not None:
+        sets = named_sets(trainer, trainer.eval_dataset)
+        facts["the sets to evaluate on"] = [f"{name or 'eval'}: {_samples(data)}" for name, data in sets.items()]
+        facts["the metrics"] = _metric_names(trainer)[0]
+    return facts | {one.name: _short(getattr(args, one.name)) for one in fields(args) if one.name not in _OWN}
+
+
+def _order(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return what of the order of samples has to be the same: it is shared out by each process for itself."""
+    source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    own = source.sampler if iterates_as(source, "BatchSampler") else source
+    return {f"the length of the training data's {type(own).__name__}": length_of(own)}
+
+
+def _short(value: Any) -> str:
+    return f"{len(value)} values" if isinstance(value, (list, tuple)) and len(value) > _SHOWN else repr(value)
+
+
+def _samples(data: Any) -> int | None:
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    if isinstance(dataset, IterableDataset):  # each process may have its own part
+        return None
+    if isinstance(dataset, (tuple, Mapping)):
+        columns: Sequence[Any] = list(dataset.values()) if isinstance(dataset, Mapping) else dataset
+        return length_of(columns[0]) if columns else 0
+    return length_of(dataset)
+
+
+def _models(trainer: "Trainer") -> list[nn.Module]:
+    return [trainer.model] if isinstance(trainer.model, nn.Module) else list(trainer.model.values())
+
+
+def _has_own(trainer: "Trainer", verb: str) -> bool:
+    """Whether somebody overrides a verb."""
+    from trainer_lib.trainer.trainer import Trainer
+
+    return getattr(type(trainer), verb) is not getattr(Trainer, verb)

@@ -1,0 +1,224 @@
+"""This file is making batches of samples: as torch does it, with lists of numbers, dataclasses and better errors."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, MutableMapping, Sequence
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.pytree import is_dataclass_value
+from trainer_lib.trainer.data.datasets import Gathered
+
+_IGNORED = -100
+_LABELS = ("labels", "label", "label_ids")
+_INSTEAD = "Pass collate_fn, a function from a list of samples to a batch"
+
+Path = tuple[str | int, ...]
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Return a batch of samples.
+
+    As torch's `default_collate`, but: a list of numbers is a row of a tensor, as the lists of Hugging Face's datasets
+    are meant; Python's floats are of torch's default type; lists of texts stay lists; dataclasses stay dataclasses.
+
+    Args:
+        samples: The samples.
+
+    Raises:
+        ConfigurationError: If they do not fit together, with the name of the field.
+
+    Example:
+        >>> collate([{"input_ids": [1, 2], "text": "a"}, {"input_ids": [3, 4], "text": "b"}])
+        {'input_ids': tensor([[1, 2],
+                [3, 4]]), 'text': ['a', 'b']}
+    """
+    return samples.batch(_collated) if type(samples) is Gathered else _collated(samples, ())
+
+
+class PaddingCollate:
+    """Makes batches of tokenized samples, padded to the longest of a batch as the tokenizer says; others as `collate`.
+
+    Labels that are lists of different lengths are padded with -100. All fields stay; "label" and "label_ids" are called
+    "labels" afterwards, as models of transformers have it.
+
+    Args:
+        processing_class: A tokenizer, or a processor that has one.
+    """
+
+    def __init__(self, processing_class: Any) -> None:
+        self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return a batch of samples."""
+        first = samples[0]
+        pads = callable(getattr(self.tokenizer, "pad", None)) and hasattr(self.tokenizer, "model_input_names")
+        is_tokenized = isinstance(first, Mapping) and "input_ids" in first and _has_rows(first["input_ids"])
+        # With positions of their own samples are packed, and a mask would hide from the model where they begin.
+        if not pads or not is_tokenized or "position_ids" in first:
+            return collate(samples)
+        _check_keys(samples, ())
+        if getattr(self.tokenizer, "pad_token", None) is not None:
+            return _renamed(self._padded(samples))
+        if _is_ragged(samples, "input_ids"):
+            raise ConfigurationError(
+                f"The samples have different lengths, and {type(self.tokenizer).__name__} has no token to pad with. "
+                "Set one: tokenizer.pad_token = tokenizer.eos_token. Or pass collate_fn."
+            )
+        return _renamed(collate(samples))
+
+    def _padded(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        from transformers import DataCollatorWithPadding
+
+        names = list(samples[0])
+        by_tokenizer = {*self.tokenizer.model_input_names, "special_tokens_mask"} & set(names)
+        padded = DataCollatorWithPadding(self.tokenizer)([{one: s[one] for one in by_tokenizer} for s in samples])
+        batch: dict[str, Any] = {}
+        for name in names:
+            if name in by_tokenizer:
+                batch[name] = padded[name]
+            elif name in _LABELS and _is_ragged(samples, name):
+                batch[name] = self._padded_labels([s[name] for s in samples])
+            else:
+                batch[name] = _collated([s[name] for s in samples], (name,))
+        batch |= {name: value for name, value in padded.items() if name not in batch}  # an attention mask
+        return batch
+
+    def _padded_labels(self, labels: list[Any]) -> Tensor:
+        longest = max(map(len, labels))
+        batch = torch.full((len(labels), longest), _IGNORED)
+        for row, own in zip(batch, labels, strict=True):
+            place = slice(longest - len(own), None) if self.tokenizer.padding_side == "left" else slice(len(own))
+            row[place] = torch.as_tensor(own)
+        return batch
+
+
+def _renamed(batch: dict[str, Any]) -> dict[str, Any]:
+    there = [name for name in _LABELS if name in batch]
+    return {"labels" if [name] == there else name: value for name, value in batch.items()}
+
+
+def _is_ragged(samples: Sequence[Any], name: str) -> bool:
+    """Whether a field holds rows of different lengths."""
+    return all(_has_rows(sample[name]) for sample in samples) and len({len(sample[name]) for sample in samples}) > 1
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, list) or getattr(value, "ndim", 0) > 0
+
+
+def _collated(values: Sequence[Any], path: Path) -> Any:
+    first = values[0]
+    if isinstance(first, (str, bytes)):
+        return list(values)
+    if isinstance(first, (Tensor, np.ndarray, np.generic)):
+        return _leaf(default_collate, values, path)
+    if isinstance(first, Number):
+        return _leaf(torch.tensor, values, path)
+    if isinstance(first, Mapping):
+        return _mapping(values, path)
+    if is_dataclass_value(first):
+        return _dataclass(values, path)
+    if isinstance(first, tuple):
+        columns = _columns(values, path)
+        return type(first)(*columns) if hasattr(first, "_fields") else columns
+    if isinstance(first, list):
+        return _lists(values, path)
+    raise ConfigurationError(
+        f"{_told(path)} cannot be put into a batch: {_kind(first)} is no tensor, array, number or text. {_INSTEAD}, or "
+        "have the dataset turn it into a tensor."
+    )
+
+
+def _leaf(make: Any, values: Sequence[Any], path: Path) -> Any:
+    try:
+        return make(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{_told(path)} cannot be put into a batch: {_difference(values, error)}. {_INSTEAD}."
+        ) from error
+
+
+def _mapping(values: Sequence[Mapping[Any, Any]], path: Path) -> Any:
+    _check_keys(values, path)
+    first = values[0]
+    batch = {key: _collated([value[key] for value in values], (*path, key)) for key in first}
+    if type(first) is dict or not isinstance(first, MutableMapping):
+        return batch
+    clone = copy.copy(first)  # it may have more to it than its keys
+    clone.update(batch)
+    return clone
+
+
+def _check_keys(values: Sequence[Mapping[Any, Any]], path: Path) -> None:
+    keys = values[0].keys()
+    for value in values:
+        if not isinstance(value, Mapping) or value.keys() != keys:  # pyright: ignore[reportUnnecessaryIsInstance]
+            other = set(value) if isinstance(value, Mapping) else set[Any]()  # pyright: ignore[reportUnnecessaryIsInstance]
+            odd = sorted(map(str, set(keys) ^ other))
+            raise ConfigurationError(
+                f"{_told(path)} cannot be put into a batch: not all samples have {', '.join(map(repr, odd))}. "
+                f"{_INSTEAD}."
+            )
+
+
+def _dataclass(values: Sequence[Any], path: Path) -> Any:
+    clone = copy.copy(values[0])
+    for field in dataclasses.fields(values[0]):
+        column = [getattr(value, field.name, None) for value in values]
+        object.__setattr__(clone, field.name, _collated(column, (*path, field.name)))  # it may be frozen
+    return clone
+
+
+def _lists(values: Sequence[Any], path: Path) -> Any:
+    leaf = _first_leaf(values)
+    if leaf is None or isinstance(leaf, Number):
+        return _leaf(torch.tensor, values, path)
+    return list(values) if isinstance(leaf, (str, bytes)) else _columns(values, path)
+
+
+def _first_leaf(values: Sequence[Any]) -> Any:
+    """Return the first thing in nested lists that is no list."""
+    for value in values:
+        found = _first_leaf(value) if isinstance(value, list) else value
+        if found is not None:
+            return found
+    return None
+
+
+def _columns(values: Sequence[Any], path: Path) -> list[Any]:
+    try:
+        columns = list(zip(*values, strict=True))
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{_told(path)} cannot be put into a batch: {_difference(values, error)}. {_INSTEAD}."
+        ) from error
+    return [_collated(column, (*path, index)) for index, column in enumerate(columns)]
+
+
+def _told(path: Path) -> str:
+    return f"The samples' field {'.'.join(map(str, path))!r}" if path else "The samples"
+
+
+def _difference(values: Sequence[Any], error: Exception) -> str:
+    """Say what keeps values apart: their types, lengths or shapes, or else what torch says."""
+    for what, all_of in (
+        ("it is of several types", [_kind(value) for value in values]),
+        ("the shapes differ", [tuple(getattr(value, "shape", ())) for value in values]),
+        ("the lengths differ", [len(value) if isinstance(value, (list, tuple)) else 0 for value in values]),
+    ):
+        different = list(dict.fromkeys(all_of))
+        if len(different) > 1:
+            return f"{what} ({' and '.join(map(str, different[:2]))})"
+    return str(error)
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -1,0 +1,1 @@
+"""The evaluation loop, predictions and generation."""

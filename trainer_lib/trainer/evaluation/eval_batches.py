@@ -1,0 +1,146 @@
+"""This file is going through the batches of a set: the real rows of each, in parts where memory is short."""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from trainer_lib.data_loader.prepared_loader import PreparedLoader
+from trainer_lib.events import Dispatcher, Run
+from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError
+from trainer_lib.memory.executable_batch_size import is_out_of_memory, let_go
+from trainer_lib.trainer.data.batch_rows import check_splits, count_rows, real_rows, take_rows
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
+from trainer_lib.trainer.safety.error_context import add_note
+
+_SMALLER = "Give a smaller per_device_eval_batch_size, or a smaller model."
+
+Step = Callable[[Any, Any], EvaluationOutput]
+
+
+class Passage:
+    """Goes through the batches of sets.
+
+    Args:
+        dispatcher: The callbacks.
+        step: Makes an `EvaluationOutput` of a model and a batch.
+        in_lockstep: Whether each process has to make as many steps as the others.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, step: Step, in_lockstep: bool) -> None:
+        self._dispatcher, self._step, self._in_lockstep = dispatcher, step, in_lockstep
+        self.is_left = False  # whether the last one was left before its end
+        self._whole: tuple[Any, int | None] = None, None  # the batch in hand, and of how many samples it is made
+        self._fits: int | None = None  # rows; None: everything did so far
+
+    def outputs(
+        self, run: Run, model: Any, loader: PreparedLoader, limit: int | None, event: str, told_as: str
+    ) -> Iterator[list[EvaluationOutput]]:
+        """Yield what the step makes of each batch: as one, or in parts where it did not fit into memory.
+
+        Errors of the step say in which batch of `told_as` it was.
+        """
+        begin, end = f"{event}_batch_begin", f"{event}_batch_end"
+        begins, ends = self._dispatcher.listens(begin), self._dispatcher.listens(end)
+        models = [model] if isinstance(model, nn.Module) else list(model.values())
+        for number, batch in enumerate(self._real(run, model, loader, limit), 1):
+            run.batch = batch
+            if begins:
+                self._dispatcher.fire(begin, run)
+            try:
+                parts = self._parts(run, model, run.batch)
+            except Exception as error:
+                add_note(error, f"batch {number} of {told_as}", run.batch, models, _SMALLER)
+                raise
+            if ends:
+                _tell(run, parts)
+                self._dispatcher.fire(end, run)
+            yield parts
+
+    def _real(self, run: Run, model: Any, loader: PreparedLoader, limit: int | None) -> Iterator[Any]:
+        """Yield the batches of this process, without repeated samples, until the run is asked to end."""
+        loader.rewind()
+        self.is_left, leaves = False, run.control.leaves
+        with _unfilled(loader, self._in_lockstep):
+            for number, batch in enumerate(loader, 1):
+                if leaves is not None and leaves():
+                    self.is_left = True
+                    break
+                rows = loader.rows
+                if rows is None or rows.real == rows.total:
+                    self._whole = batch, loader.samples_in_batch
+                    yield batch
+                elif rows.real:
+                    self._whole = real_rows(batch, rows), rows.real
+                    yield self._whole[0]
+                elif self._in_lockstep:
+                    # The others need this rank for their forward; what it computes itself is dropped.
+                    self._step(model, real_rows(batch, rows))
+                if number == limit:
+                    break
+
+    def _parts(self, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
+        if self._fits is not None and (count_rows(batch) or 0) > self._fits:
+            return self._split(run, model, batch)
+        try:
+            return [_checked(self._step(model, batch))]
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._fits = self._half(batch, error)
+            let_go(error)
+        self._dispatcher.fire("on_batch_size_reduced", run, self._fits)
+        return self._split(run, model, batch)
+
+    def _split(self, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
+        check_splits(*self._whole)
+        rows, at_once = count_rows(batch) or 1, self._fits or 1
+        cuts = range(0, rows, at_once)
+        return [p for cut in cuts for p in self._parts(run, model, take_rows(batch, cut, min(cut + at_once, rows)))]
+
+    def _half(self, batch: Any, error: BaseException) -> int:
+        """Return how many rows to try next, or raise if there is nothing to try."""
+        rows = count_rows(batch)
+        if self._in_lockstep:
+            raise NoExecutableBatchSizeError(
+                f"Evaluation ran out of memory with a batch of {rows} rows. The batches of a sharded model cannot be "
+                "split, since all processes compute together: lower per_device_eval_batch_size."
+            ) from error
+        if rows is None or rows < 2:
+            raise error
+        check_splits(*self._whole)
+        return -(-rows // 2)
+
+
+@contextmanager
+def _unfilled(loader: PreparedLoader, in_lockstep: bool) -> Generator[None]:
+    """Return the context in which a loader repeats no samples, where processes may read different numbers of them."""
+    before = loader.even_batches
+    if in_lockstep and not before:
+        raise ConfigurationError(
+            "Processes that share a model need as many batches each, and this loader was prepared with "
+            "even_batches=False. Leave it out: repeated samples are not counted."
+        )
+    loader.even_batches = in_lockstep
+    try:
+        yield
+    finally:
+        loader.even_batches = before
+
+
+def _tell(run: Run, parts: Sequence[EvaluationOutput]) -> None:
+    """Let the run tell of a batch; of the outputs only where they are in one piece."""
+    run.outputs = parts[0].predictions if len(parts) == 1 else None
+    losses = [part.loss_sum for part in parts if part.loss_sum is not None]
+    run.loss_sum = sum(losses[1:], start=losses[0]) if losses else None
+    run.weight = sum((part.weight for part in parts[1:]), start=parts[0].weight)
+
+
+def _checked(output: Any) -> EvaluationOutput:
+    if not isinstance(output, EvaluationOutput):
+        raise ConfigurationError(
+            f"evaluation_step returned a {type(output).__name__}. Return an EvaluationOutput(loss_sum, weight, "
+            "predictions, labels)."
+        )
+    return output

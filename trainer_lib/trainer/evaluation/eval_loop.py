@@ -1,0 +1,308 @@
+"""This file is the loop over a set: an evaluation of one or several, and prediction."""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from trainer_lib.collectives.object_collectives import exchange
+from trainer_lib.data_loader.prepared_loader import PreparedLoader
+from trainer_lib.events import Dispatcher, Run
+from trainer_lib.foundation.errors import (
+    ConfigurationError,
+    DistributedOperationException,
+)
+from trainer_lib.trainer.evaluation.eval_batches import Passage, Step
+from trainer_lib.trainer.evaluation.eval_mode import undisturbed
+from trainer_lib.trainer.evaluation.gather_batches import Relay
+from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationLeft
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
+from trainer_lib.trainer.evaluation.prediction_files import MANIFEST, check_free
+from trainer_lib.trainer.evaluation.prediction_results import Collector, ComputedMetrics, Predictions, Writer, computed
+from trainer_lib.trainer.metrics.metric_adapters import Failure
+from trainer_lib.trainer.metrics.metric_spec import computed_metrics
+from trainer_lib.trainer.metrics.running_metrics import mean_loss
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator import Accelerator
+
+NOTHING_MEASURED = (
+    "The evaluation measured nothing: its batches have no labels, so there is no loss, and no metric is given that "
+    "does without. Give samples with labels: (inputs, targets), a dict with 'labels', or "
+    "TrainingArguments(label_names=[…]) for labels of another name."
+)
+
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet:
+    """A set to evaluate on.
+
+    Attributes:
+        loader: Its prepared loader.
+        metrics: What to measure beside the loss, by name.
+        compute_metrics: A function of all predictions and labels that returns further metrics.
+        limit: How many batches of each process to evaluate on; `None` for all.
+    """
+
+    loader: PreparedLoader
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    compute_metrics: Callable[..., Any] | None = None
+    limit: int | None = None
+
+
+class Evaluator:
+    """Evaluates and predicts: the same on any number of processes, and for any batch size.
+
+    Nothing is kept of a batch but sums, and what metrics keep themselves; only `compute_metrics` and predictions in
+    memory need all rows. Training goes on afterwards as if nothing had happened.
+
+    Args:
+        accelerator: The engine.
+        dispatcher: The callbacks.
+        step: Makes an `EvaluationOutput` of a model and a batch. It runs without gradients, and not on as many batches
+            on each process: it sends nothing to the others.
+    """
+
+    def __init__(self, accelerator: "Accelerator", dispatcher: Dispatcher, step: Step) -> None:
+        self._accelerator, self._dispatcher = accelerator, dispatcher
+        in_lockstep = accelerator.strategy.needs_lockstep and accelerator.group.size > 1
+        self._passage = Passage(dispatcher, step, in_lockstep)
+
+    def evaluate(
+        self, run: Run, model: Models, sets: Mapping[str, EvaluationSet], prefix: str, over_sets: Sequence[str] = ()
+    ) -> dict[str, float]:
+        """Return the metrics of all sets, `prefix_name`, or of a set that has a name, `prefix_set_name`.
+
+        Args:
+            run: The run.
+            model: The prepared model, or several by name.
+            sets: The sets by name; a single one may be called "".
+            prefix: What the metrics' names begin with.
+            over_sets: Metrics of which the mean over several sets is returned too, `prefix_mean_name`.
+
+        Raises:
+            ConfigurationError: If a set is empty.
+            DistributedOperationException: If processes evaluate different things.
+            EvaluationLeft: If `run.control.leaves` says so on one of them.
+        """
+        measured = {name: _all_metrics(one) for name, one in sets.items()}
+        self._agree(measured)
+        metrics: dict[str, float] = {}
+        with undisturbed(run, _listed(model), self._accelerator.device), self._dispatcher.in_use(run):
+            self._dispatcher.fire("on_evaluate_begin", run)
+            evaluated = self._evaluated(model)
+            for name, one in sets.items():
+                batches = self._length(one.loader, one.limit)
+                self._dispatcher.fire("on_evaluate_set_begin", run, name, batches)
+                outputs = self._passage.outputs(run, evaluated, one.loader, one.limit, "on_evaluate", told_as(name))
+                values = self._measure(name, outputs, measured[name])
+                of_set = _prefixed(prefix, name, zip(measured[name], values, strict=True))
+                if (bad := one.loader.quarantine) is not None:
+                    bad.agree()
+                    of_set["_".join(part for part in (prefix, name, "left_out") if part)] = len(bad.agreed)
+                self._dispatcher.fire("on_evaluate_set_end", run, name, of_set)
+                metrics |= of_set
+            metrics |= _means(metrics, prefix, list(sets), over_sets)
+            run.metrics = metrics
+            self._dispatcher.fire("on_evaluate_end", run, metrics)
+        return metrics
+
+    def predict(
+        self,
+        run: Run,
+        model: Models,
+        loader: PreparedLoader,
+        *,
+        to: Path | None = None,
+        has_labels: bool = True,
+        limit: int | None = None,
+        prefix: str = "predict",
+        compute_metrics: Callable[..., Any] | None = None,
+    ) -> Predictions:
+        """Return what the step predicts for all samples, in the order of the set, on every process.
+
+        Args:
+            run: The run.
+            model: The prepared model, or several by name.
+            loader: The set's prepared loader.
+            to: A folder that the main process writes them into batch by batch, instead of keeping them in memory.
+            has_labels: Whether to return the labels, and to measure the loss.
+            limit: How many batches of each process to predict; `None` for all.
+            prefix: What the names of metrics begin with.
+            compute_metrics: A function of all predictions and labels that returns further metrics, where there are
+                labels and all of them are in memory.
+
+        Raises:
+            ConfigurationError: If the set is empty, or there is something in the folder.
+        """
+        collector = Collector("predictions") if to is None else Writer(to)
+        metrics: list[Metric] = [collector, *([mean_loss()] if has_labels else [])]
+        if to is not None:
+            self._on_main_process(f"Predictions in {to}", lambda: check_free(to))
+        used = self._dispatcher.in_use(run)
+        with undisturbed(run, _listed(model), self._accelerator.device), used, _abandoned_on_error(collector):
+            self._dispatcher.fire("on_predict_begin", run, self._length(loader, limit))
+            outputs = self._passage.outputs(run, self._evaluated(model), loader, limit, "on_predict", "the prediction")
+            if not has_labels:
+                outputs = ([EvaluationOutput(predictions=part.predictions) for part in parts] for parts in outputs)
+            collected, *values = self._measure("", outputs, metrics)
+            measured = _prefixed(prefix, "", zip(metrics[1:], values, strict=True))
+            if compute_metrics is not None and to is None and has_labels:
+                predictions, labels = collected
+                measured |= self._computed(compute_metrics, predictions, labels, prefix)
+            if isinstance(collector, Writer):
+                self._on_main_process(f"Predictions in {to}", lambda: collector.commit(measured))
+            self._dispatcher.fire("on_predict_end", run)
+        if to is None:
+            predictions, labels = collected
+            return Predictions(predictions, labels, measured)
+        # A process that cannot see the main process's disk knows the metrics only.
+        return Predictions.load(to) if (to / MANIFEST).is_file() else Predictions(None, None, measured, to)
+
+    # -- over the processes --------------------------------------------------------------------------------------
+
+    def _measure(self, name: str, outputs: Iterator[list[EvaluationOutput]], metrics: Sequence[Metric]) -> list[Any]:
+        """Return the values of the metrics, over all processes."""
+        accelerator = self._accelerator
+        own = [metric for metric in metrics if not metric.is_handed_round]
+        relay = Relay(accelerator.group, metrics)
+        for metric in metrics:
+            metric.begin(accelerator.device)
+        batches = 0
+        for parts in outputs:
+            batches += 1
+            for part in parts:
+                for metric in own:
+                    with _naming(metric, name, batches):
+                        metric.update(part)
+            relay.put(parts)
+        is_left = self._passage.is_left
+        relay.close(is_left)
+        is_main, there = accelerator.is_main_process, [] if is_left else metrics
+        states = [metric.state() if (is_main if metric.main_process_only else batches) else None for metric in there]
+        told = [_Told(*one) for one in exchange((batches, states, is_left))]
+        if any(one.is_left for one in told):
+            raise EvaluationLeft
+        if not any(one.batches for one in told):
+            raise ConfigurationError(f"The set{name and f' {name!r}'} has no samples, so there is nothing to evaluate.")
+        return [
+            metric.result([one.states[i] for one in (told[:1] if metric.main_process_only else told) if one.has(i)])
+            for i, metric in enumerate(metrics)
+        ]
+
+    def _agree(self, sets: Mapping[str, Sequence[Metric]]) -> None:
+        """Raise, on all processes, unless all evaluate the same sets by the same metrics."""
+        own = [f"{metric.name or 'compute_metrics'}{name and f' of {name}'}" for name in sets for metric in sets[name]]
+        told: list[list[str]] = exchange(own)
+        if all(names == told[0] for names in told):
+            return
+        common = set(told[0]).intersection(*told[1:])
+        lines = [f"process {rank}: {', '.join(n for n in names if n not in common)}" for rank, names in enumerate(told)]
+        raise DistributedOperationException(
+            "The processes measure different things, or in another order; beside what they have in common:\n  "
+            + "\n  ".join(lines)
+            + "\nGive the same metrics, in the same order, on all processes."
+        )
+
+    def _computed(self, function: Callable[..., Any], predictions: Any, labels: Any, prefix: str) -> dict[str, float]:
+        """Return what a function makes of predictions and labels on the main process; without labels nothing."""
+        failure, values = Failure("compute_metrics"), dict[str, float]()
+        if self._accelerator.is_main_process and labels is not None:
+            with failure.kept():
+                values = computed(function, predictions, labels)
+        values = failure.raised_or_value(exchange(failure.or_value(values))[0])
+        return _prefixed(prefix, "", iter([(ComputedMetrics(function), values)]))
+
+    def _on_main_process(self, what: str, function: Callable[[], None]) -> None:
+        """Call a function on the main process; what it raises is raised on all."""
+        failure = Failure(what)
+        if self._accelerator.is_main_process:
+            with failure.kept():
+                function()
+        failure.raised_or_value(exchange(failure.or_value(None))[0])
+
+    def _evaluated(self, model: Models) -> Any:
+        evaluated = self._accelerator.strategy.evaluated
+        if isinstance(model, nn.Module):
+            return evaluated(model)
+        return {name: evaluated(one) for name, one in model.items()}
+
+    def _length(self, loader: PreparedLoader, limit: int | None) -> int | None:
+        try:
+            length = len(loader)
+        except (TypeError, NotImplementedError):
+            return limit
+        return length if limit is None else min(length, limit)
+
+
+def told_as(name: str) -> str:
+    """Return what errors call a set."""
+    return f"the evaluation set {name!r}" if name else "the evaluation"
+
+
+class _Told(NamedTuple):
+    """What a process tells the others at the end of a set."""
+
+    batches: int
+    states: list[Any]
+    is_left: bool  # the evaluation, by this process
+
+    def has(self, index: int) -> bool:
+        """Whether it has something to say about a metric."""
+        return self.states[index] is not None
+
+
+@contextmanager
+def _naming(metric: Metric, of_set: str, batch: int) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"In the metric {metric.name!r}, in batch {batch} of {told_as(of_set)}.")
+        raise
+
+
+@contextmanager
+def _abandoned_on_error(collector: Metric) -> Generator[None]:
+    try:
+        yield
+    except BaseException:
+        if isinstance(collector, Writer):
+            collector.abandon()
+        raise
+
+
+def _all_metrics(one: EvaluationSet) -> list[Metric]:
+    computed = [] if one.compute_metrics is None else [computed_metrics(one.compute_metrics)]
+    return [mean_loss(), *one.metrics.values(), *computed]
+
+
+def _prefixed(prefix: str, name: str, values: Iterator[tuple[Metric, Any]]) -> dict[str, float]:
+    stem = "_".join(part for part in (prefix, name) if part)
+    metrics: dict[str, float] = {}
+    for metric, value in values:
+        for key, number in as_numbers(metric.name, value).items():
+            full = key if key.startswith(f"{stem}_") or not stem else f"{stem}_{key}"
+            if full in metrics:
+                raise ConfigurationError(f"Two metrics are called {full!r}. Give one of them another name.")
+            metrics[full] = number
+    return metrics
+
+
+def _means(metrics: Mapping[str, float], prefix: str, sets: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Return the mean of each metric over the sets, each of which counts alike."""
+    means: dict[str, float] = {}
+    for name in names if len(sets) > 1 else ():
+        values = [metrics.get(f"{prefix}_{of_set}_{name}") for of_set in sets]
+        numbers = [value for value in values if value is not None]
+        if len(numbers) == len(values):
+            means[f"{prefix}_mean_{name}"] = sum(numbers) / len(numbers)
+    return means
+
+
+def _listed(model: Models) -> list[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else list(model.values())

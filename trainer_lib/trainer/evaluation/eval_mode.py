@@ -1,0 +1,52 @@
+"""This file is what an evaluation leaves as it was: modes, generators, and what the run tells of its last batch."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from trainer_lib.checkpointing.format.rng_state import generators_kept
+from trainer_lib.events import Run
+from trainer_lib.trainer.optim import optimizer_modes
+
+_OF_A_BATCH = ("batch", "outputs", "loss_sum", "weight")
+
+
+@contextmanager
+def undisturbed(run: Run, models: Sequence[nn.Module], device: torch.device) -> Generator[None]:
+    """Return the context in which models evaluate, without gradients, and after which training goes on as before.
+
+    Args:
+        run: The run, whose optimizers may have modes too (schedule-free ones).
+        models: The models.
+        device: The device whose generator is kept.
+    """
+    of_batch = {name: getattr(run, name) for name in _OF_A_BATCH}
+    try:
+        with (
+            generators_kept(device),
+            optimizer_modes.evaluating(run.optimizers.values()),
+            evaluating(models),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        for name, value in of_batch.items():
+            setattr(run, name, value)
+
+
+@contextmanager
+def evaluating(models: Sequence[nn.Module]) -> Generator[None]:
+    """Return the context in which models are in evaluation mode; afterwards each module has the mode it had."""
+    before = [(model, model.training, [(m, m.training) for m in model.modules()]) for model in models]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model, was_training, modules in before:
+            model.train(was_training)  # a model may do more in it than set a flag
+            for module, was in modules:
+                if module.training != was:  # one that was frozen, such as a BatchNorm
+                    module.training = was

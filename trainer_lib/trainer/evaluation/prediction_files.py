@@ -1,0 +1,274 @@
+"""This file is predictions on disk: one file for each array, that grows by rows; texts as lines of JSON.
+
+A folder holds `predictions.json`, which says how the files make up the structure, and is there last.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trainer_lib.collectives.ragged_gather import holds_rows
+from trainer_lib.filesystem.atomic_files import inside, sync
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.foundation.pytree import map_leaves
+from trainer_lib.trainer.evaluation.row_buffers import PADDING, Structure, common_shape, fill, padded_type
+
+MANIFEST = "predictions.json"
+_VERSION = 1
+_ROWS_AT_ONCE = 4096
+_SMALLEST_HEADER = 128  # bytes, of an .npy file
+
+
+def check_free(folder: Path) -> None:
+    """Raise unless predictions can be written to `folder`: there is nothing yet, or an empty folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigurationError(f"There is something at {folder} already. Give predict(to=…) a new folder.")
+
+
+class PredictionFiles:
+    """Writes predictions and labels of one batch after the other, aside, until `commit`.
+
+    Args:
+        folder: Where they will be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._partial = folder.with_name(f".{folder.name}.partial")
+        self._parts: dict[str, _Part] = {}
+
+    def add(self, predictions: Any, labels: Any) -> None:
+        """Write a batch."""
+        if not self._parts:
+            shutil.rmtree(self._partial, ignore_errors=True)  # of a process that was killed
+            self._partial.mkdir(parents=True)
+            self._parts = {name: _Part(self._partial, name) for name in ("predictions", "labels")}
+        self._parts["predictions"].add(predictions)
+        self._parts["labels"].add(labels)
+
+    def commit(self, metrics: Mapping[str, float]) -> None:
+        """Put the folder in its place."""
+        parts = {name: part.close() for name, part in self._parts.items()}
+        manifest = {"version": _VERSION, **parts, "metrics": dict(metrics)}
+        (self._partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in self._partial.iterdir():
+            sync(path)
+        sync(self._partial)
+        if self._folder.is_dir():
+            self._folder.rmdir()  # empty: nothing is ever overwritten
+        self._partial.rename(self._folder)
+        sync(self._folder.parent)
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        for part in self._parts.values():
+            part.abandon()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def read_predictions(folder: Path) -> tuple[Any, Any, dict[str, float]]:
+    """Return predictions, labels and metrics of a folder; arrays are mapped into memory.
+
+    Raises:
+        CheckpointError: If there are none, or they are not whole.
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise CheckpointError(f"There are no predictions in {folder}: {MANIFEST} is missing.")
+    try:
+        told = json.loads(manifest.read_text())
+        if told["version"] != _VERSION:
+            raise CheckpointError(f"{manifest} is of version {told['version']}, and this library reads {_VERSION}.")
+        return _read(folder, told["predictions"]), _read(folder, told["labels"]), told["metrics"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"The predictions in {folder} are not whole: {error}") from error
+
+
+class _Part:
+    """The files of predictions, or of labels."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._structure = Structure(name)
+        self._shape: Any = None
+        self._files: list[_ArrayFile | _TextFile | None] = []
+
+    def add(self, batch: Any) -> None:
+        """Write a batch."""
+        rows = [_texts_as_list(one) for one in self._structure.rows_of(batch)]
+        if self._shape is None:
+            self._shape = _described(batch, iter(range(len(rows))))
+            self._files = [self._file(index, one) for index, one in enumerate(rows)]
+        for file, one in zip(self._files, rows, strict=True):
+            if file is not None:
+                file.append(one)
+
+    def close(self) -> Any:
+        """Finish the files, and return what they are."""
+        names = [None if file is None else file.close() for file in self._files]
+        return _named(self._shape, names)
+
+    def abandon(self) -> None:
+        """Close what is open."""
+        for file in self._files:
+            if file is not None:
+                file.abandon()
+
+    def _file(self, index: int, rows: Any) -> "_ArrayFile | _TextFile | None":
+        if rows is None:
+            return None
+        path = self._folder / f"{self._name}-{index}"
+        return _TextFile(path) if isinstance(rows, list) else _ArrayFile(path, self._name)
+
+
+class _TextFile:
+    """Rows as lines of JSON."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_suffix(".jsonl")
+        self._file = self._path.open("w", encoding="utf-8")
+
+    def append(self, rows: list[Any]) -> None:
+        """Write rows."""
+        for row in rows:
+            try:
+                self._file.write(json.dumps(row) + "\n")
+            except (TypeError, ValueError) as error:
+                raise ConfigurationError(
+                    f"A row of type {type(row).__name__} cannot be written to disk: {error}. Return tensors, texts and "
+                    "numbers, or predict without to=."
+                ) from error
+
+    def close(self) -> str:
+        """Finish the file and return its name."""
+        self._file.close()
+        return self._path.name
+
+    def abandon(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class _ArrayFile:
+    """Rows as an `.npy` file. Rows of other sizes than before go into a further one, and all are joined at last."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._path, self._what = path, what
+        self._pieces: list[_Piece] = []
+
+    def append(self, rows: np.ndarray[Any, Any]) -> None:
+        """Write rows."""
+        if not self._pieces or not self._pieces[-1].fits(rows):
+            if self._pieces:
+                self._pieces[-1].close()
+            self._pieces.append(_Piece(self._path.with_suffix(f".{len(self._pieces)}.npy"), rows))
+        self._pieces[-1].append(rows)
+
+    def close(self) -> str:
+        """Finish the file and return its name."""
+        whole = self._path.with_suffix(".npy")
+        self._pieces[-1].close()
+        if len(self._pieces) == 1:
+            self._pieces[0].path.rename(whole)
+        else:
+            self._join(whole)
+        return whole.name
+
+    def abandon(self) -> None:
+        """Close what is open."""
+        if self._pieces:
+            self._pieces[-1].file.close()
+
+    def _join(self, path: Path) -> None:
+        shape = common_shape([piece.shape for piece in self._pieces], self._what)
+        dtype = padded_type(np.result_type(*{piece.dtype for piece in self._pieces}))
+        whole = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+        row = 0
+        for piece in self._pieces:
+            rows = np.load(piece.path, mmap_mode="r", allow_pickle=False)
+            for start in range(0, len(rows), _ROWS_AT_ONCE):
+                some = rows[start : start + _ROWS_AT_ONCE]
+                if some.shape[1:] != shape[1:]:
+                    whole[row : row + len(some)] = PADDING
+                fill(whole, row, some)
+                row += len(some)
+            piece.path.unlink()
+        whole.flush()
+
+
+class _Piece:
+    """An `.npy` file of rows of one size; how many is written into its header when it is closed."""
+
+    def __init__(self, path: Path, like: np.ndarray[Any, Any]) -> None:
+        self.path, self.dtype = path, like.dtype
+        self.shape = (0, *like.shape[1:])
+        self.file: BinaryIO = path.open("wb")
+        self._write_header()
+        self._start = self.file.tell()
+
+    def fits(self, rows: np.ndarray[Any, Any]) -> bool:
+        """Whether rows are of the size and type of those here."""
+        return rows.shape[1:] == self.shape[1:] and rows.dtype == self.dtype
+
+    def append(self, rows: np.ndarray[Any, Any]) -> None:
+        """Write rows."""
+        self.file.write(np.ascontiguousarray(rows).tobytes())
+        self.shape = (self.shape[0] + len(rows), *self.shape[1:])
+
+    def close(self) -> None:
+        """Write how many they are."""
+        self.file.seek(0)
+        self._write_header()
+        assert self.file.tell() == self._start  # numpy leaves room for the first dimension to grow
+        self.file.close()
+
+    def _write_header(self) -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+
+def _texts_as_list(rows: Any) -> Any:
+    return rows.tolist() if isinstance(rows, np.ndarray) and rows.dtype.kind in "OSU" else rows
+
+
+def _described(tree: Any, numbers: Any) -> Any:
+    """Return a structure in terms of JSON, with the numbers of its leaves in order."""
+    if tree is None:
+        next(numbers)
+        return None
+    if isinstance(tree, Mapping):
+        return {"dict": {str(key): _described(value, numbers) for key, value in tree.items()}}
+    if isinstance(tree, (tuple, list)) and not holds_rows(tree):
+        return {"tuple" if isinstance(tree, tuple) else "list": [_described(value, numbers) for value in tree]}
+    if not isinstance(tree, (tuple, list)) and (fields := getattr(tree, "__dataclass_fields__", None)):
+        return {"dict": {name: _described(getattr(tree, name), numbers) for name in fields}}
+    return {"file": next(numbers)}
+
+
+def _named(described: Any, names: list[str | None]) -> Any:
+    """Return the structure with the names of its files."""
+    return map_leaves(lambda leaf: names[leaf] if isinstance(leaf, int) else leaf, described)
+
+
+def _read(folder: Path, described: Any) -> Any:
+    if described is None:
+        return None
+    ((kind, value),) = described.items()
+    if kind == "file":
+        return _read_file(inside(folder, value, MANIFEST))
+    if kind == "dict":
+        return {key: _read(folder, one) for key, one in value.items()}
+    parts = [_read(folder, one) for one in value]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def _read_file(path: Path) -> Any:
+    if path.suffix == ".npy":
+        is_empty = path.stat().st_size <= _SMALLEST_HEADER  # which cannot be mapped
+        return np.load(path, mmap_mode=None if is_empty else "r", allow_pickle=False)
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]

@@ -1,0 +1,135 @@
+"""This file is putting the rows of many batches together, in memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trainer_lib.collectives.ragged_gather import holds_rows
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.pytree import map_leaves, named_leaves
+from trainer_lib.trainer.metrics.metric_adapters import as_array
+
+PADDING = -100  # as Hugging Face pads predictions and labels
+Rows = np.ndarray[Any, Any] | list[Any] | None
+
+
+class Structure:
+    """What the batches of a set all look like: containers, and rows in their leaves.
+
+    Args:
+        what: What they are, for errors.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self.names: list[str] | None = None
+        self._first: Any = None
+
+    def rows_of(self, batch: Any) -> list[Rows]:
+        """Return the rows in the leaves of a batch: arrays, lists, or `None`.
+
+        Raises:
+            ConfigurationError: If it is unlike the first one.
+        """
+        found = list(named_leaves(batch, is_leaf=holds_rows))
+        names = [name for name, _ in found]
+        rows = [_rows(leaf) for _, leaf in found]
+        if self.names is None:
+            # Not the batch itself, whose tensors would live as long.
+            self.names, self._first = names, map_leaves(type, batch, is_leaf=holds_rows)
+            self._kinds = [type(one) for one in rows]
+        elif names != self.names or self._kinds != [type(one) for one in rows]:
+            raise ConfigurationError(
+                f"The {self._what} of a batch are {_described(names, rows)}, and those of an earlier one were "
+                f"{_described(self.names, self._kinds)}. Return the same structure for each batch."
+            )
+        return rows
+
+    def filled(self, leaves: Sequence[Any]) -> Any:
+        """Return the containers, with these leaves."""
+        if self.names is None:
+            return None
+        remaining = iter(leaves)
+        return map_leaves(lambda leaf: next(remaining), self._first)
+
+
+class Columns:
+    """The rows of many batches, put together once.
+
+    Args:
+        what: What they are, for errors.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._structure = Structure(what)
+        self._batches: list[list[Rows]] = []
+
+    def add(self, batch: Any) -> None:
+        """Add a batch."""
+        self._batches.append(self._structure.rows_of(batch))
+
+    def joined(self) -> Any:
+        """Return all rows, arrays padded with -100 where batches have different sizes; nothing is kept."""
+        parts, self._batches = [list(column) for column in zip(*self._batches, strict=True)], []
+        return self._structure.filled([joined(column, self._what) for column in parts])
+
+
+def joined(parts: list[Any], what: str) -> Rows:
+    """Return the rows of all parts, which are empty afterwards.
+
+    Raises:
+        ConfigurationError: If they have different numbers of dimensions.
+    """
+    if parts[0] is None:
+        return None
+    if isinstance(parts[0], list):
+        return [row for part in parts for row in part]
+    shape = common_shape([part.shape for part in parts], what)
+    if all(part.shape[1:] == shape[1:] for part in parts):
+        return np.concatenate(parts)
+    dtype = padded_type(np.result_type(*{part.dtype for part in parts}))
+    whole = np.full(shape, PADDING, dtype)
+    row = 0
+    for index, part in enumerate(parts):
+        fill(whole, row, part)
+        row += len(part)
+        parts[index] = None  # not everything twice
+    return whole
+
+
+def common_shape(shapes: Sequence[tuple[int, ...]], what: str) -> tuple[int, ...]:
+    """Return the shape that has room for rows of all these."""
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ConfigurationError(
+            f"The {what} of batches have different numbers of dimensions: {sorted(set(shapes))[:4]}. Return as many "
+            "for each batch, one row a sample."
+        )
+    return sum(shape[0] for shape in shapes), *(max(sizes) for sizes in zip(*(s[1:] for s in shapes), strict=True))
+
+
+def padded_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a type that can hold the padding too."""
+    return np.dtype(np.int64) if dtype.kind in "bu" else dtype
+
+
+def fill(whole: np.ndarray[Any, Any], row: int, part: np.ndarray[Any, Any]) -> None:
+    """Write rows into an array with room for more, from `row` on."""
+    whole[(slice(row, row + len(part)), *(slice(size) for size in part.shape[1:]))] = part
+
+
+def _rows(leaf: Any) -> Rows:
+    if leaf is None:
+        return None
+    if isinstance(leaf, Tensor):
+        return np.atleast_1d(as_array(leaf))
+    if isinstance(leaf, np.ndarray):
+        return np.atleast_1d(leaf)
+    return list(leaf) if isinstance(leaf, (list, tuple)) else [leaf]
+
+
+def _described(names: Sequence[str], rows: Sequence[Any]) -> str:
+    kinds = [one if isinstance(one, type) else type(one) for one in rows]
+    return ", ".join(f"{name or 'it'}: {kind.__name__}" for name, kind in zip(names, kinds, strict=True)) or "nothing"

@@ -1,0 +1,104 @@
+"""This file is the engine that arguments ask for."""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib.accelerator import Accelerator
+from trainer_lib.foundation.environment import mixed_precision_requested
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.modules.activation_checkpointing import checkpoint_activations
+from trainer_lib.options.compile_options import TorchDynamoPlugin
+from trainer_lib.options.data_options import DataLoaderConfiguration
+from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.optim.parameter_groups import freeze
+
+
+def build_accelerator(args: TrainingArguments) -> Accelerator:
+    """Return the engine."""
+    options: dict[str, Any] = {}
+    if args.compile:
+        is_plugin = isinstance(args.compile, TorchDynamoPlugin)
+        backend = "inductor" if args.compile is True else args.compile
+        options["dynamo_plugin" if is_plugin else "dynamo_backend"] = args.compile if is_plugin else backend
+    if args.fsdp:
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin() if args.fsdp is True else args.fsdp
+    if args.parallelism is not None:
+        options["parallelism_config"] = args.parallelism
+    if args.ddp is not None:
+        options["kwargs_handlers"] = [args.ddp]
+    made = Accelerator(
+        mixed_precision=args.mixed_precision,
+        cpu=args.use_cpu,
+        dataloader_config=DataLoaderConfiguration(
+            data_seed=args.seed if args.data_seed is None else args.data_seed,
+            non_blocking=bool(args.pin_memory),
+            seed_each_sample=args.seed_each_sample,
+        ),
+        **options,
+    )
+    meant = args.mixed_precision or mixed_precision_requested()
+    if made.mixed_precision != meant:
+        raise ConfigurationError(
+            f"mixed_precision={args.mixed_precision!r} means {meant!r}, and this process trains with "
+            f"{made.mixed_precision!r} already, as the Accelerator or Trainer that lives in it does. Give "
+            f"mixed_precision={made.mixed_precision!r}, hand on that engine (accelerator=…), delete the last reference "
+            "to that Trainer, or call trainer.accelerator.free_memory() on it."
+        )
+    return made
+
+
+def accumulation_steps(args: TrainingArguments, num_processes: int) -> int:
+    """Return how many batches make an update.
+
+    Raises:
+        ConfigurationError: If `global_batch_size` cannot be made from them.
+    """
+    if args.global_batch_size is None:
+        return args.gradient_accumulation_steps or 1
+    of_process = args.train_batch_size_for(num_processes)
+    of_round = of_process * num_processes
+    steps, rest = divmod(args.global_batch_size, of_round)
+    if rest or not steps:
+        raise ConfigurationError(
+            f"global_batch_size={args.global_batch_size} is no multiple of per_device_train_batch_size="
+            f"{of_process} × {num_processes} processes = {of_round}."
+        )
+    return steps
+
+
+def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelerator) -> nn.Module:
+    """Do what arguments ask of a model before it is prepared."""
+    freeze(model, args.parameter_groups)
+    if args.gradient_checkpointing:
+        checkpoint_activations(model)
+    if args.sync_batchnorm and accelerator.num_processes > 1:
+        if accelerator.device.type == "cpu":
+            raise UnsupportedError(
+                "sync_batchnorm=True: torch synchronizes BatchNorm on accelerators only, not on CPUs."
+            )
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model
+
+
+@contextlib.contextmanager
+def numerics(args: TrainingArguments) -> Generator[None]:
+    """Set torch to what arguments ask for, and back: TF32, determinism, the search for anomalies."""
+    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    if args.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    if args.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False  # it may choose another algorithm each time
+    try:
+        with torch.autograd.set_detect_anomaly(True) if args.detect_anomaly else contextlib.nullcontext():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cudnn.benchmark = benchmark

@@ -1,0 +1,102 @@
+"""This file is what is averaged until the next log: over micro-batches, steps and processes, by weight."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trainer_lib.foundation.error_values import shown
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.process_group import ProcessGroup
+
+Weight = float | Tensor
+
+
+class Averages:
+    """Weighted means by name. Nothing is read from an accelerator before `collect`.
+
+    Args:
+        group: The processes whose values are put together.
+        device: Where sums are kept.
+
+    Example:
+        >>> from trainer_lib.process_group import LoneProcess
+        >>> averages = Averages(LoneProcess(), torch.device("cpu"))
+        >>> averages.add("accuracy", 0.5, weight=3)
+        >>> averages.add("accuracy", torch.tensor(1.0))
+        >>> averages.collect()
+        {'accuracy': 0.625}
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        # Sums of thousands of float32 values lose digits; some devices have nothing better.
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sums: dict[str, float | Tensor] = {}
+        self._weights: dict[str, Weight] = {}
+        self.weightless: set[str] = set()  # what had nothing to it at the last `collect`
+        self.items = 0.0  # what the loss counted, when the sums were last put together
+
+    def add(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
+        """Add a value, which counts `weight` times.
+
+        Raises:
+            ConfigurationError: If it is not one number.
+        """
+        if not isinstance(name, str) or not isinstance(weight, (int, float, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"log(name, value, weight) takes a text and numbers, got {name!r} and {weight!r}.")
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ConfigurationError(f"log({name!r}, …) takes one number, got a tensor of {tuple(value.shape)}.")
+            value = value.detach().reshape(())
+        elif not isinstance(value, (int, float)):
+            raise ConfigurationError(f"log({name!r}, …) takes a number or a tensor of one, got {shown(value)}.")
+        self.add_sum(name, value * weight, weight)
+
+    def add_sum(self, name: str, total: float | Tensor, weight: Weight) -> None:
+        """Add a sum over `weight` items, detached."""
+        if isinstance(total, Tensor) and total.is_cpu:  # there is nothing to wait for, and numbers are added faster
+            total = total.item()
+        so_far = self._sums.get(name, 0.0)
+        if isinstance(total, Tensor) and not isinstance(so_far, Tensor):
+            so_far = torch.full((), so_far, dtype=self._dtype, device=self._device)
+        self._sums[name] = so_far + total  # not in place: a mark may have the sum so far
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        self._sums, self._weights = {}, {}
+
+    def mark(self) -> tuple[dict[str, float | Tensor], dict[str, Weight]]:
+        """Return what `go_back` can go back to."""
+        return dict(self._sums), dict(self._weights)
+
+    def go_back(self, mark: tuple[dict[str, float | Tensor], dict[str, Weight]]) -> None:
+        """Forget what was added since a mark was made."""
+        self._sums, self._weights = mark
+
+    def collect(self) -> dict[str, float]:
+        """Return the means over all processes, and start anew. All processes have to ask."""
+        sums = self.state_dict()
+        self.clear()
+        self.weightless = {name for name, (_, weight) in sums.items() if not weight}
+        return {name: total / weight for name, (total, weight) in sums.items() if weight}
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return the sums and weights over all processes. All of them have to ask."""
+        here = {name: (float(total), float(self._weights[name])) for name, total in self._sums.items()}
+        sums: dict[str, list[float]] = {}
+        for there in self._group.all_gather_objects(here):
+            for name, (total, weight) in there.items():
+                so_far = sums.setdefault(name, [0.0, 0.0])
+                so_far[0] += total
+                so_far[1] += weight
+        self.items = sums["loss"][1] if "loss" in sums else 0.0
+        return sums
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from what `state_dict` returned, which the main process keeps for all."""
+        self.clear()
+        if self._group.rank == 0:
+            for name, (total, weight) in state.items():
+                self.add_sum(name, total, weight)

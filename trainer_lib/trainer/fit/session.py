@@ -1,0 +1,723 @@
+"""This file is one `fit`: what it puts together before the first step, and what it does when it is asked to."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer_lib.callbacks.accumulation import AccumulationSchedule
+from trainer_lib.callbacks.jsonl import JsonlLog
+from trainer_lib.events import Best, Run, RunState
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
+from trainer_lib.foundation.errors import (
+    ConfigurationError,
+    NonFiniteError,
+    RunInUseError,
+    StateError,
+    UnreachableError,
+    UnwritableError,
+    did_you_mean,
+)
+from trainer_lib.foundation.metric_names import greater_is_better_for
+from trainer_lib.logging import get_logger
+from trainer_lib.modules.names import canonical_name
+from trainer_lib.processes.exit_codes import Interruption
+from trainer_lib.runs import HISTORY_FILE, IDENTITY_FILE, RunFolder
+from trainer_lib.runs.run_lease import Lease
+from trainer_lib.seeding import set_seed
+from trainer_lib.trainer.checkpoints import resume_arguments, run_records
+from trainer_lib.trainer.checkpoints.manifest_facts import facts_of
+from trainer_lib.trainer.checkpoints.peft import Adapters
+from trainer_lib.trainer.checkpoints.resume_schedules import Fresh
+from trainer_lib.trainer.checkpoints.saver import Saves
+from trainer_lib.trainer.checks import before_fit
+from trainer_lib.trainer.data import rank_data_check
+from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED
+from trainer_lib.trainer.evaluation.eval_sets import ChosenSets, metrics_over_sets, named_sets, sets_at_intervals
+from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationLeft, Leaving
+from trainer_lib.trainer.fit import start_banner
+from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
+from trainer_lib.trainer.fit.triggers import Cadences
+from trainer_lib.trainer.optim import optimizer_modes
+from trainer_lib.trainer.optim.schedules import is_metric_driven, moves_each_update
+from trainer_lib.trainer.publish.save_pretrained import write_beside
+from trainer_lib.trainer.result import FitResult
+from trainer_lib.trainer.safety.bad_samples import BadSamples
+from trainer_lib.trainer.safety.deadline import AUTO, Deadline, check_ahead, deadline_in
+from trainer_lib.trainer.safety.hang_watchdog import watched
+from trainer_lib.trainer.safety.micro_batching import Splitting
+from trainer_lib.trainer.safety.nonfinite_guard import Guard
+from trainer_lib.trainer.safety.signals import Signals
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
+
+_logger = get_logger(__name__)
+
+# Errors after which nothing is saved: they say that the state is not good, or cannot be saved.
+_SAVED_AFTER_NONE = (NonFiniteError, StateError, RunInUseError)
+_PATIENCE_AFTER_ERRORS = 5.0  # seconds that a rank with an error waits for the others to raise theirs
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was evaluated at the last step at which anything was: the sets, and their metrics."""
+
+    step: int = -1
+    sets: frozenset[str] = frozenset()
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class Fitting:
+    """What one `fit` is made of.
+
+    Args:
+        trainer: Whose verbs make its parts.
+        folder: The run's folder; `None`: nothing is written.
+        signals: The signals that ask it to save and end.
+        lease: The right to write into the folder; `None`: nothing is written.
+
+    Attributes:
+        interruption: What ended it early, known to all processes; `None`: nothing.
+        is_cut_short: Whether an error ends it, with what is owed of the last step.
+        owed: What is left to do of the last step, before the next one, as `Control` knows it; with reasons.
+    """
+
+    def __init__(
+        self, trainer: "Trainer", folder: RunFolder | None, signals: Signals, lease: Lease | None = None
+    ) -> None:
+        self.signals, self.lease = signals, lease or Lease(None)
+        self.interruption: Interruption | None = None
+        self.owed: dict[str, str | None] = {}
+        self.is_cut_short = False
+        self.deadline: Deadline | None = None
+        args, accelerator = trainer.args, trainer.accelerator
+        self.trainer, self.folder, self.events = trainer, folder, trainer.events
+        if folder is not None and not any(isinstance(one, JsonlLog) for one in self.events):
+            skips = accelerator.mixed_precision == "fp16"
+            self.events.add(JsonlLog(folder.history_file, skipped_steps=skips))
+        steps = accumulation_steps(args, accelerator.num_processes)
+        self._plan = next((one for one in self.events if isinstance(one, AccumulationSchedule)), None)
+        accelerator.gradient_accumulation_steps = steps if self._plan is None else self._plan.begin(steps)
+        if args.seed is not None:
+            set_seed(args.seed)
+        loader = before_fit.train_loader(trainer)
+        self.models: list[nn.Module] = trainer.prepare_models()
+        self.loader: Any = accelerator.prepare_data_loader(loader)
+        self.loader.trim_repeats()
+        before_fit.check_order(accelerator.group, self.loader)
+        rank_data_check.check_training_data(accelerator.group, loader.dataset, self.loader)
+        self._has_opened = False
+        optimizers = _named("configure_optimizer", trainer.configure_optimizer())
+        prepared = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}
+        optimizer_modes.train(prepared.values())
+        state = RunState(run_id="" if folder is None else folder.run_id, status="running")
+        self._set_limits(state)
+        self.schedule_length = args.schedule_steps or state.max_steps
+        self.saved_state: Mapping[str, Any] = {}  # that of the checkpoint that is gone on from
+        self.changed: Mapping[str, resume_arguments.Difference] = {}  # the arguments that are others than it has
+        schedulers = trainer.make_schedulers(optimizers, self.schedule_length)
+        self.run = Run(
+            trainer=trainer,
+            args=args,
+            state=state,
+            control=signals.control,
+            accelerator=accelerator,
+            model=trainer.prepared,
+            optimizers=prepared,
+            schedulers={name: accelerator.wrap_scheduler(one) for name, one in schedulers.items()},
+            folder=None if folder is None else folder.here,
+        )
+        self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
+        self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
+        trainer.guard = self.guard = Guard(self)
+        self._watching = ExitStack()
+        self.bad_samples, self.splitting = BadSamples(self), Splitting(self)
+        accelerator.register_for_checkpointing(_Saved(self))
+        accelerator.infinite_buffers = _infinite_buffers(trainer)
+        adapters = Adapters(accelerator)
+        self._handles = [
+            accelerator.register_save_state_pre_hook(self._write_beside),
+            accelerator.register_save_state_pre_hook(adapters.leave_out),
+            accelerator.register_load_state_pre_hook(adapters.put_back),
+            accelerator.register_state_facts(lambda: facts_of(self.trainer, self.run, self.saves.reasons)),
+        ]
+        self.saves = Saves(self)
+        self._saved_at = -1
+        self.evaluated = Evaluated()
+        self._began = time.monotonic()
+        self.cadences: Cadences
+
+    # -- before the first step -----------------------------------------------------------------------------------
+
+    def _set_limits(self, state: RunState) -> None:
+        args = self.trainer.args
+        batches = _length(self.loader)
+        if batches is not None:
+            if not batches:
+                raise ConfigurationError(
+                    f"The training data has no batch, of {_size(self.loader)} samples. A loader with drop_last=True "
+                    "has to have a whole batch for each process: take smaller ones, or leave drop_last out."
+                )
+            state.steps_per_epoch = math.ceil(batches / self.trainer.accelerator.gradient_accumulation_steps)
+        epochs = args.epoch_limit
+        state.max_epochs, state.max_steps, state.max_tokens = epochs, args.max_steps, args.token_limit
+        if epochs is not None and state.steps_per_epoch is not None:
+            steps = math.ceil(epochs * state.steps_per_epoch - 1e-9)
+            if self._plan is not None and batches is not None:
+                steps = self._plan.updates(batches, epochs)
+            state.max_steps = steps if args.max_steps is None else min(steps, args.max_steps)
+        elif epochs is not None and epochs != int(epochs):
+            raise ConfigurationError(
+                f"num_train_epochs={epochs}: how long an epoch is cannot be known of this data. Give whole epochs, or "
+                "max_steps."
+            )
+
+    def begin(self, checkpoint: AnyPath | None) -> None:
+        """Take up a checkpoint, if there is one, and be ready for the first step."""
+        run, args = self.run, self.trainer.args
+        if args.seed is not None and run.accelerator.num_processes > 1:
+            set_seed(args.seed, device_specific=True)  # dropout draws something else on each process
+        if checkpoint is not None:
+            self.load(checkpoint)
+        if self.trainer.default_metric is not None:  # known before it is too late
+            self._is_better(0.0, 0.0)
+        run.state.status, run.state.reason = "running", None
+        self._begin_counting()
+        if self.folder is not None and run.is_main_process:
+            self.lease.acquire()  # a new run; one that is resumed has it since it was found
+            self.folder.take_down(HISTORY_FILE)
+            self._tell_running(self.folder, is_new=checkpoint is None)
+        if self.folder is not None and args.save_in_background:
+            # Its connections are made now: later the store may be gone, with the launcher.
+            run.accelerator._background.group(run.accelerator.group)
+        here = None if self.folder is None else self.folder.here
+        self._watching.enter_context(watched(run, args.seconds_until_hung, here))
+        start_banner.show(self)
+        self.events.fire("on_fit_begin", run)
+        if told := resume_arguments.worth_a_word(self.changed):
+            run.note("arguments", changed=told)
+        if args.eval_on_start and not run.state.step:
+            self.evaluate()  # left early only by a run that then ends before its first step
+
+    def _begin_counting(self) -> None:
+        args = self.trainer.args
+        self._begin_counting_tokens()
+        by_set = {} if self.trainer.eval_dataset is None else args.eval_intervals
+        every = None if by_set else self.trainer.evaluation_interval
+        intervals = {"log": args.log_interval, "evaluate": every, "save": args.save_interval}
+        self._began = time.monotonic()
+        self.deadline = self._deadline()
+        self.cadences = Cadences(intervals, args.time_limit, self.run, self.deadline, args.evaluation_delay, by_set)
+
+    def _begin_counting_tokens(self) -> None:
+        state = self.run.state
+        if not self.trainer.args.counts_tokens:
+            state.tokens = None
+        elif state.tokens is None:
+            if state.step:
+                _logger.warning("The checkpoint has no count of tokens: they are counted from step %d.", state.step)
+            state.tokens = 0
+
+    def _deadline(self) -> Deadline | None:
+        given, accelerator = self.trainer.args.deadline, self.run.accelerator
+        if given != AUTO:
+            check_ahead(given)
+        ends = deadline_in(given)
+        if ends is None or ends <= time.time() or not self.run.is_main_process:
+            return None
+        # Alone it is acted upon at once; on accelerators processes hear of each other an update later.
+        steps_ahead = 1 if accelerator.num_processes == 1 else 2 if accelerator.device.type == "cpu" else 3
+        return Deadline(ends, self.run, steps_ahead)
+
+    # -- when it is asked for ------------------------------------------------------------------------------------
+
+    def log(self) -> None:
+        """Log what was gathered since the last time."""
+        run, state = self.run, self.run.state
+        self.tell_time()
+        self.guard.settle()
+        self.agree()
+        values = self.trainer.averages.collect()
+        state.items += self.trainer.averages.items
+        if "loss" in self.trainer.averages.weightless:
+            _logger.warning_once(
+                "Nothing in the batches since the last log counts for the loss, so that nothing is learned from them: "
+                "all labels are ignored (-100), or num_items and weight are 0."
+            )
+        if not values:  # nothing since the last time
+            return
+        if run.grad_norm is not None:
+            values["grad_norm"] = float(run.grad_norm)
+        self.events.fire("on_log", run, values)
+        state.history.append({"step": state.step, "epoch": state.epochs, **values})
+
+    def agree(self) -> None:
+        """Have all processes come to the same about what each of them found out for itself."""
+        self.bad_samples.agree()
+        self.splitting.agree()
+
+    def evaluate_due(self, is_last: bool) -> bool:
+        """Evaluate all sets, or those whose intervals are over; return whether that was not left before its end.
+
+        Args:
+            is_last: Whether the run ends with this step, so that all sets with intervals are due.
+        """
+        control = self.run.control
+        if control.is_due("evaluate"):
+            return self.evaluate()
+        # Intervals of time go by the clock of the main process.
+        (due,) = self.run.accelerator.group.broadcast_objects([sorted(control.sets_due)])
+        return self.evaluate(sets_at_intervals(self.trainer) if is_last else due)
+
+    def evaluate(self, names: Collection[str] | None = None) -> bool:
+        """Evaluate, and see if it is the best so far; return whether that was not left before its end.
+
+        Args:
+            names: The sets, by name; `None`: all.
+        """
+        run, sets = self.run, named_sets(self.trainer, self.trainer.eval_dataset)
+        run.eval_sets = {name: names is None or name in names for name in sets}
+        try:
+            return not any(run.eval_sets.values()) or self._evaluate(ChosenSets(sets))
+        finally:
+            run.eval_sets = {}
+
+    def _evaluate(self, sets: ChosenSets) -> bool:
+        run, state = self.run, self.run.state
+        chosen = ChosenSets((name, data) for name, data in sets.items() if run.eval_sets[name])
+        self.tell_time()
+        self.guard.settle()
+        run.control.leaves = self._leaving()
+        began = time.monotonic()
+        try:
+            metrics = self.trainer.evaluate() if all(run.eval_sets.values()) else self.trainer.evaluate(chosen)
+        except EvaluationLeft:
+            return False
+        finally:
+            run.control.leaves = None
+            self._began = time.monotonic()  # the time of an evaluation is none of training
+        if self.deadline is not None:
+            self.deadline.end_evaluation(self._began - began)
+        self._note_evaluated(chosen, metrics)
+        state.history.append({"step": state.step, "epoch": state.epochs, **metrics})
+        name = self.trainer.default_metric
+        if name is None:
+            return True
+        if not metrics:
+            raise ConfigurationError(f"{NOTHING_MEASURED} To train without evaluations leave eval_dataset out.")
+        if run.leaves_out(name):
+            return True
+        if name not in metrics:
+            raise ConfigurationError(
+                f"metric_for_best={name!r} is no metric of this evaluation. There are: {', '.join(metrics)}."
+                f"{did_you_mean(name, metrics)}"
+            )
+        for scheduler in self.metric_schedulers:
+            scheduler.scheduler.step(metrics[name])
+        if math.isfinite(metrics[name]) and (state.best is None or self._is_better(metrics[name], state.best.value)):
+            state.best = Best(name, metrics[name], state.step)
+            self.events.fire("on_best", run, name, metrics[name])
+        return True
+
+    def _note_evaluated(self, names: Iterable[str], metrics: Mapping[str, float]) -> None:
+        run = self.run
+        before = self.evaluated if self.evaluated.step == run.state.step else Evaluated()
+        self.evaluated = Evaluated(run.state.step, before.sets | {*names}, {**before.metrics, **metrics})
+        run.metrics = self.evaluated.metrics
+        run.control.sets_due -= self.evaluated.sets
+
+    def _evaluate_the_rest(self) -> bool:
+        """Evaluate the sets with intervals that the last step did not evaluate; return whether that was not left."""
+        wanted, is_same = sets_at_intervals(self.trainer), self.evaluated.step == self.run.state.step
+        rest = [name for name in wanted if not (is_same and name in self.evaluated.sets)]
+        # The mean over sets is computed where one evaluation takes all of them.
+        return not rest or self.evaluate(wanted if metrics_over_sets(self.trainer) else rest)
+
+    def save(self) -> None:
+        """Save a checkpoint."""
+        if self.folder is None and self.trainer.args.dry_run:
+            return
+        if self.folder is None:
+            raise ConfigurationError("A checkpoint was asked for, and there is no folder for it. Give output_dir.")
+        state = self.run.state
+        if self._saved_at == state.step:
+            return
+        self.tell_time()
+        self.guard.settle()
+        self.agree()
+        self._saved_at = state.step
+        metrics = dict(self.evaluated.metrics) if self.evaluated.step == state.step else {}
+        self.saves.save(self.folder.checkpoint(state.step), metrics)
+        self._began = time.monotonic()
+        if self.deadline is not None:
+            self.deadline.begin_step()
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether there is a checkpoint of this run."""
+        return bool(self._good_checkpoints()) or self.saves.pending is not None
+
+    def go_back(self, first: int) -> None:
+        """Go on from the last checkpoint, and leave out the samples from `first` to where the run stands."""
+        self.saves.settle()
+        state, good = self.run.state, self._good_checkpoints()
+        if not good:
+            raise NonFiniteError("There is no checkpoint with finite weights to go back to.")
+        self.tell_time()
+        left_out = [*state.left_out, [first, state.samples]]
+        kept = {"left_out": left_out, "skipped": state.skipped, "seconds": state.seconds}
+        self.load(path_at(good[-1]["path"]))
+        for name, value in kept.items():
+            setattr(state, name, value)
+        state.status = "running"
+        self._begin_counting()
+
+    def opened(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of a pass; in the first one, processes compare what a stream begins with."""
+        if self._has_opened:
+            return batches
+        self._has_opened = True
+        return rank_data_check.compared_opening(self.run.accelerator.group, self.loader, batches)
+
+    def best_of(self, checkpoints: Iterable[Mapping[str, Any]]) -> Best | None:
+        """Return the best evaluation of those that good checkpoints were saved with; `None` without one."""
+        best, name = None, self.trainer.default_metric
+        if name is None:
+            return None
+        for entry in checkpoints:
+            value = float(entry["metrics"].get(name, math.nan))
+            is_good = math.isfinite(value) and not entry.get("nonfinite")
+            if is_good and (best is None or self._is_better(value, best.value)):
+                best = Best(name, value, entry["step"])
+        return best
+
+    def forget_save(self) -> None:
+        """Let the same step be saved again."""
+        self._saved_at = -1
+
+    def load(self, checkpoint: AnyPath) -> None:
+        """Go on from a checkpoint."""
+        self.events.fire("on_load_begin", self.run, checkpoint)
+        self.changed = changed = resume_arguments.changed_arguments(
+            self.trainer.args, checkpoint, self.run.accelerator.group
+        )
+        resume_arguments.tell(changed, checkpoint)
+        fresh = Fresh(self.run)
+        with resume_arguments.told_of_groups(changed):
+            self.run.accelerator.load_state(checkpoint)
+        optimizer_modes.train(self.run.optimizers.values())
+        if self.folder is not None:  # another one than the checkpoint's, if that is of another run
+            self.run.state.run_id = self.folder.run_id
+        self.saves.find(self.folder)
+        self._count_anew(fresh, changed)
+        self._forget_best_of_another_metric(changed)
+        self._saved_at = self.run.state.step
+        self.events.fire("on_load_end", self.run, checkpoint)
+
+    def interrupt(self, owed: dict[str, str | None]) -> None:
+        """Save, and end for now.
+
+        Args:
+            owed: What this step leaves to do for when the run goes on.
+        """
+        run, state = self.run, self.run.state
+        self.interruption, self.owed = self.heard_of(), owed
+        assert self.interruption is not None
+        state.status, state.reason = "interrupted", self.interruption.reason
+        if self.folder is not None and self.trainer.args.save_interval is not None and state.step:
+            run.control.save_reasons.add("interruption")
+            self.save()
+        self.saves.settle()
+        self.events.fire("on_interrupt", run)
+        last = state.checkpoints[-1] if state.checkpoints else None
+        _logger.warning(
+            "%s: the run ends at step %d, and %s.",
+            state.reason,
+            state.step,
+            "nothing of it is saved"
+            if last is None
+            else f'goes on with resume="auto" from step {last["step"]}, {last["path"]}',
+        )
+
+    def heard_of(self) -> Interruption | None:
+        """Return what asked any process to save and end, by a message of its own."""
+        told: list[Interruption | None] = self.run.accelerator.group.all_gather_objects(self.run.control.interruption)
+        return next((one for one in told if one is not None), None)
+
+    def save_after(self, error: Exception) -> None:
+        """Save the state after the last update, which an error did not touch; a failure of that is only warned of.
+
+        On several ranks that takes all of them: an error on some leaves the others where they cannot save.
+        """
+        run, state, args = self.run, self.run.state, self.trainer.args
+        is_wanted = args.on_exception == "save" and self.folder is not None and args.save_interval is not None
+        if not is_wanted or isinstance(error, _SAVED_AFTER_NONE):
+            return
+        if not state.step or self._saved_at == state.step:
+            return
+        owed = ("evaluate", "evaluate_sets", "stop")
+        self.owed = {name: run.control.reason for name in owed if run.control.is_due(name)}
+        if not self._all_stand_here():
+            error.add_note(
+                f"The state after step {state.step} is not saved: within {_PATIENCE_AFTER_ERRORS:g} seconds not all "
+                "ranks raised an error after that step and before the next one."
+            )
+            return
+        self.is_cut_short, state.status = True, "running"
+        run.control.save_reasons.add("exception")
+        try:
+            self.save()
+            self.saves.settle()
+        except Exception as failure:  # noqa: BLE001 - the first error is the one to be told
+            _logger.warning("After an error the state of step %d could not be saved: %s", state.step, failure)
+            return
+        if self.saves.failure is None:
+            path = state.checkpoints[-1]["path"]
+            error.add_note(f'The state after step {state.step} is saved in {path}; resume="auto" resumes it.')
+
+    def _all_stand_here(self) -> bool:
+        """Whether an error left all ranks after the same update, with the same left to do."""
+        state = self.run.state
+        place = json.dumps([state.step, state.samples, state.status, sorted(self.evaluated.sets), self.owed])
+        name = f"after_error/{state.run_id}/{state.step}"
+        return self.run.accelerator.group.meet(name, place, _PATIENCE_AFTER_ERRORS)
+
+    def finish(self) -> None:
+        """Do what the last step leaves to do: log, evaluate, save; its state survives an error meanwhile."""
+        try:
+            self._finish()
+        except Exception as error:
+            self.save_after(error)
+            raise
+
+    def _finish(self) -> None:
+        run, state, trainer = self.run, self.run.state, self.trainer
+        self.log()
+        reason = run.control.reason
+        if trainer.evaluation_interval is not None and not self._evaluate_the_rest():
+            self.forget_save()  # which does not know what asked for the end
+            self.interrupt({"stop": reason} if reason else {})
+            return
+        state.status, state.reason = ("stopped" if reason else "finished"), reason
+        is_best = trainer.args.keep_best > 0 and state.best is not None and state.best.step == state.step
+        saves_the_end = self.folder is not None and (trainer.args.save_interval is not None or is_best)
+        if saves_the_end:
+            self.save()
+        self.saves.settle()
+        if saves_the_end and self.saves.failure is not None:
+            state.status = "unsaved"
+        if trainer.args.load_best_at_end and state.best is not None:
+            self._load_best()
+        self.interruption = self.heard_of()  # too late to leave anything undone; but whoever asked for the end gets it
+
+    def close(self, status: Any) -> None:
+        """Write down how it ended, however that was, and let the callbacks know."""
+        run = self.run
+        self.release()
+        self.tell_time()
+        self.bad_samples.tell()
+        run.state.status = status
+        run.batch = run.outputs = run.loss_sum = None
+        self.saves.close()
+        if status != "failed":
+            optimizer_modes.evaluate(run.optimizers.values())
+        try:
+            self.events.fire("on_fit_end", run)
+        finally:
+            if self.folder is not None and run.is_main_process and self.lease.loss() is None:
+                try:
+                    self.folder.write(status=status, state=run.state.state_dict(), metrics=dict(run.metrics))
+                    run_records.write_report(self.folder)
+                except (OSError, UnreachableError) as error:  # what was trained is there all the same
+                    _logger.warning("How the run ended could not be written to %s: %s.", self.folder.path, error)
+                self.put_up_logs()
+
+    def release(self) -> None:
+        """Take back what was registered with the engine, and stop the watchdog."""
+        self._watching.close()
+        for handle in self._handles:
+            handle.remove()
+
+    def leave_together(self) -> None:
+        """Wait for the others: who ends first may be taken for one that failed, and the others be ended for it."""
+        with contextlib.suppress(RuntimeError):  # one of them is gone already
+            self.run.accelerator.group.barrier()
+
+    def put_up_logs(self) -> None:
+        """Bring what was logged to where the run is, if that is not this machine."""
+        if self.folder is not None and self.run.is_main_process:
+            self.folder.put_up()
+
+    def result(self) -> FitResult:
+        """Return what became of the run."""
+        report = None if self.folder is None else run_records.report_of(self.folder)
+        return FitResult.of({"state": self.run.state.state_dict(), "metrics": self.run.metrics, "report": report})
+
+    def tell_time(self) -> None:
+        """Count the time of training so far."""
+        now = time.monotonic()
+        self.run.state.seconds += now - self._began
+        self._began = now
+
+    # -- private -------------------------------------------------------------------------------------------------
+
+    def _good_checkpoints(self) -> list[dict[str, Any]]:
+        return [entry for entry in self.run.state.checkpoints if not entry.get("nonfinite")]
+
+    def _leaving(self) -> Leaving:
+        accelerator = self.run.accelerator
+        return Leaving(
+            self.run.control,
+            accelerator.group,
+            accelerator.device,
+            in_lockstep=accelerator.strategy.needs_lockstep and accelerator.num_processes > 1,
+            look=None if self.deadline is None else self.deadline.look,
+        )
+
+    def _count_anew(self, fresh: Fresh, changed: Collection[str]) -> None:
+        """Count in the updates of now, if they are of another size than those of the checkpoint."""
+        state, saved, args = self.run.state, self.saved_state, self.trainer.args
+        moved, length = 0, state.steps_per_epoch
+        if length is not None:
+            left = math.ceil(self.loader.batches_left / self.trainer.accelerator.gradient_accumulation_steps)
+            state.steps_in_epoch = length - left
+            behind = state.epoch * length + state.steps_in_epoch
+            if state.max_epochs is not None:
+                of_epochs = state.step + math.ceil(state.max_epochs * length - 1e-9) - behind
+                is_longest = args.max_steps is None or of_epochs < args.max_steps
+                state.max_steps = of_epochs if is_longest else args.max_steps
+                if is_longest and args.schedule_steps is None and saved["steps_per_epoch"]:
+                    # A schedule of epochs stays where it is in the samples, which are more or fewer updates now.
+                    moved = behind - (saved["epoch"] * saved["steps_per_epoch"] + saved["steps_in_epoch"])
+        fresh.apply(changed, moved, length != saved["steps_per_epoch"])
+
+    def _forget_best_of_another_metric(self, changed: Collection[str]) -> None:
+        state, metric = self.run.state, self.trainer.default_metric
+        if state.best is None or metric is None:
+            return
+        if state.best.metric != metric or "greater_is_better" in changed:
+            _logger.warning(
+                "The best evaluation so far, of step %d, was that by %s: the search begins anew, by %s.",
+                state.best.step,
+                state.best.metric,
+                metric,
+            )
+            state.best = None
+
+    def _is_better(self, value: float, than: float) -> bool:
+        args, name = self.trainer.args, self.trainer.default_metric
+        return value > than if greater_is_better_for(name or "", args.greater_is_better) else value < than
+
+    def _tell_running(self, folder: RunFolder, is_new: bool) -> None:
+        try:
+            folder.write(status="running", **run_records.description(self.trainer.args))
+        except OSError as error:
+            if is_new:  # nobody would find it
+                raise UnwritableError(f"{folder.path} could not be written: {error.strerror or error}.") from error
+            _logger.warning("That the run goes on could not be written to %s: %s.", folder.path, error)
+
+    def _write_beside(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        del models, weights
+        if self.run.is_main_process:
+            try:
+                write_beside(self.trainer, Path(folder))
+                if self.folder is not None:
+                    Path(folder, IDENTITY_FILE).write_bytes(self.folder.identity())
+            except OSError as error:
+                raise UnwritableError(f"{folder} could not be written: {error.strerror or error}.") from error
+
+    def _load_best(self) -> None:
+        best = self.result().best_checkpoint
+        if best is None and self.trainer.args.keep_best == 0:
+            raise ConfigurationError("load_best_at_end=True: the best evaluation was not saved. Leave keep_best at 1.")
+        if best is None:
+            found = self.run.state.best
+            assert found is not None
+            if found.step != self.run.state.step:  # else these are its weights
+                _logger.warning(
+                    "load_best_at_end=True: the checkpoint of the best evaluation, of step %d, could not be written. "
+                    "The weights are those of the last step.",
+                    found.step,
+                )
+            return
+        state = self.run.state.state_dict()
+        self.run.accelerator.load_state(best)
+        self.run.state.load_state_dict(state)
+
+
+class _Saved:
+    """What of a run survives a restart besides what the engine saves: the run's state and that of its callbacks."""
+
+    def __init__(self, fitting: Fitting) -> None:
+        self._fitting = fitting
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states."""
+        fitting = self._fitting
+        owed = fitting.owed if fitting.interruption is not None or fitting.is_cut_short else {}
+        return {
+            "run": fitting.run.state.state_dict(),
+            "callbacks": fitting.events.state_dict(),
+            "averages": fitting.trainer.averages.state_dict(),
+            "guard": fitting.guard.state_dict(),
+            "bad_samples": fitting.bad_samples.state_dict(),
+            "splitting": fitting.splitting.state_dict(),
+            "owed": owed,
+            "evaluated": {**vars(fitting.evaluated), "sets": sorted(fitting.evaluated.sets)},
+            "sets_due": sorted(fitting.run.control.sets_due) if "evaluate_sets" in owed else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them up."""
+        self._fitting.saved_state = state["run"]
+        self._fitting.run.state.load_state_dict(state["run"])
+        self._fitting.events.load_state_dict(state["callbacks"])
+        self._fitting.trainer.averages.load_state_dict(state["averages"])
+        self._fitting.owed = dict(state.get("owed", {}))
+        self._fitting.run.control.sets_due.update(state.get("sets_due", ()))
+        if "evaluated" in state:
+            step, sets, metrics = (state["evaluated"][name] for name in ("step", "sets", "metrics"))
+            self._fitting.evaluated = Evaluated(step, frozenset(sets), dict(metrics))
+            self._fitting.run.metrics = self._fitting.evaluated.metrics
+        self._fitting.guard.load_state_dict(state.get("guard", {}))  # which older ones do not have
+        self._fitting.bad_samples.load_state_dict(state.get("bad_samples", {}))
+        self._fitting.splitting.load_state_dict(state.get("splitting", {}))
+
+
+def _infinite_buffers(trainer: "Trainer") -> frozenset[str]:
+    """Return the buffers that a model begins with infinities in, such as masks of attention."""
+    models = trainer.prepare_models()
+    buffers = [pair for model in models for pair in trainer.accelerator.unwrap_model(model).named_buffers()]
+    floats = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point() and not buffer.is_meta]
+    return frozenset(canonical_name(name) for name, buffer in floats if bool(torch.isinf(buffer).any()))
+
+
+def _named(verb: str, value: Any) -> dict[str, Any]:
+    named = dict(value) if isinstance(value, Mapping) else {"default": value}
+    if not named:
+        raise ConfigurationError(f"{verb} returned no optimizer. Return one, or a dict of them by name.")
+    before_fit.check_optimizers(named)
+    return named
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # an iterable dataset does not say
+        return None
+
+
+def _size(loader: Any) -> Any:
+    try:
+        return len(loader.dataset)
+    except TypeError:
+        return "an unknown number of"

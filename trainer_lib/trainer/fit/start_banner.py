@@ -1,0 +1,198 @@
+"""This file is the start banner: what is going to happen, once, before it does."""
+
+import shutil
+import sys
+import textwrap
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from trainer_lib.callbacks.checkpoint import Checkpoint
+from trainer_lib.callbacks.console import Printer
+from trainer_lib.callbacks.progress import ProgressBar
+from trainer_lib.foundation.duration import Every
+from trainer_lib.processes.exit_codes import is_interactive
+from trainer_lib.trainer.optim.schedules import peak_first_last
+from trainer_lib.trainer.safety.deadline import deadline_in
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.fit.session import Fitting
+
+
+_NARROWEST = 40
+
+
+def banner(fitting: "Fitting", columns: int | None = None) -> str:
+    """Return what is going to happen, a line a subject, wrapped between words to so many columns."""
+    lines = {
+        "model": _model(fitting),
+        "devices": _devices(fitting),
+        "batch": _batch(fitting),
+        "length": _length(fitting),
+        "optimizer": _optimizers(fitting),
+        "loss": fitting.trainer.describe_loss(),
+        "evaluation": _evaluation(fitting),
+        "output": _output(fitting),
+        **_resume(fitting),
+        "ends early": _ends_early(fitting),
+    }
+    width = max(map(len, lines))
+    text = "\n".join(_wrapped(f"  {name:<{width}}  ", line, columns) for name, line in lines.items())
+    return f"run {fitting.run.state.run_id or '(not saved)'}\n{text}\n"
+
+
+def _wrapped(label: str, line: str, columns: int | None) -> str:
+    if columns is None:
+        return label + line
+    indent = " " * len(label)
+    # A path in the middle of a line stays whole, so that it can be copied.
+    return textwrap.fill(
+        line,
+        max(columns, _NARROWEST),
+        initial_indent=label,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def show(fitting: "Fitting") -> None:
+    """Write the banner, on the main process; a rehearsal has none, and neither has a run that nothing shows."""
+    shows = any(isinstance(one, (Printer, ProgressBar)) for one in fitting.events)
+    if fitting.run.is_main_process and shows and not fitting.trainer.is_rehearsing:
+        file = sys.stdout if is_interactive() else sys.stderr  # which notebooks show in red
+        columns = shutil.get_terminal_size().columns if file.isatty() else None
+        file.write(banner(fitting, columns))
+        file.flush()
+
+
+def _model(fitting: "Fitting") -> str:
+    trainer = fitting.trainer
+    named: Any = trainer.model if not isinstance(trainer.model, nn.Module) else {"": trainer.model}
+    parts: list[str] = []
+    for name, model in named.items():
+        count = sum(_count(parameter) for parameter in model.parameters())
+        trained = sum(_count(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        of = "all trained" if trained == count else f"{_short(trained)} trained"
+        parts.append(f"{name + ': ' if name else ''}{type(model).__name__}, {_short(count)} parameters, {of}")
+    return "; ".join(parts)
+
+
+def _devices(fitting: "Fitting") -> str:
+    accelerator = fitting.run.accelerator
+    count = accelerator.num_processes
+    how = "" if count == 1 else f" ({accelerator.distributed_type.value})"
+    precision = {"no": "full precision"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    plural = "process" if count == 1 else "processes"
+    return f"{count} {plural}{how} on {accelerator.device.type}, {precision}"
+
+
+def _batch(fitting: "Fitting") -> str:
+    accelerator, of_round = fitting.run.accelerator, fitting.loader.total_batch_size
+    steps, count = accelerator.gradient_accumulation_steps, accelerator.num_processes
+    if of_round is None:
+        return f"of the loader's own size × {steps} accumulated"
+    return f"{of_round * steps} samples an update = {of_round // count} × {steps} accumulated × {count} " + (
+        "process" if count == 1 else "processes"
+    )
+
+
+def _length(fitting: "Fitting") -> str:
+    state, args = fitting.run.state, fitting.trainer.args
+    parts = [f"{state.max_steps} steps" if state.max_steps is not None else "steps not known beforehand"]
+    if state.steps_per_epoch:
+        parts.append(f"{state.steps_per_epoch} an epoch")
+    if state.max_epochs is not None:
+        parts.append(f"{state.max_epochs:g} epochs")
+    if args.token_limit is not None:
+        parts.append(f"at most {args.token_limit:,} tokens")
+    if args.time_limit is not None:
+        parts.append(f"at most {args.time_limit:g} s")
+    if state.step:
+        parts.append(f"going on at step {state.step}")
+    return ", ".join(parts)
+
+
+def _optimizers(fitting: "Fitting") -> str:
+    parts: list[str] = []
+    for name, optimizer in fitting.run.optimizers.items():
+        rates = sorted({group["lr"] for group in optimizer.param_groups}, key=float)
+        scheduler = fitting.run.schedulers.get(name)
+        rate = "learning rate " + ", ".join(f"{float(one):g}" for one in rates)
+        if scheduler is not None and scheduler in fitting.step_schedulers:
+            first, peak, last = peak_first_last(scheduler, fitting.schedule_length)
+            known = ((first, "first"), (peak, "at most"), (last, "last"))
+            rate = "learning rate " + ", ".join(f"{value:g} {word}" for value, word in known if value is not None)
+        label = "" if name == "default" else f"{name}: "
+        parts.append(f"{label}{type(optimizer.optimizer).__name__}, {rate}")
+    return "; ".join(parts) + _clipping(fitting)
+
+
+def _clipping(fitting: "Fitting") -> str:
+    norm = fitting.trainer.args.max_grad_norm
+    if norm is None:
+        return ""
+    unless = ", unless training_step steps the optimizer itself" if fitting.trainer.has_own_step else ""
+    return f", gradients clipped to a norm of {norm:g}{unless}"
+
+
+def _evaluation(fitting: "Fitting") -> str:
+    trainer = fitting.trainer
+    if trainer.evaluation_interval is None:
+        return "none"
+    by_set = trainer.args.eval_intervals.items()
+    told = [f"{name} {'never' if every is None else f'every {_interval(every)}'}" for name, every in by_set]
+    return f"{', '.join(told) or f'every {_interval(trainer.evaluation_interval)}'}, best by {trainer.default_metric}"
+
+
+def _output(fitting: "Fitting") -> str:
+    if fitting.folder is None:
+        return "none: give output_dir to keep checkpoints"
+    intervals = [fitting.trainer.args.save_interval]
+    intervals += [callback.every for callback in fitting.events if isinstance(callback, Checkpoint)]
+    told = list(dict.fromkeys(f"every {_interval(interval)}" for interval in intervals if interval is not None))
+    return f"{fitting.folder.path}, " + (f"a checkpoint {' and '.join(told)}" if told else "no checkpoints")
+
+
+def _resume(fitting: "Fitting") -> dict[str, str]:
+    """Return what of a resumed run may differ from an uninterrupted one; workers start afresh with each epoch."""
+    loader, state = fitting.loader, fitting.run.state
+    is_within = state.steps_in_epoch or (state.step and loader.persistent_workers)
+    if not is_within or not loader.may_draw_in_workers:
+        return {}
+    workers = f"num_workers={loader.num_workers}"
+    return {
+        "resume": f"exact, unless the dataset draws random numbers: in workers ({workers}) it draws other ones than "
+        "without the interruption. seed_each_sample=True makes that exact too"
+    }
+
+
+def _ends_early(fitting: "Fitting") -> str:
+    signals = fitting.signals
+    parts = [f"at {', '.join(signals.caught)}"] if signals.caught else ["at no signal"]
+    reasons = dict.fromkeys(signals.left.values())
+    parts += [f"not at {_those(signals.left, reason)} ({reason})" for reason in reasons]
+    ends = deadline_in(fitting.trainer.args.deadline)
+    if ends is not None and fitting.deadline is not None:
+        parts.append(time.strftime("saved before %Y-%m-%d %H:%M:%S", time.localtime(ends)))
+    return ", ".join(parts)
+
+
+def _those(left: dict[str, str], reason: str) -> str:
+    return ", ".join(name for name, other in left.items() if other == reason)
+
+
+def _interval(interval: Every) -> str:
+    return str(interval).removeprefix("1 ")
+
+
+def _count(parameter: Any) -> int:
+    return parameter.numel()
+
+
+def _short(count: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)

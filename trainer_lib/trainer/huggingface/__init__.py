@@ -1,0 +1,1 @@
+"""Arguments, callbacks and trainers of Hugging Face's Trainer, converted."""

@@ -1,0 +1,347 @@
+"""This file is how arguments of Hugging Face's Trainer that have another form here are said in it.
+
+Names that are neither here nor in `foreign_names` are the same, with the same meaning.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer_lib.options.compile_options import TorchDynamoPlugin
+from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.parallelism_config import ParallelismConfig
+from trainer_lib.trainer.arguments.value_types import NEVER
+
+
+class Made:
+    """An object that a conversion calls for, written as the call that makes it.
+
+    Args:
+        kind: Its class.
+        **options: What it is made with.
+    """
+
+    def __init__(self, kind: type, **options: Any) -> None:
+        self.kind, self.options = kind, options
+
+    def __repr__(self) -> str:
+        """Return the call."""
+        return f"{self.kind.__name__}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+    def make(self) -> Any:
+        """Return the object."""
+        return self.kind(**self.options)
+
+
+# All that is given, by Hugging Face's names -> what that makes by ours; or a text: why there is nothing of that kind.
+Conversion = Callable[[Mapping[str, Any]], dict[str, Any] | str]
+
+OTHER_FORM: dict[tuple[str, ...], Conversion] = {}
+
+
+def _form(*names: str) -> Callable[[Conversion], Conversion]:
+    def enter(conversion: Conversion) -> Conversion:
+        OTHER_FORM[names] = conversion
+        return conversion
+
+    return enter
+
+
+def _rename(name: str, ours: str) -> None:
+    OTHER_FORM[(name,)] = lambda given: {ours: given[name]}
+
+
+for _name, _ours in {
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "no_cuda": "use_cpu",
+    "full_determinism": "deterministic",
+    "load_best_model_at_end": "load_best_at_end",
+    "save_total_limit": "keep_last",
+    "dataloader_drop_last": "drop_last",
+    "dataloader_num_workers": "num_workers",
+    "dataloader_pin_memory": "pin_memory",
+    "dataloader_persistent_workers": "persistent_workers",
+    "dataloader_prefetch_factor": "prefetch_factor",
+    "length_column_name": "length_column",
+    "sortish_sampler": "group_by_length",
+}.items():
+    _rename(_name, _ours)
+
+
+def _interval(strategy: Any, steps: Any, ours: str) -> dict[str, Any] | str:
+    """Return when something is done, from the two arguments in which Hugging Face says it."""
+    strategy = str(strategy).lower()
+    if strategy == "no":
+        return {ours: NEVER}
+    if strategy in ("epoch", "epochs"):
+        return {ours: "1 epoch"}
+    if isinstance(steps, (int, float)) and 0 < steps < 1:
+        return f'a part of all steps ({steps:g}) is no interval here; give the steps, as {ours}="100 steps"'
+    return {ours: _steps(steps)}
+
+
+def _steps(count: Any) -> str:
+    count = int(count) if isinstance(count, float) and count == int(count) else count
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
+@_form("logging_strategy", "logging_steps")
+def _logging(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    return _interval(given.get("logging_strategy", "steps"), given.get("logging_steps", 500), "log_every")
+
+
+@_form("eval_strategy", "eval_steps", "evaluation_strategy", "eval_delay")
+def _evaluating(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    strategy = given.get("eval_strategy", given.get("evaluation_strategy", "steps"))
+    steps = given.get("eval_steps")
+    found = _interval(strategy, 500 if steps is None else steps, "eval_every")
+    if isinstance(found, str) or not given.get("eval_delay") or found.get("eval_every") == NEVER:
+        return found
+    unit = "epochs" if str(getattr(strategy, "value", strategy)).lower() == "epoch" else "steps"
+    return {**found, "eval_delay": f"{given['eval_delay']:g} {unit}"}
+
+
+@_form("save_strategy", "save_steps")
+def _saving(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    if str(given.get("save_strategy", "steps")).lower() == "best":
+        return {"save_every": NEVER, "keep_best": 1}  # the best is saved when it is found
+    return _interval(given.get("save_strategy", "steps"), given.get("save_steps", 500), "save_every")
+
+
+@_form("metric_for_best_model", "greater_is_better")
+def _best(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    metric = given.get("metric_for_best_model")
+    if metric is None:
+        return "without metric_for_best_model it says nothing, there and here"
+    named = {"metric_for_best": metric if str(metric).startswith("eval_") else f"eval_{metric}"}
+    return named | {name: given[name] for name in ("greater_is_better",) if given.get(name) is not None}
+
+
+@_form("warmup_steps", "warmup_ratio")
+def _warmup(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    # As there: steps count before a ratio, and a number below 1 is one.
+    value = given.get("warmup_steps") or given.get("warmup_ratio") or 0
+    return {"warmup": _steps(value) if value >= 1 else float(value) or None}
+
+
+_SCHEDULES = {
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+    "reduce_lr_on_plateau": "plateau",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+}
+_SCHEDULE_OPTIONS = {
+    "min_lr_rate": "min_ratio",
+    "min_lr_ratio": "min_ratio",
+    "num_decay_steps": "decay_steps",
+    "decay_type": "decay",
+}
+_NO_SCHEDULE_OPTIONS = {"wsd": ("num_stable_steps", "warmup_type", "num_cycles")}
+
+
+@_form("lr_scheduler_type", "lr_scheduler_kwargs")
+def _schedule(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    name, options = str(given.get("lr_scheduler_type", "linear")), dict(given.get("lr_scheduler_kwargs") or {})
+    ours = _SCHEDULES.get(name, name)
+    unknown = [one for one in options if one in ("warmup_lr_rate", *_NO_SCHEDULE_OPTIONS.get(ours, ()))]
+    if name == "greedy" or unknown:
+        what = f"lr_scheduler_kwargs={{{unknown[0]!r}: …}}" if unknown else "schedule 'greedy'"
+        return f"there is no {what}; give a schedule of your own: Trainer(…, scheduler=…)"
+    if ours == "cosine" and options.get("min_lr") is not None:
+        options["min_lr_rate"] = options.pop("min_lr") / given.get("learning_rate", 5e-5)
+    if ours == "wsd":
+        options.setdefault("decay_type", "cosine")  # the default there
+    options = {_SCHEDULE_OPTIONS.get(one, one): value for one, value in options.items() if value is not None}
+    return {"lr_scheduler": ours, "lr_scheduler_kwargs": options} if options else {"lr_scheduler": ours}
+
+
+_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rmsprop": "rmsprop",
+    "adamw_torch_4bit": "torchao.optim.AdamW4bit",
+    "adamw_torch_8bit": "torchao.optim.AdamW8bit",
+    "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
+    "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+    "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
+    "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
+    "ademamix": "bitsandbytes.optim.AdEMAMix",
+    "ademamix_8bit": "bitsandbytes.optim.AdEMAMix8bit",
+    "paged_ademamix_32bit": "bitsandbytes.optim.PagedAdEMAMix",
+    "paged_ademamix_8bit": "bitsandbytes.optim.PagedAdEMAMix8bit",
+    "lion_32bit": "bitsandbytes.optim.Lion",
+    "lion_8bit": "bitsandbytes.optim.Lion8bit",
+    "paged_lion_32bit": "bitsandbytes.optim.PagedLion",
+    "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
+    "rmsprop_bnb": "bitsandbytes.optim.RMSprop",
+    "rmsprop_bnb_8bit": "bitsandbytes.optim.RMSprop8bit",
+    "rmsprop_bnb_32bit": "bitsandbytes.optim.RMSprop32bit",
+}
+
+
+@_form("optim", "adam_beta1", "adam_beta2", "adam_epsilon", "adafactor")
+def _optimizer(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    ours: dict[str, Any] = {}
+    name = "adafactor" if given.get("adafactor") else str(given.get("optim", "adamw_torch"))
+    if name not in _OPTIMIZERS:
+        return f"there is no name for {name!r}; give the optimizer itself: Trainer(…, optimizer=…)"
+    if "optim" in given or given.get("adafactor"):
+        ours["optimizer"] = _OPTIMIZERS[name]
+    options: dict[str, Any] = {}
+    # Those of Adam mean nothing to the others, there as here.
+    if "adam" in _OPTIMIZERS[name].lower():
+        if "adam_beta1" in given or "adam_beta2" in given:
+            options["betas"] = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
+        if "adam_epsilon" in given:
+            options["eps"] = given["adam_epsilon"]
+        if options.get("betas") == [0.9, 0.999]:
+            del options["betas"]
+        if options.get("eps") == 1e-8:
+            del options["eps"]
+    return ours | ({"optimizer_kwargs": options} if options else {})
+
+
+@_form("bf16", "fp16", "fp16_backend", "half_precision_backend")
+def _precision(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    if given.get("bf16"):
+        return {"mixed_precision": "bf16"}
+    return {"mixed_precision": "fp16" if given.get("fp16") else None}
+
+
+@_form("activation_checkpointing", "gradient_checkpointing")
+def _checkpointing(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {"gradient_checkpointing": bool(given.get("activation_checkpointing", given.get("gradient_checkpointing")))}
+
+
+@_form("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
+def _compile(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    backend = given.get("torch_compile_backend") or given.get("torchdynamo") or "inductor"
+    mode = given.get("torch_compile_mode")
+    if mode is not None:
+        return {"compile": Made(TorchDynamoPlugin, backend=str(backend), mode=mode)}
+    if backend != "inductor":
+        return {"compile": str(backend)}
+    return {"compile": bool(given.get("torch_compile", True))}
+
+
+@_form("resume_from_checkpoint")
+def _resume(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    value = given["resume_from_checkpoint"]
+    return {"resume": str(value) if value and not isinstance(value, bool) else "auto" if value else NEVER}
+
+
+@_form("disable_tqdm")
+def _progress(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {"progress_bar": None if given["disable_tqdm"] is None else not given["disable_tqdm"]}
+
+
+@_form("train_sampling_strategy")
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    strategy = str(given["train_sampling_strategy"])
+    known = {
+        "random": {"shuffle": True},
+        "sequential": {"shuffle": False},
+        "group_by_length": {"group_by_length": True},
+    }
+    return known.get(strategy, f"there is no sampling {strategy!r}; give a DataLoader with a sampler of your own")
+
+
+@_form("max_steps", "num_train_epochs")
+def _limits(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    # As there, steps overrule epochs; here the first reached would end the run.
+    steps = given.get("max_steps", -1)
+    return {"max_steps": steps} if steps > 0 else {"num_train_epochs": given.get("num_train_epochs")}
+
+
+@_form("max_grad_norm")
+def _clipping(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {"max_grad_norm": given["max_grad_norm"] or None}
+
+
+@_form("report_to")
+def _reports(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    names = given["report_to"]
+    names = [names] if isinstance(names, str) else list(names or [])
+    if names in ([], ["none"]):
+        return {"report_to": ()}
+    from trainer_lib.tracking.registry import ALL, known_names
+
+    missing = [name for name in names if name not in (*known_names(), ALL)]
+    if missing:
+        return f"there is no tracker {missing[0]!r} here; known: {', '.join(known_names())}"
+    return {"report_to": tuple(names)}
+
+
+_DDP = {
+    "ddp_find_unused_parameters": "find_unused_parameters",
+    "ddp_bucket_cap_mb": "bucket_cap_mb",
+    "ddp_broadcast_buffers": "broadcast_buffers",
+    "ddp_static_graph": "static_graph",
+}
+
+
+@_form(*_DDP)
+def _ddp(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    options = {ours: given[name] for name, ours in _DDP.items() if given.get(name) is not None}
+    return {"ddp": Made(DistributedDataParallelKwargs, **options) if options else None}
+
+
+@_form("parallelism_config")
+def _parallelism(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    config = given["parallelism_config"]
+    sizes = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    found = {name: getattr(config, name) for name in sizes if getattr(config, name, 1) not in (None, 1)}
+    return {"parallelism": Made(ParallelismConfig, **found) if config is not None else None}
+
+
+_SHARDING = {
+    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    "offload_params": "cpu_offload",
+    "version": "fsdp_version",
+}
+_SHARDING_WORDS: dict[str, dict[str, Any]] = {
+    "full_shard": {"reshard_after_forward": True},
+    "shard_grad_op": {"reshard_after_forward": False},
+    "hybrid_shard": {"sharding_strategy": "HYBRID_SHARD"},
+    "hybrid_shard_zero2": {"sharding_strategy": "_HYBRID_SHARD_ZERO2"},
+    "offload": {"cpu_offload": True},
+    "auto_wrap": {},
+}
+
+
+@_form("fsdp", "fsdp_config", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap")
+def _sharding(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    words, config = given.get("fsdp", True), given.get("fsdp_config") or {}
+    if not words:
+        return {"fsdp": None}
+    if isinstance(config, str):
+        return f"the file {config!r} is not read here; give FullyShardedDataParallelPlugin(…)"
+    options: dict[str, Any] = {}
+    for word in words.split() if isinstance(words, str) else list(words) if isinstance(words, (list, tuple)) else []:
+        if str(word) not in _SHARDING_WORDS:
+            return f"there is no sharding {str(word)!r}; give FullyShardedDataParallelPlugin(…)"
+        options |= _SHARDING_WORDS[str(word)]
+    for name, value in {**config, **{name: given[name] for name in given if name.startswith("fsdp_")}}.items():
+        plain = name.removeprefix("fsdp_")
+        # 0 parameters, no backend of XLA: what is written there when nothing is meant.
+        if plain == "config" or (not value and (plain == "min_num_params" or plain.startswith("xla"))):
+            continue
+        options[_SHARDING.get(plain, plain)] = value
+    return {"fsdp": Made(FullyShardedDataParallelPlugin, **options) if options else True}
+
+
+@_form("generation_max_length", "generation_num_beams", "generation_config")
+def _generation(given: Mapping[str, Any]) -> dict[str, Any] | str:
+    if given.get("generation_config") is not None:
+        return "give its values by name: generation_kwargs={…}"
+    names = {"generation_max_length": "max_length", "generation_num_beams": "num_beams"}
+    return {
+        "generation_kwargs": {ours: given[name] for name, ours in names.items() if given.get(name) is not None},
+        "predict_with_generate": True,
+    }

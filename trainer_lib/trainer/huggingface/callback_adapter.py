@@ -1,0 +1,232 @@
+"""This file is callbacks of Hugging Face's Trainer at work in a run of this one.
+
+Each event of ours is handed on as the one of theirs that means the same, with a state and arguments of their kinds;
+what they ask for by their control is asked for here.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from trainer_lib.events import Run, Transformer
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
+from trainer_lib.trainer.huggingface.callback_views import arguments_seen, new_state, update_state
+
+_logger = get_logger(__name__)
+
+_FLAGS = {
+    "should_log": "log",
+    "should_evaluate": "evaluate",
+    "should_save": "save",
+    "should_training_stop": "stop",
+    "should_epoch_stop": "end_epoch",
+}
+
+
+def adapted(callback: Any) -> Any:
+    """Return a callback of Hugging Face's Trainer as one of ours, and anything else as it is.
+
+    Raises:
+        ConfigurationError: If it is the class of one.
+    """
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not is_transformers_kind(kind, "TrainerCallback"):
+        return callback
+    if isinstance(callback, type):
+        raise ConfigurationError(
+            f"callbacks has the class {callback.__name__}. Give an object: {callback.__name__}(…)."
+        )
+    return IntegrationCallback(callback) if _is_integration(kind) else AdaptedCallback(callback)
+
+
+def is_transformers_kind(kind: type, name: str) -> bool:
+    """Whether a class is, or derives from, one of transformers; which is not imported to find out."""
+    return any(one.__name__ == name and one.__module__.startswith("transformers.") for one in kind.__mro__)
+
+
+class AdaptedCallback(Transformer):
+    """A `transformers.TrainerCallback` as a callback of a run.
+
+    A trainer makes one of each that is among its `callbacks`. As theirs may change the model, its errors end the run.
+
+    Args:
+        callback: The callback.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl
+
+        self.callback, self.key = callback, type(callback).__name__
+        self._has_state = isinstance(callback, ExportableState)
+        self._control, self._state, self._args = TrainerControl(), None, None
+        events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+        self._told = {name for name in events if getattr(type(callback), name) is not getattr(TrainerCallback, name)}
+        if "on_push_begin" in self._told:
+            _logger.warning("%s listens to on_push_begin, of which nothing is told here.", self.key)
+        for ours, theirs in _EVENTS.items():
+            if self._told.intersection(theirs):  # an event nobody listens to costs nothing
+                setattr(self, ours, getattr(self, f"_{ours}"))
+
+    # -- a run, as they see it -----------------------------------------------------------------------------------
+
+    def _on_fit_begin(self, run: Run) -> None:
+        is_first = self._args is None
+        self._look_at(run)
+        if is_first:
+            self._tell("on_init_end", run)
+        self._tell("on_train_begin", run)
+
+    def _on_fit_end(self, run: Run) -> None:
+        totals = _totals(run) if run.state.has_ended else None
+        if totals is not None:
+            self._tell("on_log", run, totals, logs=totals)
+        self._tell("on_train_end", run, totals)
+
+    def _on_epoch_begin(self, run: Run) -> None:
+        self._tell("on_epoch_begin", run)
+
+    def _on_epoch_end(self, run: Run) -> None:
+        self._tell("on_epoch_end", run)
+
+    def _on_step_begin(self, run: Run) -> None:
+        self._tell("on_step_begin", run)
+
+    def _on_micro_batch_end(self, run: Run) -> None:
+        if not run.accelerator.gradient_state.sync_gradients:  # the last one of a window ends the step
+            self._tell("on_substep_end", run)
+
+    def _on_optimizer_step_begin(self, run: Run) -> None:
+        self._tell("on_pre_optimizer_step", run)
+
+    def _on_optimizer_step_end(self, run: Run) -> None:
+        self._tell("on_optimizer_step", run)
+
+    def _on_step_end(self, run: Run) -> None:
+        self._tell("on_step_end", run)
+
+    def _on_log(self, run: Run, values: dict[str, float]) -> None:
+        logs: dict[str, Any] = {**values, "epoch": run.state.epochs}
+        self._tell("on_log", run, logs, logs=logs)
+        values.update({name: value for name, value in logs.items() if name not in values and name != "epoch"})
+
+    def _on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        logs = {**metrics, "epoch": run.state.epochs}
+        self._tell("on_log", run, logs, logs=logs)  # there, what an evaluation found is logged first
+        self._tell("on_evaluate", run, logs, metrics=metrics)
+
+    def _on_evaluate_batch_end(self, run: Run) -> None:
+        self._tell("on_prediction_step", run)
+
+    def _on_predict_batch_end(self, run: Run) -> None:
+        self._tell("on_prediction_step", run)
+
+    def _on_predict_end(self, run: Run) -> None:
+        self._tell("on_predict", run, metrics={})
+
+    def _on_save_end(self, run: Run, folder: Any) -> None:
+        saved = next((one for one in run.state.checkpoints if one["path"] == str(folder)), None)
+        self._tell("on_save", run, saved=saved)
+
+    # -- what survives a restart ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the callback says of itself, if it does."""
+        return self.callback.state() if self._has_state else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what it has found; what it was made with is said by the program of now."""
+        for name, value in state["attributes"].items():
+            setattr(self.callback, name, value)
+
+    # -- private -------------------------------------------------------------------------------------------------
+
+    def _look_at(self, run: Run) -> None:
+        self._args, self._state = arguments_seen(run), new_state(run)
+
+    def _tell(
+        self,
+        event: str,
+        run: Run,
+        logged: Mapping[str, Any] | None = None,
+        saved: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        if event not in self._told:
+            return
+        if self._args is None:  # an evaluation before any training
+            self._look_at(run)
+        update_state(self._state, run, logged, saved)
+        asked = {ours: getattr(run.control, ours) for ours in _FLAGS.values()}
+        for theirs, ours in _FLAGS.items():
+            setattr(self._control, theirs, asked[ours])
+        result = getattr(self.callback, event)(self._args, self._state, self._control, **_handed(run), **more)
+        self._control = self._control if result is None else result
+        self._ask(run, asked)
+
+    def _ask(self, run: Run, asked: Mapping[str, bool]) -> None:
+        """Ask for what the callback asks for, and nobody did before."""
+        for theirs, ours in _FLAGS.items():
+            if getattr(self._control, theirs) and not asked[ours]:
+                if ours == "stop":
+                    run.control.reason = run.control.reason or f"{self.key} asked for it"
+                setattr(run.control, ours, True)
+
+
+class IntegrationCallback(AdaptedCallback):
+    """One of transformers' own, which report elsewhere: it observes, and one that raises is switched off."""
+
+    may_change_training: ClassVar[bool] = False
+
+
+# Ours -> which of theirs it tells.
+_EVENTS: dict[str, tuple[str, ...]] = {
+    "on_fit_begin": ("on_init_end", "on_train_begin"),
+    "on_fit_end": ("on_log", "on_train_end"),
+    "on_epoch_begin": ("on_epoch_begin",),
+    "on_epoch_end": ("on_epoch_end",),
+    "on_step_begin": ("on_step_begin",),
+    "on_micro_batch_end": ("on_substep_end",),
+    "on_optimizer_step_begin": ("on_pre_optimizer_step",),
+    "on_optimizer_step_end": ("on_optimizer_step",),
+    "on_step_end": ("on_step_end",),
+    "on_log": ("on_log",),
+    "on_evaluate_end": ("on_log", "on_evaluate"),
+    "on_evaluate_batch_end": ("on_prediction_step",),
+    "on_predict_batch_end": ("on_prediction_step",),
+    "on_predict_end": ("on_predict",),
+    "on_save_end": ("on_save",),
+}
+
+
+def _is_integration(kind: type) -> bool:
+    return kind.__module__.startswith("transformers.integrations.")
+
+
+def _handed(run: Run) -> dict[str, Any]:
+    return {
+        "model": run.modules.get("", run.modules),
+        "processing_class": run.trainer.processing_class,
+        "optimizer": _only(run.optimizers),
+        "lr_scheduler": _only(run.schedulers),
+        "train_dataloader": next(iter(run.accelerator._dataloaders), None),
+        "eval_dataloader": None,  # it is made for each evaluation, and gone with it
+    }
+
+
+def _only(named: Mapping[str, Any]) -> Any:
+    return next(iter(named.values())) if len(named) == 1 else dict(named) or None
+
+
+def _totals(run: Run) -> dict[str, Any]:
+    """Return what is logged there at the end of training."""
+    state = run.state
+    totals: dict[str, Any] = {"train_runtime": state.seconds}
+    if state.seconds:
+        totals["train_samples_per_second"] = state.samples / state.seconds
+        totals["train_steps_per_second"] = state.step / state.seconds
+    logs = [one for one in state.history if "loss" in one]
+    if logs and state.step:
+        begins = [0, *(one["step"] for one in logs)]
+        total = sum(one["loss"] * (one["step"] - begin) for one, begin in zip(logs, begins, strict=False))
+        totals["train_loss"] = total / state.step
+    return {**totals, "epoch": state.epochs}

@@ -1,0 +1,166 @@
+"""This file is a run as callbacks of Hugging Face's Trainer look at it: its state, and its arguments."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_lib.events import Run
+from trainer_lib.foundation.duration import Every
+from trainer_lib.foundation.metric_names import greater_is_better_for
+
+_SAME = (
+    "learning_rate",
+    "weight_decay",
+    "run_name",
+    "seed",
+    "data_seed",
+    "predict_with_generate",
+    "label_names",
+    "use_cpu",
+    "gradient_checkpointing",
+)
+_OTHERWISE = {
+    "max_grad_norm": "max_grad_norm",
+    "save_total_limit": "keep_last",
+    "full_determinism": "deterministic",
+    "load_best_model_at_end": "load_best_at_end",
+    "dataloader_num_workers": "num_workers",
+    "dataloader_drop_last": "drop_last",
+    "optim": "optimizer",
+    "lr_scheduler_type": "lr_scheduler",
+}
+# What would set up devices and processes there, if it were asked for.
+_OF_PROCESS = ("device", "n_gpu", "world_size", "process_index", "local_process_index", "parallel_mode")
+
+
+def new_state(run: Run) -> Any:
+    """Return a `TrainerState` that knows what does not change in a run; `update_state` does the rest."""
+    from transformers.trainer_callback import TrainerState
+
+    here, args = run.state, run.args
+    return TrainerState(
+        max_steps=here.max_steps or 0,
+        num_train_epochs=_passes(here.max_epochs, here.max_steps, here.steps_per_epoch),
+        logging_steps=_steps(args.log_interval),
+        eval_steps=_steps(args.eval_interval),
+        save_steps=_steps(args.save_interval),
+        train_batch_size=args.train_batch_size_for(run.accelerator.num_processes),
+        is_world_process_zero=run.is_main_process,
+        is_local_process_zero=run.accelerator.is_local_main_process,
+    )
+
+
+def update_state(
+    state: Any, run: Run, logged: Mapping[str, Any] | None = None, saved: Mapping[str, Any] | None = None
+) -> None:
+    """Have a `TrainerState` say how a run stands.
+
+    Args:
+        state: The state.
+        run: The run.
+        logged: What is being logged, which is not in the run's history yet.
+        saved: The checkpoint that is told of; written in the background, while training went on.
+    """
+    here = run.state
+    state.global_step, state.epoch = (here.step, here.epochs) if saved is None else (saved["step"], saved["epoch"])
+    state.log_history = here.history if logged is None else [*here.history, {**logged, "step": here.step}]
+    if here.best is not None:
+        state.best_metric, state.best_global_step = here.best.value, here.best.step
+        state.best_model_checkpoint = next(
+            (str(one["path"]) for one in here.checkpoints if one["step"] == here.best.step), None
+        )
+
+
+def arguments_seen(run: Run) -> Any:
+    """Return a `transformers.TrainingArguments` that says what a run's arguments say, as far as it has names for it."""
+    kind = _arguments_class()
+    args = object.__new__(kind)  # its constructor would set up devices
+    for field in dataclasses.fields(kind):
+        default: Any = field.default
+        if default is dataclasses.MISSING:
+            default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
+        setattr(args, field.name, default)
+    for name, value in {**_plain(run), **_intervals(run), **_of_metric(run), **_of_process(run)}.items():
+        setattr(args, name, value)
+    return args
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    ours, world = run.args, run.accelerator.num_processes
+    told = {
+        theirs: getattr(ours, name) for theirs, name in {**dict(zip(_SAME, _SAME, strict=True)), **_OTHERWISE}.items()
+    }
+    return {
+        **told,
+        "output_dir": str(run.folder or ours.output_dir or "trainer_output"),
+        "max_grad_norm": ours.max_grad_norm or 0.0,
+        "max_steps": ours.max_steps or -1,
+        "num_train_epochs": ours.epoch_limit or 0,
+        "per_device_train_batch_size": ours.train_batch_size_for(world),
+        "per_device_eval_batch_size": ours.eval_batch_size,
+        "gradient_accumulation_steps": run.accelerator.gradient_accumulation_steps,
+        "bf16": run.accelerator.mixed_precision == "bf16",
+        "fp16": run.accelerator.mixed_precision == "fp16",
+        "lr_scheduler_kwargs": dict(ours.lr_scheduler_kwargs),
+        "report_to": list(ours.report_to),
+        "disable_tqdm": ours.progress_bar is False,
+        "remove_unused_columns": ours.remove_unused_columns,
+    }
+
+
+def _intervals(run: Run) -> dict[str, Any]:
+    from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+    ours, values = run.args, dict[str, Any]()
+    intervals = {"logging": ours.log_interval, "eval": run.trainer.evaluation_interval, "save": ours.save_interval}
+    for name, interval in intervals.items():
+        strategy = "no" if interval is None else "epoch" if interval.unit == "epochs" else "steps"
+        values[f"{name}_strategy"] = (SaveStrategy if name == "save" else IntervalStrategy)(strategy)
+        values[f"{name}_steps"] = _steps(interval)
+    return values
+
+
+def _of_metric(run: Run) -> dict[str, Any]:
+    metric: str | None = run.trainer.default_metric
+    if metric is None:
+        return {"metric_for_best_model": None, "greater_is_better": None}
+    is_more = greater_is_better_for(metric, run.args.greater_is_better)
+    return {"metric_for_best_model": metric, "greater_is_better": is_more}
+
+
+def _of_process(run: Run) -> dict[str, Any]:
+    from transformers.training_args import ParallelMode
+
+    accelerator = run.accelerator
+    device, world = accelerator.device, accelerator.num_processes
+    mode = ParallelMode.DISTRIBUTED if world > 1 else ParallelMode.NOT_PARALLEL
+    values = (
+        device,
+        int(device.type == "cuda"),
+        world,
+        accelerator.process_index,
+        accelerator.local_process_index,
+        mode,
+    )
+    return dict(zip(_OF_PROCESS, values, strict=True))
+
+
+def _passes(epochs: float | None, steps: int | None, steps_per_epoch: int | None) -> int:
+    if epochs is not None:
+        return math.ceil(epochs)
+    return math.ceil(steps / steps_per_epoch) if steps and steps_per_epoch else 0
+
+
+def _steps(interval: Every | None) -> int:
+    """Return an interval in steps; 500, the default there, where it is none of steps."""
+    return int(interval.amount) if interval is not None and interval.unit == "steps" else 500
+
+
+@functools.cache
+def _arguments_class() -> Any:
+    from transformers.training_args import TrainingArguments
+
+    # Plain values take the place of properties.
+    return type("SeenArguments", (TrainingArguments,), dict.fromkeys(_OF_PROCESS))

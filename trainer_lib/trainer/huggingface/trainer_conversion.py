@@ -1,0 +1,163 @@
+"""This file is a Trainer of Hugging Face as what makes one of ours: its model, arguments, data and callbacks."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_lib.callbacks.label_smoothing import LabelSmoothing
+from trainer_lib.callbacks.neftune import NEFTune
+from trainer_lib.events import Callback
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.huggingface.callback_adapter import is_transformers_kind
+
+_logger = get_logger(__name__)
+
+# What people override there -> the verb that does it here.
+_VERBS = {
+    "compute_loss": "compute_loss",
+    "training_step": "training_step",
+    "prediction_step": "evaluation_step",
+    "evaluation_loop": "evaluation_step",
+    "get_train_dataloader": "train_dataloader",
+    "get_eval_dataloader": "eval_dataloader",
+    "get_test_dataloader": "eval_dataloader",
+    "create_optimizer": "configure_optimizer",
+    "create_scheduler": "configure_scheduler",
+    "create_optimizer_and_scheduler": "configure_optimizer",
+}
+# What they give there, and is called in another way here -> what does it, as an option and as a verb.
+_OTHER_CALLS = {
+    "compute_loss_func": (
+        "loss_fn",
+        "compute_loss",
+        "loss_fn=…, a function of outputs and targets that returns a mean",
+    ),
+    "preprocess_logits_for_metrics": (None, "evaluation_step", "an evaluation_step of your own"),
+    "optimizer_cls_and_kwargs": ("optimizer", "configure_optimizer", "optimizer=…, a function of the parameters"),
+}
+# What this library has its own for: the flow of requests, what is shown, what saves at a signal.
+_OWN_FLOW = (
+    "DefaultFlowCallback",
+    "ProgressCallback",
+    "NotebookProgressCallback",
+    "PrinterCallback",
+    "JITCheckpointCallback",
+)
+
+
+def options_of(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `ours(**options)` takes to train what a trainer of Hugging Face would.
+
+    Args:
+        foreign: A `transformers.Trainer`, or one of a class derived from it.
+        ours: The class of trainer that is made.
+        given: What is said by name, in the place of what is found.
+
+    Raises:
+        ConfigurationError: If it is none, or does something in a way of its own that has no counterpart in `ours`.
+    """
+    _check(foreign, ours, given)
+    theirs, changing = (foreign.args, []) if "callbacks" in given else _parted(foreign.args)
+    args = given["args"] if "args" in given else TrainingArguments.from_transformers(theirs)
+    options: dict[str, Any] = {
+        "model": _model(foreign),
+        "args": args,
+        "train_dataset": foreign.train_dataset,
+        "eval_dataset": foreign.eval_dataset,
+        "collate_fn": foreign.data_collator,
+        "processing_class": foreign.processing_class,
+        "compute_metrics": foreign.compute_metrics,
+        "callbacks": [*_callbacks(foreign, args), *changing],
+        **_optimizers(foreign, given),
+    }
+    return {name: value for name, value in options.items() if value is not None} | dict(given)
+
+
+def _check(foreign: Any, ours: type, given: Mapping[str, Any]) -> None:
+    kind = type(foreign)
+    if not is_transformers_kind(kind, "Trainer"):
+        raise ConfigurationError(f"from_transformers takes a transformers.Trainer, got a {kind.__name__}.")
+    if foreign.model is None:
+        raise ConfigurationError(f"{kind.__name__} has no model: it makes it by model_init, for each search. Make one.")
+    _check_methods(kind, ours)
+    for name, (option, verb, instead) in _OTHER_CALLS.items():
+        if getattr(foreign, name, None) is not None and option not in given and not _has_own(ours, verb):
+            raise ConfigurationError(f"{kind.__name__} has {name}, which is called in another way here: {instead}.")
+
+
+def _check_methods(kind: type, ours: type) -> None:
+    """Check that what a class overrides there is overridden here; tell of what nothing here is like."""
+    from transformers import Trainer as Theirs
+
+    own = [one for one in kind.__mro__ if not one.__module__.startswith("transformers.")]
+    changed = [name for one in own for name in vars(one) if callable(getattr(Theirs, name, None)) and name[:2] != "__"]
+    missing = [name for name in changed if name in _VERBS and not _has_own(ours, _VERBS[name])]
+    if missing:
+        raise ConfigurationError(
+            f"{kind.__name__} overrides {', '.join(missing)}, which is called in another way here. Derive a class from "
+            f"trainer_lib.Trainer that overrides {', '.join(dict.fromkeys(_VERBS[name] for name in missing))}, and "
+            "call from_transformers of that."
+        )
+    if unknown := [name for name in changed if name not in _VERBS]:
+        _logger.warning(
+            "%s overrides %s, which nothing calls here. A callback may do it, or a method of a class of your own.",
+            kind.__name__,
+            ", ".join(unknown),
+        )
+
+
+def _has_own(ours: type, verb: str) -> bool:
+    from trainer_lib.trainer.trainer import Trainer
+
+    return getattr(ours, verb) is not getattr(Trainer, verb)
+
+
+def _model(foreign: Any) -> Any:
+    """Return its model; of one that has trained or evaluated there without what that left on it."""
+    if not getattr(foreign.model, "_is_accelerate_prepared", False):
+        return foreign.model
+    model = foreign.accelerator.unwrap_model(foreign.model, keep_fp32_wrapper=False)
+    model.__dict__.pop("_is_accelerate_prepared", None)
+    return model
+
+
+def _parted(theirs: Any) -> tuple[Any, list[Callback]]:
+    """Return arguments without those that are callbacks here, and these callbacks."""
+    rest, changing = copy.copy(theirs), list[Callback]()
+    if theirs.label_smoothing_factor:
+        changing.append(LabelSmoothing(theirs.label_smoothing_factor))
+    if theirs.neftune_noise_alpha:
+        changing.append(NEFTune(theirs.neftune_noise_alpha))
+    rest.label_smoothing_factor, rest.neftune_noise_alpha = 0.0, None
+    return rest, changing
+
+
+def _callbacks(foreign: Any, args: TrainingArguments) -> list[Any]:
+    """Return its callbacks, but for those that this library has its own for."""
+    return [
+        one
+        for one in foreign.callback_handler.callbacks
+        if not (type(one).__name__ in _OWN_FLOW and type(one).__module__.startswith("transformers."))
+        and _tracker_of(one) not in args.report_to
+    ]
+
+
+def _tracker_of(callback: Any) -> str | None:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    return next((name for name, kind in INTEGRATION_TO_CALLBACK.items() if type(callback) is kind), None)
+
+
+def _optimizers(foreign: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer and the schedule that were given to it."""
+    if "optimizer" in given or foreign.optimizer is None:
+        return {}
+    if type(foreign.optimizer).__module__.startswith("accelerate."):  # it has trained with it
+        _logger.warning(
+            "This %s has trained already: its weights are taken over; the optimizer and the schedule begin anew.",
+            type(foreign).__name__,
+        )
+        return {}
+    return {"optimizer": foreign.optimizer, "scheduler": foreign.lr_scheduler}

@@ -1,0 +1,219 @@
+"""This file is where the loss of a batch comes from: a loss function beside the model, or the model itself."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.memory.executable_batch_size import is_out_of_memory
+from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, explained
+from trainer_lib.trainer.losses.loss_result import IGNORED, LossResult, SummedLoss, Weight, sum_from_mean, summed
+from trainer_lib.trainer.losses.mean_check import MeanCheck
+from trainer_lib.trainer.losses.model_io import (
+    as_mapping,
+    call_model,
+    check_names,
+    check_values,
+    is_scalar,
+    loss_of,
+    predictions_of,
+    split,
+    targets_of,
+)
+
+CountItems = Callable[[Any], Weight]
+
+
+class Objective(Protocol):
+    """How a model's loss on a batch is found."""
+
+    def __call__(self, model: Any, batch: Any) -> LossResult:
+        """Return the loss of a batch."""
+        ...
+
+    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
+        """Return the outputs of a model, and its loss if the batch has what it takes."""
+        ...
+
+    def describe(self) -> str:
+        """Return, in a few words, what the loss is a mean over."""
+        ...
+
+
+class LossFunction:
+    """A loss function of the model's outputs and the batch's targets.
+
+    Args:
+        loss_fn: The function. Where torch has it, it gets the predictions (`outputs.logits` of a model that returns
+            several values); any other gets the outputs as they are.
+        bare: The user's model.
+        label_names: Which names of a batch are targets.
+        check_mean: Warns where the loss is not a mean over items.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        bare: nn.Module,
+        label_names: Sequence[str] | None,
+        check_mean: MeanCheck | None = None,
+    ) -> None:
+        self._loss_fn, self._bare, self._label_names = loss_fn, bare, label_names
+        self._check_mean = check_mean
+        self._summed = summed(loss_fn)
+        self._is_checked = self._has_compared = False
+
+    def __call__(self, model: Any, batch: Any) -> LossResult:
+        """Return the loss of a batch."""
+        inputs, targets = split(batch, self._label_names)
+        if not self._is_checked:
+            self._check(inputs)
+        outputs = call_model(model, inputs)
+        if self._summed is not None:
+            predictions = outputs if type(outputs) is Tensor else predictions_of(outputs)
+            loss, weight = self._compared(self._summed, predictions, targets)
+            return LossResult(loss, weight, outputs)
+        if self._check_mean is not None:
+            self._check_mean.of_function(self._loss_fn, self._name, batch, outputs, targets)
+        loss = self._loss_fn(outputs, targets)
+        if isinstance(loss, LossResult):
+            return loss if loss.outputs is not None else loss._replace(outputs=outputs)
+        if not is_scalar(loss):
+            check_loss(loss, "loss_fn")
+        return LossResult(loss, None, outputs)
+
+    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
+        """Return the outputs of a model, and the loss if there are targets."""
+        if targets_of(batch, self._label_names) is None:
+            self._check(batch)
+            return call_model(model, batch), None
+        result = self(model, batch)
+        return result.outputs, result
+
+    def describe(self) -> str:
+        """Return, in a few words, what the loss is a mean over."""
+        over = "items (see num_items)" if self._summed is None else "targets"
+        return f"{self._name}, averaged over all {over} of an update"
+
+    @property
+    def _name(self) -> str:
+        function = getattr(self._loss_fn, "func", self._loss_fn)
+        return getattr(function, "__name__", type(function).__name__)
+
+    def _compared(self, loss: SummedLoss, predictions: Any, targets: Any) -> tuple[Tensor, Weight]:
+        if not self._has_compared:
+            function, options = getattr(self._loss_fn, "func", self._loss_fn), getattr(self._loss_fn, "keywords", {})
+            ignored = getattr(function, "ignore_index", options.get("ignore_index", IGNORED))
+            check_compared(function, self._name, predictions, targets, ignored)
+            self._has_compared = True
+        try:
+            return loss(predictions, targets)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise explained(error, self._name, predictions, targets) from error
+
+    def _check(self, inputs: Any) -> None:
+        if not self._is_checked:
+            check_names(self._bare, inputs)
+            check_values(self._bare, inputs)
+            self._is_checked = True
+
+
+class OwnLoss:
+    """The loss that a model returns by itself, a mean over its items.
+
+    transformers' models take the number of items that their loss is divided by. Where a model uses it, it gets the
+    number that counts here, so that the two cannot differ. Whether it does is not guessed from its signature: on the
+    first batch the loss is asked if it depends on that number.
+
+    Args:
+        bare: The user's model.
+        count: Counts the items of a batch.
+        check_mean: Warns where the loss is not a mean over items.
+    """
+
+    def __init__(self, bare: nn.Module, count: CountItems, check_mean: MeanCheck | None = None) -> None:
+        self._bare, self._count, self._check_mean = bare, count, check_mean
+        self._is_checked = False
+        self._divides = None if _may_take_items(bare) else False  # None: not known yet
+
+    def __call__(self, model: Any, batch: Any) -> LossResult:
+        """Return the loss of a batch.
+
+        Raises:
+            ConfigurationError: If the model returns none.
+        """
+        outputs, result = self.evaluate(model, batch)
+        return _no_loss(outputs) if result is None else result
+
+    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
+        """Return the outputs of a model, and its loss if there is one."""
+        if not self._is_checked:
+            check_names(self._bare, batch)
+            check_values(self._bare, batch)
+            self._is_checked = True
+        weight = self._count(batch)
+        if self._check_mean is not None:
+            self._check_mean.of_model(self._plain_loss, batch)
+        if self._divides is False or not torch.is_grad_enabled():
+            outputs = call_model(model, batch)
+            return outputs, _summed(outputs, weight)
+        # It takes part in a product, so that whether the loss depends on it can be asked. Nothing to divide by where
+        # nothing counts: the sum is 0 as well.
+        items = torch.as_tensor(weight, dtype=torch.float32).clamp(min=1).requires_grad_(self._divides is None)
+        outputs = call_model(model, batch, num_items_in_batch=items)
+        loss = _loss_of(outputs)
+        if loss is None:
+            return outputs, None
+        if self._divides is None:
+            self._divides = _depends(loss, items)
+            if not self._divides:
+                return outputs, _summed(outputs, weight)
+        return outputs, LossResult(loss * items.detach(), weight, outputs)
+
+    def describe(self) -> str:
+        """Return, in a few words, what the loss is a mean over."""
+        return "the model's own, averaged over all items of an update"
+
+    def _plain_loss(self, batch: Any) -> Any:
+        return _loss_of(call_model(self._bare, batch))
+
+
+def _depends(loss: Tensor, items: Tensor) -> bool:
+    if not loss.requires_grad:
+        return False
+    return torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)[0] is not None
+
+
+def _may_take_items(bare: nn.Module) -> bool:
+    if not hasattr(bare, "loss_function"):  # transformers' models have it; others would be told what they do not know
+        return False
+    parameters = inspect.signature(bare.forward).parameters
+    return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _loss_of(outputs: Any) -> Tensor | None:
+    loss: Any = loss_of(outputs)
+    if loss is not None and not is_scalar(loss):
+        check_loss(loss, "The model")
+    return loss
+
+
+def _summed(outputs: Any, weight: Weight) -> LossResult | None:
+    loss = _loss_of(outputs)
+    return None if loss is None else LossResult(sum_from_mean(loss, weight), weight, outputs)
+
+
+def _no_loss(outputs: Any) -> NoReturn:
+    shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else ""
+    named = as_mapping(outputs)
+    names = f" with {', '.join(map(str, named))}" if named is not None else ""
+    raise ConfigurationError(
+        f"The model returned a {type(outputs).__name__}{shape}{names}, and no loss. Give Trainer(loss_fn=…), for "
+        "example torch.nn.functional.cross_entropy, put the labels into the batch of a model that computes its "
+        "loss from them, or override compute_loss(model, batch)."
+    )

@@ -1,0 +1,1 @@
+"""Metrics: by name, as functions and as objects, exact on any number of ranks."""

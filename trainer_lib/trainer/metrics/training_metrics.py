@@ -1,0 +1,52 @@
+"""Metrics of training batches, averaged until the next log over batches, steps and ranks."""
+
+from typing import Any
+
+from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
+from trainer_lib.trainer.losses.model_io import predictions_of, targets_of
+from trainer_lib.trainer.metrics.metric_spec import as_metrics
+from trainer_lib.trainer.metrics.running_metrics import FunctionMetric, MeanMetric
+
+_logger = get_logger(__name__)
+
+
+class TrainingMetrics(Callback):
+    """Measures what the model returned for each training batch, before its update; nothing waits for the device.
+
+    Args:
+        given: Metrics that are means over labels or rows, as `Trainer(metrics=…)` takes them.
+
+    Raises:
+        ConfigurationError: If one of them is not a mean, such as "f1".
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._metrics: list[MeanMetric | FunctionMetric] = []
+        for name, metric in as_metrics(given).items():
+            if not isinstance(metric, (MeanMetric, FunctionMetric)):
+                raise ConfigurationError(
+                    f"train_metrics has {name!r}, which is not a mean over labels or rows. Give it as metrics=…, for "
+                    "evaluations; means such as 'accuracy' and functions of predictions and labels go here."
+                )
+            self._metrics.append(metric)
+
+    def on_fit_begin(self, run: Run) -> None:
+        """Put the sums where the batches are."""
+        for metric in self._metrics:
+            metric.begin(run.accelerator.device)
+
+    def on_micro_batch_end(self, run: Run) -> None:
+        """Add a batch to the means."""
+        if run.outputs is None:
+            _logger.warning_once(
+                "train_metrics: the training step returned no outputs, so there is nothing to measure."
+            )
+            return
+        labels = targets_of(run.batch, run.args.label_names)
+        output = EvaluationOutput(run.loss_sum, run.weight, predictions_of(run.outputs), labels)
+        for metric in self._metrics:
+            for name, (total, weight) in metric.measured(output).items():
+                run.trainer.averages.add_sum(name, total, weight)

@@ -1,0 +1,68 @@
+"""This file is how a model is saved for others to read: as `from_pretrained` knows it, with its processor."""
+
+import inspect
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath
+from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
+
+ARGUMENTS_FILE = "training_arguments.json"
+
+
+def save_model(trainer: "Trainer", folder: AnyPath) -> None:
+    """Save the model of a trainer, or each of its models in a folder of its name."""
+    if isinstance(folder, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="trainer_lib-") as here:
+            save_model(trainer, Path(here))
+            if trainer.accelerator.is_main_process:
+                for path in sorted(Path(here).rglob("*")):
+                    if path.is_file():
+                        (folder / path.relative_to(here)).put(path)
+        trainer.accelerator.wait_for_everyone()
+        return
+    accelerator, prepared = trainer.accelerator, trainer.prepared
+    named: dict[str, Any] = prepared if isinstance(prepared, dict) else {"": prepared}
+    for name, model in named.items():
+        target = folder / name
+        bare: Any = accelerator.unwrap_model(model)
+        if not hasattr(bare, "save_pretrained"):
+            accelerator.save_model(model, target)
+            continue
+        # It knows its configuration, which weights are tied, and (PEFT) that only the adapter is to be saved.
+        state = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            takes_state = "state_dict" in inspect.signature(bare.save_pretrained).parameters
+            bare.save_pretrained(target, **({"state_dict": state} if takes_state else {}))
+    if accelerator.is_main_process and hasattr(trainer.processing_class, "save_pretrained"):
+        trainer.processing_class.save_pretrained(folder)
+    accelerator.wait_for_everyone()
+
+
+def write_beside(trainer: "Trainer", folder: Path) -> None:
+    """Write what a checkpoint needs to be read alone: the arguments, the model's configuration, the processor."""
+    trainer.args.to_file(folder / ARGUMENTS_FILE, unwritable="leave out")
+    beside: list[Any] = [getattr(trainer.unwrapped_model, "config", None), trainer.processing_class]
+    for one in beside:
+        if hasattr(one, "save_pretrained"):
+            one.save_pretrained(folder)
+
+
+def read_arguments(checkpoint: AnyPath) -> TrainingArguments:
+    """Return the arguments of the run that a checkpoint is of.
+
+    Raises:
+        CheckpointError: If it does not tell them.
+    """
+    file = checkpoint / ARGUMENTS_FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no {ARGUMENTS_FILE}, so it is no checkpoint of a Trainer. Give the arguments: "
+            f"Trainer(model, args).fit(resume={str(checkpoint)!r})."
+        )
+    return TrainingArguments.from_file(file)

@@ -1,0 +1,62 @@
+"""This file is what is told beside an error that a step raises: the shapes and types of the batch and the model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.pytree import leaves, named_leaves
+from trainer_lib.memory.executable_batch_size import is_out_of_memory
+
+_SHOWN = 8
+_NARROW = {"bfloat16", "float16"}
+_AUTO = (
+    'With per_device_train_batch_size="auto" batches that do not fit into memory are computed in parts, and the '
+    "updates stay the same."
+)
+
+
+def add_note(error: Exception, what: str, batch: Any, models: Sequence[nn.Module], memory: str = _AUTO) -> None:
+    """Add to an error what was computed when it was raised; its type and text stay as they are.
+
+    Args:
+        error: The error.
+        what: What failed, such as "step 3".
+        batch: The batch.
+        models: The models.
+        memory: What helps where memory ran out.
+    """
+    if getattr(error, "__notes__", None):  # somebody nearer has told
+        return
+    if is_out_of_memory(error):
+        error.add_note(f"In {what}, with the batch {described(batch)}. {memory}")
+        return
+    types = {str(parameter.dtype).removeprefix("torch.") for model in models for parameter in model.parameters()}
+    told = f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}."
+    if "float64" not in types and any(getattr(leaf, "dtype", None) is torch.float64 for leaf in leaves(batch)):
+        told += " Numbers of float64, as numpy has them, become float32 by .astype('float32') or .float()."
+    if types & _NARROW and any(getattr(leaf, "dtype", None) is torch.float32 for leaf in leaves(batch)):
+        told += ' mixed_precision="bf16-true" casts the inputs, and the model, to bfloat16.'
+    error.add_note(told)
+
+
+def described(batch: Any) -> str:
+    """Return a batch in a line: the shapes and types of what is in it, and no value.
+
+    Example:
+        >>> described({"x": torch.zeros(2, 3), "name": ["a", "b"]})
+        "['x']: (2, 3) float32, ['name'][0]: str, ['name'][1]: str"
+    """
+    if isinstance(batch, Tensor):
+        return kind(batch)
+    parts = [f"{name}: {kind(leaf)}" for name, leaf in named_leaves(batch)]
+    more = ["…"] if len(parts) > _SHOWN else []
+    return ", ".join(parts[:_SHOWN] + more) if parts else f"a {type(batch).__name__}"
+
+
+def kind(value: Any) -> str:
+    """Return a tensor's shape and type, or the type of anything else."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

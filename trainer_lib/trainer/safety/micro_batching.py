@@ -1,0 +1,223 @@
+"""This file is batches that do not fit into memory: computed in parts, so that the update is that of the whole batch.
+
+Nothing is sent while a window is computed, so a process that runs out of memory can begin its window anew while the
+others wait where gradients are put together.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer_lib.checkpointing.format.rng_state import Generators
+from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError, UnsupportedError
+from trainer_lib.logging import get_logger
+from trainer_lib.memory.executable_batch_size import is_out_of_memory, let_go
+from trainer_lib.trainer.arguments.value_types import AUTO
+from trainer_lib.trainer.data.batch_rows import check_splits, count_rows, take_rows
+from trainer_lib.trainer.losses.loss_result import LossResult
+from trainer_lib.trainer.safety.module_buffers import Buffers
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.fit.session import Fitting
+
+_logger = get_logger(__name__)
+
+
+class _Taken(NamedTuple):
+    """A batch of a window."""
+
+    batch: Any
+    weighs_nothing: bool  # this rank only takes part with it
+    samples: int | None  # that it is made of; None: not known
+
+
+class Splitting:
+    """Computes the batches of a window, in parts where they do not fit.
+
+    Args:
+        fitting: Whose batches they are.
+
+    Attributes:
+        is_on: Whether that is wanted: `per_device_train_batch_size="auto"`.
+        size: How many rows fit, as far as is known; `None`: all did so far.
+    """
+
+    def __init__(self, fitting: "Fitting") -> None:
+        self._fitting, self._trainer = fitting, fitting.trainer
+        run = fitting.run
+        self._accelerator, self._events = run.accelerator, fitting.events
+        self._strategy, self._window = run.accelerator.strategy, run.accelerator._window
+        self._is_alone = run.accelerator.num_processes == 1
+        self.is_on = run.args.per_device_train_batch_size == AUTO
+        self.size: int | None = None
+        self._generators = Generators(run.accelerator.device)
+        self._buffers = Buffers(fitting.models)
+        self._batches: list[_Taken] = []  # of this window
+        self._drawn: dict[str, Any] = {}
+        self._mark: Any = None
+        self._is_fresh = True
+        self._at_once = 0  # the rows that are being computed
+        if self.is_on:
+            self._check()
+
+    def step(self, model: Any, batch: Any) -> LossResult:
+        """Do what `training_step` does, in parts if need be; with the last batch of a window put it together."""
+        if self._window.size == 1:
+            self._begin()
+        taken = _Taken(batch, self._trainer.weighs_nothing, self._fitting.loader.samples_in_batch)
+        self._batches.append(taken)
+        self._window.is_alone = True  # parts tell the others nothing
+        try:
+            result = self._computed(model, taken)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            result = self._anew(model, error)
+        finally:
+            self._window.is_alone = self._is_alone
+        if self._accelerator.sync_gradients:
+            self._batches.clear()
+            if not self._is_alone:
+                self._put_together()
+        return result
+
+    def agree(self) -> None:
+        """Have all processes compute as many rows at once as fit on each of them. All of them have to ask."""
+        if self.is_on and not self._is_alone:
+            sizes: list[int | None] = self._accelerator.group.all_gather_objects(self.size)
+            self.size = min((size for size in sizes if size is not None), default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many rows fit."""
+        return {"size": self.size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it up."""
+        self.size = state.get("size")
+
+    # -- a window ------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._strategy.begin_apart(self._fitting.models)
+        self._batches.clear()
+        self._drawn = self._generators.state_dict()
+        self._mark = self._trainer.averages.mark()
+        self._buffers.keep()
+        self._is_fresh = self._window.is_fresh
+
+    def _computed(self, model: Any, taken: "_Taken") -> LossResult:
+        batch = taken.batch
+        rows, size = count_rows(batch), self.size
+        with ExitStack() as local:
+            for one in self._fitting.models:
+                local.enter_context(self._strategy.no_sync(one))
+            if size is None or rows is None or rows <= size:
+                self._at_once = rows or 1
+                return self._step(model, batch)
+            check_splits(batch, taken.samples)
+            self._at_once = size
+            cuts = range(0, rows, size)
+            return self._summed([self._step(model, take_rows(batch, at, min(at + size, rows), rows)) for at in cuts])
+
+    def _step(self, model: Any, batch: Any) -> LossResult:
+        result = self._trainer.training_step(model, batch)
+        self._window.is_fresh = False
+        assert result is not None  # since no subclass has a step of its own
+        return result
+
+    def _summed(self, parts: list[LossResult]) -> LossResult:
+        averages, totals = self._trainer.averages, [part.loss.detach() for part in parts]
+        weights: list[Any] = [0.0 if part.weight is None else part.weight for part in parts]
+        for part, weight in zip(parts, weights, strict=True):
+            for name, value in (part.logs or {}).items():
+                averages.add(name, value, weight)
+        return LossResult(sum(totals[1:], start=totals[0]), sum(weights[1:], start=weights[0]))
+
+    def _put_together(self) -> None:
+        window, guard = self._window, self._fitting.guard
+        ((_, share),) = window._shares.items()
+        spikes = [guard._in_window] if guard.watches_spikes else []
+        values = [share.local, *window.notes, *spikes]
+        share.total, *window.heard = self._strategy.put_together(self._fitting.models, values)
+
+    # -- when it did not fit -------------------------------------------------------------------------------------
+
+    def _anew(self, model: Any, error: Exception) -> LossResult:
+        """Compute the window so far anew, in smaller parts, as if it had not been tried."""
+        while True:
+            self._reduce(error)
+            let_go(error)
+            self._undo()
+            try:
+                return self._again(model)
+            except (RuntimeError, MemoryError) as failure:
+                if not is_out_of_memory(failure):
+                    raise
+                error = failure
+
+    def _again(self, model: Any) -> LossResult:
+        *earlier, last = self._batches
+        for taken in earlier:
+            result = self._computed(model, taken)
+            if not taken.weighs_nothing:
+                self._fitting.trainer.averages.add_sum("loss", result.loss.detach(), result.weight or 0.0)
+                for name, value in (result.logs or {}).items():
+                    self._trainer.averages.add(name, value, result.weight or 0.0)
+        return self._computed(model, last)
+
+    def _undo(self) -> None:
+        run = self._fitting.run
+        for optimizer in run.optimizers.values():
+            optimizer.begin_anew()
+        for model in self._fitting.models:
+            model.zero_grad()  # of what no optimizer has, too
+        self._trainer.averages.go_back(self._mark)
+        self._mark = self._trainer.averages.mark()
+        self._fitting.guard.begin_window()
+        self._generators.load_state_dict(self._drawn)
+        self._buffers.put_back()
+        self._window.is_fresh = self._is_fresh
+
+    def _reduce(self, error: Exception) -> None:
+        run, tried = self._fitting.run, self._at_once
+        step = run.state.step + 1
+        if tried < 2:
+            raise NoExecutableBatchSizeError(
+                f"In step {step} a single sample did not fit into memory, and there is nothing left to split. Take "
+                "shorter or smaller samples, gradient_checkpointing=True, mixed_precision, or several processes with "
+                "fsdp=True."
+            ) from error
+        check_splits(self._batches[-1].batch, self._batches[-1].samples)
+        of_round: int | None = self._fitting.loader.total_batch_size
+        size = self.size or (of_round or 0) // self._accelerator.num_processes or tried
+        while size >= tried:
+            size = -(-size // 2)
+        self.size = size
+        if not self._trainer.is_rehearsing:
+            _logger.warning(
+                "In step %d %d samples at once did not fit into memory of process %d. From now on batches are computed "
+                "in parts of %d; each update is that of the whole batch as before.",
+                step,
+                tried,
+                self._accelerator.process_index,
+                size,
+                main_process_only=False,
+            )
+        self._events.fire("on_batch_size_reduced", run, size)
+
+    # -- what cannot be split ------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        args = self._fitting.run.args
+        if self._trainer.has_own_step:
+            raise ConfigurationError(
+                'per_device_train_batch_size="auto" computes a batch in several parts, and what your training_step '
+                "does besides would be done for each. Override compute_loss instead, or give a number."
+            )
+        if self._strategy.needs_lockstep and not self._is_alone:
+            raise UnsupportedError(
+                'per_device_train_batch_size="auto" lets each process compute its batch in parts of its own, and the '
+                "processes of a sharded model compute all together. Give a number."
+            )
+        if args.ddp is not None and not self._is_alone:
+            self._strategy.check_apart()

@@ -1,0 +1,243 @@
+"""This file is the guard before each update: losses and gradients that are not finite never change a weight.
+
+A loss that is not finite gives its window a weight that is none either, and so makes the gradients of all processes not
+finite, by what they tell each other anyway: the norm of the gradients tells everything, on all processes alike.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainer_lib.foundation.errors import NonFiniteError
+from trainer_lib.logging import get_logger
+from trainer_lib.trainer.safety.module_buffers import Buffers
+from trainer_lib.trainer.safety.nonfinite_report import Culprits
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.fit.session import Fitting
+
+_logger = get_logger(__name__)
+
+_REMEMBERED, _KNOWN = 50, 10  # losses that a spike is measured by, and how many there have to be
+_OVERFLOWS = 50  # of fp16 in a row, by when its scale is next to nothing
+
+
+class Guard:
+    """Says of each update whether it may be made.
+
+    Args:
+        fitting: Whose updates they are.
+
+    Attributes:
+        mark: The averages as they were before the window, where it may be left out.
+        is_scaled: Whether a scaler leaves out updates that overflow (fp16).
+        reads_losses: Whether losses are looked at before their backward.
+        watches_spikes: Whether processes tell each other what their losses of a window come to.
+    """
+
+    def __init__(self, fitting: "Fitting") -> None:
+        run = fitting.run
+        args, accelerator = run.args, run.accelerator
+        self._fitting, self._run, self._window = fitting, run, accelerator._window
+        self._culprits = Culprits(fitting)
+        self.policy, self._most, self._factor = args.on_nonfinite, args.max_nonfinite, args.loss_spike
+        self.watches_spikes = self._factor is not None
+        self.is_scaled = accelerator.precision.scaler is not None
+        self._max_norm = args.max_grad_norm
+        is_on_host = accelerator.device.type == "cpu"
+        self.reads_losses = is_on_host or self.policy != "raise" or self.watches_spikes
+        # Fused optimizers skip an update on their device, which is told of later: nothing waits for the norm.
+        self._skipping = [] if self.reads_losses or self.is_scaled else _that_can_skip(run.optimizers.values())
+        self._found: Tensor | None = None  # on the device: whether an update was skipped
+        self._norm_before: Tensor | None = None  # of the gradients as the backward left them
+        self._buffers = Buffers(fitting.models)
+        self.mark: Any = None
+        self._losses: deque[float] = deque(maxlen=_REMEMBERED)
+        self._in_window = 0.0
+        self._overflows = 0
+
+    # -- before an update -----------------------------------------------------------------------------------------
+
+    def begin_window(self) -> None:
+        """Remember the logged means and the buffers: a skipped update leaves no trace in them."""
+        self._in_window = 0.0
+        self._norm_before = None
+        if self._buffers.exist:
+            self._buffers.keep()
+        self.mark = self._fitting.trainer.averages.mark() if self.policy != "raise" else None
+
+    def weigh(self, loss: Tensor, weight: float | Tensor) -> float | Tensor:
+        """Return what a loss weighs: a number that is none, if the loss is none."""
+        value = loss.item()
+        if self.watches_spikes:
+            self._in_window += value
+            if self._run.accelerator.sync_gradients and not self._window.is_alone:
+                self._window.notes = [*self._window.notes, self._in_window]
+        if math.isfinite(value):
+            return weight
+        self._culprits.note_loss(value)
+        return torch.full((), math.nan, device=loss.device)
+
+    def passes(self, parameters: Sequence[Tensor]) -> bool:
+        """Clip gradients, and return whether the update may be made; the same on all ranks."""
+        run, strategy = self._run, self._run.accelerator.strategy
+        run.accelerator.unscale_gradients()
+        parameters = list(strategy.trained(parameters))
+        norm = run.grad_norm = strategy.grad_norm(parameters, 2.0)
+        if self._skipping:
+            self._skip_on_device(norm)
+            value = math.inf  # not known here
+        else:
+            value = norm.item()
+            if not math.isfinite(value):
+                norm = run.grad_norm = strategy.grad_norm(parameters, 2.0, in_double=True)
+                value = norm.item()
+            if not self._is_finite(value):
+                return False
+            if self._factor is not None and math.isfinite(value) and not self._is_no_spike():
+                return False
+        if self._max_norm is not None and value > 0.99 * self._max_norm:  # smaller ones are left alone, up to rounding
+            strategy.shrink_gradients(parameters, self._max_norm, norm)
+        return True
+
+    def passes_unmodified(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether gradients are finite before callbacks modify them; the same on all ranks.
+
+        Clipping by value, for one, makes infinite gradients finite and wrong.
+        """
+        strategy = self._run.accelerator.strategy
+        parameters = list(strategy.trained(parameters))
+        norm = strategy.grad_norm(parameters, 2.0)
+        if self._skipping:
+            self._norm_before = norm
+            return True
+        value = norm.item()
+        if not math.isfinite(value):
+            value = strategy.grad_norm(parameters, 2.0, in_double=True).item()
+        return self._is_finite(value)
+
+    def _is_finite(self, norm: float) -> bool:
+        optimizers = self._run.optimizers.values()
+        if math.isfinite(norm):
+            self._overflows = 0
+            return True
+        if self.is_scaled and not any(self._is_spoiled(optimizer) for optimizer in optimizers):
+            self._overflows += 1  # a scale that was too large; the scaler leaves this one out, and lowers it
+            if self._overflows < _OVERFLOWS:
+                return True
+        return self._refuse(self._culprits.find(norm))
+
+    def _skip_on_device(self, norm: Tensor) -> None:
+        self._culprits.watch_weights()
+        is_bad = ~torch.isfinite(norm)
+        if self._norm_before is not None:
+            is_bad |= ~torch.isfinite(self._norm_before)
+        if self._buffers.exist:
+            self._buffers.put_back_where(is_bad)
+        found = is_bad.float()
+        self._found = found if self._found is None else torch.maximum(self._found, found)
+        for optimizer in self._skipping:
+            optimizer.found_inf = found
+
+    def settle(self) -> None:
+        """Tell of what was skipped on a device; where there is time to wait for it, and before anything is saved."""
+        if self._found is not None:
+            found, self._found = float(self._found), None
+            if found:
+                self._refuse(self._culprits.find(math.nan))
+
+    def undo_overflow(self) -> None:
+        """Restore the buffers after an update that the scaler of fp16 left out."""
+        if self._buffers.exist:
+            self._buffers.put_back()
+
+    # -- after it --------------------------------------------------------------------------------------------------
+
+    def leave_out(self) -> None:
+        """Have an update be as if its samples had not been there."""
+        self._fitting.trainer.averages.go_back(self.mark)
+        self._run.grad_norm = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses that a spike is measured by."""
+        return {"losses": list(self._losses)} if self.watches_spikes else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them up."""
+        self._losses.clear()
+        self._losses.extend(state.get("losses", ()))
+
+    # -- private ---------------------------------------------------------------------------------------------------
+
+    def _is_spoiled(self, optimizer: Any) -> bool:
+        return math.isnan(float(self._window.factor(optimizer)))
+
+    def _is_no_spike(self) -> bool:
+        loss = self._loss_of_all()
+        usual, deviation = _usual(self._losses) if len(self._losses) >= _KNOWN else (math.inf, math.inf)
+        assert self._factor is not None
+        if deviation and loss > usual + self._factor * deviation:
+            return self._refuse(
+                f"In step {self._run.state.step + 1} the loss is {loss:.6g}, more than loss_spike={self._factor} "
+                f"deviations above the usual {usual:.6g} ± {deviation:.2g}{self._culprits.samples()}."
+            )
+        self._losses.append(loss)
+        return True
+
+    def _loss_of_all(self) -> float:
+        share = self._window.share_of(tuple(self._run.optimizers.values()))
+        if share is None or share.total is None or not float(share.total):
+            return 0.0
+        total = self._in_window if self._window.is_alone else float(self._window.heard[-1])
+        return total / float(share.total)
+
+    def _refuse(self, what: str) -> bool:
+        """Raise, or note that an update is skipped; weights and buffers are as before it."""
+        state = self._run.state
+        if self._buffers.exist and not self._skipping:
+            self._buffers.put_back()
+        goes_back = self.policy == "rewind" and self._fitting.can_go_back
+        if not goes_back and (spoiled := self._culprits.spoiled_weights()):
+            raise NonFiniteError(
+                f"{what} Before this step already {len(spoiled)} weights were not finite ({', '.join(spoiled[:3])}"
+                f"{', …' if len(spoiled) > 3 else ''}): an earlier update overflowed, of gradients that were finite. "
+                'Lower the learning rate and resume from a checkpoint before that, or use on_nonfinite="rewind" with '
+                "save_every."
+            )
+        if self.policy == "raise":
+            raise NonFiniteError(
+                f'{what} Weights and buffers are as before this step. on_nonfinite="skip" skips such updates, "rewind" '
+                "goes back to the last checkpoint and skips what led here."
+            )
+        if state.skipped >= self._most:
+            raise NonFiniteError(
+                f"{what} The run has left out {state.skipped} updates already, and max_nonfinite={self._most}: what is "
+                "wrong is not in the data alone. Lower the learning rate, or look at those samples."
+            )
+        state.skipped += 1
+        does = "The run goes back to its last checkpoint, and leaves it out" if goes_back else "It is left out"
+        _logger.warning("%s %s (%d of max_nonfinite=%d).", what, does, state.skipped, self._most)
+        self._run.note("went_back" if goes_back else "left_out", why=what)
+        return False
+
+
+def _usual(losses: Iterable[float]) -> tuple[float, float]:
+    """Return the median of losses and their median distance from it, which is at least a hundredth of it.
+
+    The distance, unlike a multiple of the loss, means the same for losses around zero and below it. Medians, since a
+    spike among the losses must not hide the next one.
+    """
+    known = list(losses)
+    median = statistics.median(known)
+    return median, max(statistics.median(abs(loss - median) for loss in known), 0.01 * abs(median))
+
+
+def _that_can_skip(optimizers: Any) -> list[Any]:
+    """Return the optimizers inside, if all of them take a flag that has them leave the weights alone."""
+    inner = [one.optimizer for one in optimizers]
+    return inner if all(getattr(one, "_step_supports_amp_scaling", False) for one in inner) else []

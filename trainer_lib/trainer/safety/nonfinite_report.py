@@ -1,0 +1,139 @@
+"""This file is who is to blame for an update that is not finite: the process, its samples, and the parameters."""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.checkpointing.format.rng_state import generators_kept
+from trainer_lib.logging import get_logger
+from trainer_lib.strategies.grad_norm import local_values
+from trainer_lib.trainer.safety.module_buffers import buffers_kept
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.fit.session import Fitting
+
+_logger = get_logger(__name__)
+
+_SHOWN = 3
+_SAMPLES_SHOWN = 16
+
+
+class Culprits:
+    """Finds what was not finite; asked once it is known that something is.
+
+    Args:
+        fitting: Whose updates they are.
+    """
+
+    def __init__(self, fitting: "Fitting") -> None:
+        self._fitting, self._run = fitting, fitting.run
+        self._losses: list[tuple[int, float, str]] = []  # the step, the loss, and of which samples
+        self._has_bad_weight: Tensor | None = None  # on the device, where nothing waits for it
+
+    def note_loss(self, value: float) -> None:
+        """Note a loss that is not finite, while its batch is at hand."""
+        self._losses.append((self._run.state.step, value, self.samples()))
+
+    def watch_weights(self) -> None:
+        """Note whether a weight of this window is not finite, without waiting for the device."""
+        for _, weight in self._run.accelerator._window.weights_so_far():
+            if isinstance(weight, Tensor) or not math.isfinite(weight):
+                is_bad = ~torch.isfinite(torch.as_tensor(weight))
+                self._has_bad_weight = is_bad if self._has_bad_weight is None else self._has_bad_weight | is_bad
+
+    def samples(self) -> str:
+        """Return which samples this process has in hand, in words."""
+        ids = self._fitting.loader.sample_ids()
+        if ids is None:
+            return ""
+        more = ", …" if len(ids) > _SAMPLES_SHOWN else ""
+        return f" (samples {', '.join(str(one) for one in ids[:_SAMPLES_SHOWN])}{more})"
+
+    def find(self, norm: float) -> str:
+        """Return what is wrong with the update, as all processes see it. All of them have to ask."""
+        run = self._run
+        step = run.state.step
+        losses = [f"{value}{samples}" for at, value, samples in self._losses if at == step]
+        self._losses.clear()
+        self.watch_weights()
+        has_bad_weight = self._has_bad_weight is not None and bool(self._has_bad_weight)
+        self._has_bad_weight = None
+        told: list[tuple[list[str], list[str], str, bool]] = run.accelerator.group.all_gather_objects(
+            (losses, self._parameters(), self.samples(), has_bad_weight)
+        )
+        several = len(told) > 1
+        bad = [f"{loss}{f' on process {rank}' if several else ''}" for rank, one in enumerate(told) for loss in one[0]]
+        parameters = list(dict.fromkeys(name for _, names, *_ in told for name in names))
+        weighed = [f" on process {rank}{one[2]}" if several else one[2] for rank, one in enumerate(told) if one[3]]
+        if bad:
+            what = f"In step {step + 1} the loss is {'; '.join(bad)}"
+        elif weighed:
+            return (
+                f"In step {step + 1} the weight of the loss is negative, NaN or infinite{' and'.join(weighed)}. Give "
+                "the number of its items, 0 or more: num_items, or LossResult(…, weight=…)."
+            )
+        else:
+            whose = self._whose(told) if several else told[0][2]
+            what = f"In step {step + 1} the gradients have the norm {norm}, of losses that are finite{whose}"
+        return f"{what}.{self._named(parameters) if not bad else ''}"
+
+    def spoiled_weights(self) -> list[str]:
+        """Return which weights are not finite on any rank. All ranks have to ask."""
+        own = self._names_of_nonfinite(lambda parameter: parameter.detach())
+        gathered = self._run.accelerator.group.all_gather_objects(own)
+        return list(dict.fromkeys(name for names in gathered for name in names))
+
+    def _whose(self, told: list[tuple[list[str], list[str], str, bool]]) -> str:
+        """Return whose gradients it is, where each process can compute its own once more."""
+        own = self._computed_again()
+        found = self._run.accelerator.group.all_gather_objects(own)
+        ranks = [rank for rank, names in enumerate(found) if names]
+        if not ranks:
+            return ""
+        return ", of " + " and ".join(f"process {rank}{told[rank][2]}" for rank in ranks)
+
+    def _computed_again(self) -> list[str]:
+        """Return which gradients of the last batch are not finite on this process alone."""
+        accelerator, trainer = self._run.accelerator, self._fitting.trainer
+        if accelerator.strategy.needs_lockstep:
+            return []  # a gradient that is not shared cannot be had
+        for optimizer in self._run.optimizers.values():
+            optimizer.optimizer.zero_grad()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(generators_kept(accelerator.device))
+                stack.enter_context(buffers_kept(self._fitting.models))
+                for model in self._fitting.models:
+                    stack.enter_context(accelerator.no_sync(model))
+                result = trainer.as_result(trainer.compute_loss(self._run.model, self._run.batch), self._run.batch)
+                result.loss.backward()
+        except Exception as error:  # noqa: BLE001 - what is wrong is known; this was to tell it in more detail
+            _logger.debug("The step could not be computed again: %s", error)
+            return []
+        return self._parameters()
+
+    def _parameters(self) -> list[str]:
+        return self._names_of_nonfinite(lambda parameter: parameter.grad)
+
+    def _names_of_nonfinite(self, of: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
+        models: Any = self._fitting.trainer.prepared_by_name()
+        named = (
+            (f"{prefix}.{name}" if prefix else name, of(parameter))
+            for prefix, model in models.items()
+            for name, parameter in self._run.accelerator.unwrap_model(model).named_parameters()
+        )
+        return [
+            name
+            for name, tensor in named
+            if tensor is not None and not all(torch.isfinite(value).all() for value in local_values([tensor]))
+        ]
+
+    def _named(self, parameters: list[str]) -> str:
+        if not parameters:
+            return ""
+        more = f" and {len(parameters) - _SHOWN} more" if len(parameters) > _SHOWN else ""
+        return f" Not finite are those of {', '.join(parameters[:_SHOWN])}{more}."

@@ -1,0 +1,396 @@
+"""This file is the search for better arguments: trials that train the same model anew, each with other ones."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from trainer_lib.callbacks.console import Printer
+from trainer_lib.callbacks.jsonl import JsonlLog
+from trainer_lib.callbacks.notebook import NotebookChart
+from trainer_lib.callbacks.progress import ProgressBar
+from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.errors import (
+    ConfigurationError,
+    NoExecutableBatchSizeError,
+    NonFiniteError,
+    TrainerLibError,
+    did_you_mean,
+)
+from trainer_lib.foundation.imports import require
+from trainer_lib.foundation.metric_names import greater_is_better_for, read_metric
+from trainer_lib.memory.executable_batch_size import let_go
+from trainer_lib.options.base import check_count
+from trainer_lib.trainer import defaults
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.together import together
+from trainer_lib.trainer.tools.sandbox import check_may_rehearse, copies, rehearsal
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
+
+_TOOL = "search"
+_FOLDER = "search"  # in output_dir, so that a run that goes on does not find trials
+_LOG = "log"
+# What all trials share: the engine, and what the search itself says.
+_OF_ALL = {
+    **dict.fromkeys(("mixed_precision", "compile", "fsdp", "parallelism", "ddp", "use_cpu"), "is of the engine"),
+    **dict.fromkeys(("gradient_checkpointing", "sync_batchnorm", "parameter_groups"), "changes the model for good"),
+    **dict.fromkeys(("seed", "data_seed"), "seeds the engine's loaders"),
+    **dict.fromkeys(("output_dir", "run_name", "resume", "dry_run"), "is said by the search"),
+    **dict.fromkeys(("metric_for_best", "greater_is_better"), "is what the search goes by"),
+}
+_SHOWING = (ProgressBar, Printer, NotebookChart)
+_PLAIN = (bool, int, float, str, type(None))
+
+Space = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What a search found; the same on all processes.
+
+    Attributes:
+        metric: What it went by.
+        best_params: The arguments of the best trial that were searched for.
+        best_value: Its metric, of its last evaluation.
+        args: The trainer's arguments with those in their places.
+        trials: For each trial its number, its state ("complete", "pruned" or "failed"), value and params.
+        study: The study of optuna's, on the main process.
+    """
+
+    metric: str
+    best_params: dict[str, Any]
+    best_value: float
+    args: TrainingArguments
+    trials: list[dict[str, Any]]
+    study: Any = field(default=None, repr=False)
+
+    def to_pandas(self) -> Any:
+        """Return the trials as a data frame, with a column for each argument."""
+        pandas = require("pandas", "plot")
+        rows = [{**{name: one[name] for name in ("number", "state", "value")}, **one["params"]} for one in self.trials]
+        return pandas.DataFrame(rows).set_index("number")
+
+    def __str__(self) -> str:
+        """Return the best trial, and how many there were."""
+        params = ", ".join(f"{name}={_short(value)}" for name, value in self.best_params.items())
+        states = [one["state"] for one in self.trials]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        return f"{self.metric} {self.best_value:.6g} with {params} ({counts})"
+
+
+def search(
+    trainer: "Trainer", space: Space, n: int, metric: str | None, greater_is_better: bool | None, study: Any
+) -> SearchResult:
+    """Do what `Trainer.search` says."""
+    check_count("n", n)
+    check_may_rehearse(trainer, _TOOL)
+    _check(trainer, metric)
+    if metric is None:
+        metric, greater_is_better = trainer.default_metric, trainer.args.greater_is_better
+    assert metric is not None  # since there is something to evaluate on
+    is_more = greater_is_better_for(metric, greater_is_better)
+    full = metric if metric.startswith("eval_") else f"eval_{metric}"
+    searching = _Searching(trainer, space, full, is_more, study)
+    searching.run(n)
+    return searching.result()
+
+
+# -- what is asked ----------------------------------------------------------------------------------------------------
+
+
+class _FailedTrialError(Exception):
+    """A trial has failed, and the search goes on."""
+
+
+class _Searching:
+    """Optuna's study, which the main process has; the others hear from it what to train.
+
+    Args:
+        trainer: Whose arguments are searched for.
+        space: From where.
+        metric: What it goes by.
+        is_more: Whether more of that is better.
+        study: A study that is there; `None`: a new one.
+    """
+
+    def __init__(self, trainer: "Trainer", space: Space, metric: str, is_more: bool, study: Any) -> None:
+        self._trainer, self._group = trainer, trainer.accelerator.group
+        self._metric, self._is_more = metric, is_more
+        self._leads = self._group.rank == 0
+        self._suggest = space if callable(space) else _suggestions(space)
+        self._failure: str | None = None
+        self.study: Any = together(self._group, partial(_study, trainer, is_more, study) if self._leads else _nothing)
+
+    def run(self, n: int) -> None:
+        """Train as many trials as that, on all processes at once."""
+        if self._leads:
+            self.study.optimize(self._objective, n_trials=n, catch=(_FailedTrialError,))
+            self._agree(_nothing)  # that there are no more
+            return
+        while (proposed := self._agree(_nothing)) is not None:
+            self._train(proposed, None)
+
+    def _objective(self, asked: Any) -> float:
+        """Do as optuna wants it: train with what it proposes."""
+        trial = self._train(self._agree(partial(self._proposed, asked)), asked)
+        if trial.is_interrupted:
+            self.study.stop()
+        if trial.failure is not None:
+            raise _FailedTrialError(trial.failure)
+        if trial.is_pruned or trial.value is None:
+            raise _optuna().TrialPruned
+        return trial.value
+
+    def _agree(self, propose: Callable[[], Any]) -> Any:
+        """Return what the main process proposes, on all processes."""
+        return self._group.broadcast_objects([together(self._group, propose)])[0]
+
+    def _proposed(self, asked: Any) -> tuple[int, dict[str, Any]]:
+        """Return the number and the arguments of a trial."""
+        given = self._suggest(asked)
+        if given is not None and not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(
+                f"space(trial) returned a {type(given).__name__}. Return the arguments by name: "
+                '{"learning_rate": trial.suggest_float(…)}.'
+            )
+        params = dict(asked.params if given is None else given)
+        _check_names(params)
+        asked.set_user_attr("arguments", params)
+        return asked.number, params
+
+    def _train(self, proposed: tuple[int, dict[str, Any]], asked: Any) -> "_Trial":
+        trial = _Trial(self._trainer, *proposed, _Reporting(self._metric, asked))
+        trial.train(self._is_more)
+        self._failure = trial.failure or self._failure
+        return trial
+
+    def result(self) -> SearchResult:
+        """Return what was found.
+
+        Raises:
+            ConfigurationError: If no trial came to its end.
+        """
+        records, best = self._group.broadcast_objects([self._found() if self._leads else None])[0]
+        if best is None:
+            why = f" The last one that failed: {self._failure}" if self._failure else ""
+            raise ConfigurationError(f"None of the {len(records)} trials came to its end with a value.{why}")
+        return SearchResult(
+            metric=self._metric,
+            best_params=best["params"],
+            best_value=best["value"],
+            args=dataclasses.replace(self._trainer.args, **best["params"]),
+            trials=records,
+            study=self.study,
+        )
+
+    def _found(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        records = [
+            {
+                "number": one.number,
+                "state": {"FAIL": "failed"}.get(one.state.name, one.state.name.lower()),
+                "value": one.value,
+                "params": dict(one.user_attrs.get("arguments", one.params)),
+            }
+            for one in self.study.trials
+        ]
+        is_any = any(one["state"] == "complete" for one in records)
+        return records, records[self.study.best_trial.number] if is_any else None
+
+
+def _optuna() -> Any:
+    # optuna keeps an ImportError of its own import, and with its traceback the frames of whoever imported it first. In
+    # a thread these hold neither the trainer nor its model.
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(require, "optuna", "search").result()
+
+
+def _study(trainer: "Trainer", is_more: bool, given: Any) -> Any:
+    optuna = _optuna()
+    direction = "maximize" if is_more else "minimize"
+    if given is None:
+        return optuna.create_study(direction=direction, sampler=optuna.samplers.TPESampler(seed=trainer.args.seed))
+    there = [one.name.lower() for one in given.directions]
+    if there != [direction]:
+        raise ConfigurationError(
+            f"The study is to {' and '.join(there)}, and this search to {direction}. Give "
+            f'optuna.create_study(direction="{direction}"), or greater_is_better=….'
+        )
+    return given
+
+
+def _nothing() -> None:
+    """Do what the processes do that do not ask."""
+
+
+# -- from where --------------------------------------------------------------------------------------------------------
+
+
+def _suggestions(space: Any) -> Callable[[Any], dict[str, Any]]:
+    """Return the function of a trial that a mapping of descriptions means."""
+    if not isinstance(space, Mapping) or not space:
+        raise ConfigurationError(
+            f"space={space!r}: give what to search by the names of arguments, such as "
+            '{"learning_rate": (1e-5, 1e-2, "log")}, or a function of a trial that returns arguments by name.'
+        )
+    _check_names(space)
+    made = {name: _suggestion(name, description) for name, description in space.items()}
+    return lambda trial: {name: suggest(trial) for name, suggest in made.items()}
+
+
+def _suggestion(name: str, description: Any) -> Callable[[Any], Any]:
+    """Return the function of a trial that one description means: a list of choices, or a range."""
+    if isinstance(description, list) and description and all(isinstance(one, _PLAIN) for one in description):
+        return lambda trial: trial.suggest_categorical(name, description)
+    if (
+        isinstance(description, tuple)
+        and len(description) in (2, 3)
+        and (len(description) == 2 or description[2] == _LOG)
+    ):
+        low, high, is_log = description[0], description[1], len(description) == 3
+        is_range = _is_number(low) and _is_number(high) and low < high and (low > 0 or not is_log)
+        if is_range and isinstance(low, int) and isinstance(high, int):
+            return lambda trial: trial.suggest_int(name, low, high, log=is_log)
+        if is_range:
+            return lambda trial: trial.suggest_float(name, low, high, log=is_log)
+    raise ConfigurationError(
+        f"space[{name!r}]={description!r}: give a list of numbers or texts to choose from, a range (low, high), of "
+        'whole numbers if both are, or (low, high, "log") with low above 0. Anything else takes a function of a trial.'
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_names(params: Mapping[str, Any]) -> None:
+    known = [one.name for one in dataclasses.fields(TrainingArguments)]
+    for name in params:
+        if name not in known:
+            raise ConfigurationError(
+                f"space has {name!r}, which is no argument of TrainingArguments.{did_you_mean(name, known)}"
+            )
+        if name in _OF_ALL:
+            raise ConfigurationError(f"space has {name!r}, which {_OF_ALL[name]}, and so is the same for all trials.")
+
+
+# -- a trial -----------------------------------------------------------------------------------------------------------
+
+
+class _Trial:
+    """One training.
+
+    Args:
+        trainer: Who trains.
+        number: The number of the trial.
+        params: The arguments to train with.
+        reporting: Who tells of evaluations.
+
+    Attributes:
+        value: The metric of its last evaluation; `None` as long as there is none.
+        failure: Why it failed; `None`: it did not.
+        is_interrupted: Whether a signal or the like ended it.
+    """
+
+    def __init__(self, trainer: "Trainer", number: int, params: Mapping[str, Any], reporting: "_Reporting") -> None:
+        self._trainer, self._number, self._params, self._reporting = trainer, number, params, reporting
+        self.value: float | None = None
+        self.failure: str | None = None
+        self.is_interrupted = False
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether optuna ended it early, as the main process knows."""
+        return self._reporting.is_pruned
+
+    def train(self, is_more: bool) -> None:
+        """Train from where the trainer stands, and leave it there."""
+        trainer, root = self._trainer, self._trainer.args.output_folder
+        of_search = {
+            "output_dir": None if root is None else str(root / _FOLDER),
+            "run_name": f"trial-{self._number}",
+            "resume": "never",
+            "metric_for_best": self._reporting.metric,
+            "greater_is_better": is_more,
+        }
+        args = dataclasses.replace(trainer.args, **{**self._params, **of_search})
+        kept = [one for one in trainer.events if not isinstance(one, (*_SHOWING, JsonlLog))]
+        listening = [
+            one for one in defaults.callbacks(args, copies(trainer, _TOOL, kept)) if not isinstance(one, _SHOWING)
+        ]
+        try:
+            with rehearsal(trainer, _TOOL, args, [*listening, self._reporting]):
+                trainer.fit()
+                self._note(trainer.run)
+        except Exception as error:
+            if not self._is_survived(error):
+                raise
+            self.failure = f"{type(error).__name__}: {error}"
+            let_go(error)
+
+    def _note(self, run: Run) -> None:
+        self.is_interrupted = run.state.status == "interrupted"
+        if self.is_interrupted:
+            self.failure = f"interrupted: {run.state.reason}"
+            return
+        self.value = self._reporting.read(run.metrics)
+        if not math.isfinite(self.value) and not self.is_pruned:
+            self.failure = f"{self._reporting.metric} is {self.value}"
+
+    def _is_survived(self, error: Exception) -> bool:
+        """Whether the search goes on: not where it is set up wrongly, or the other processes may wait for this one."""
+        if isinstance(error, NonFiniteError):  # which all processes find together
+            return True
+        is_of_trial = isinstance(error, NoExecutableBatchSizeError) or not isinstance(error, TrainerLibError)
+        return is_of_trial and self._trainer.accelerator.num_processes == 1
+
+
+class _Reporting(Callback):
+    """Tells optuna of each evaluation, and ends the trial if optuna sees no use in it."""
+
+    order = 1000  # what others put into the metrics counts
+
+    def __init__(self, metric: str, asked: Any) -> None:
+        self.metric, self._asked = metric, asked  # which the main process has
+        self.is_pruned = False
+
+    def read(self, metrics: Mapping[str, float]) -> float:
+        """Return the metric that the search goes by."""
+        return read_metric(self.metric, metrics, f"search(metric={self.metric!r})")
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        if run.leaves_out(self.metric):
+            return
+        value = self.read(metrics)
+        if self._asked is None or run.state.status != "running":
+            return
+        self._asked.report(value, run.state.step)
+        if self._asked.should_prune():
+            self.is_pruned = run.control.stop = True
+            run.control.reason = f"{self.metric} of {value:.6g} is not worth going on"
+
+
+def _check(trainer: "Trainer", metric: str | None) -> None:
+    if trainer.evaluation_interval is None:
+        given = "" if metric is None else f"metric={metric!r}: "
+        raise ConfigurationError(
+            f"{given}{_TOOL}() goes by evaluations, and there are none. Give Trainer(eval_dataset=…), and no "
+            'eval_every="never".'
+        )
+    for name, given in (("optimizer", trainer.optimizer), ("scheduler", trainer.scheduler)):
+        for one in given.values() if isinstance(given, Mapping) else [given]:
+            if isinstance(one, Optimizer) or (hasattr(one, "step") and not isinstance(one, type)):
+                raise ConfigurationError(
+                    f"{_TOOL}() makes a new {name} for each trial, and {name}=… is a {type(one).__name__} that is made "
+                    f"already. Give a function that makes it, or TrainingArguments(…)."
+                )
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)

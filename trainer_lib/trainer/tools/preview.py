@@ -1,0 +1,267 @@
+"""This file is a look at the first batches of training, as the model would get them."""
+
+import base64
+import html
+import io
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_lib.collectives.ragged_gather import holds_rows
+from trainer_lib.events import Control, Transformer
+from trainer_lib.events.callback import overrides
+from trainer_lib.foundation.batch_fields import as_mapping, targets_of
+from trainer_lib.foundation.imports import is_matplotlib_available
+from trainer_lib.foundation.pytree import named_leaves
+from trainer_lib.options.base import check_count
+from trainer_lib.trainer.data.batch_rows import count_rows
+from trainer_lib.trainer.fit.session import Fitting
+from trainer_lib.trainer.fit.train_loop import Loop
+from trainer_lib.trainer.losses.loss_result import LossResult
+from trainer_lib.trainer.safety.signals import Signals
+from trainer_lib.trainer.tools.sandbox import short_rehearsal
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
+
+_TOOL = "preview"
+_TEXTS, _LETTERS = 2, 200  # rows that are shown as text, and how much of each
+_CLASSES = 10  # labels that are counted
+_IMAGES, _CHANNELS = 4, (1, 3)
+_IGNORED = -100  # the label of what does not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A tensor of a batch, or what else is in it.
+
+    Attributes:
+        name: Where it is in the batch.
+        kind: Its type: that of a tensor's numbers, else that of Python.
+        shape: Its shape; of a list its length.
+        device: Where it is; `None` for what is no tensor.
+        low: The least of its finite numbers; `None` where there are none.
+        high: The largest.
+        not_finite: How many of its numbers are none, or infinite.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    device: str | None = None
+    low: float | None = None
+    high: float | None = None
+    not_finite: int = 0
+
+    def __str__(self) -> str:
+        """Return it in a line, without its name."""
+        words = [self.kind, str(list(self.shape))]
+        words += [f"on {self.device}"] if self.device else []
+        words += [f"{self.low:.4g} … {self.high:.4g}"] if self.low is not None else []
+        words += [f"{self.not_finite} NOT FINITE"] if self.not_finite else []
+        return "  ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchView:
+    """What there is to see of a batch.
+
+    Attributes:
+        rows: Its samples; `None` where that cannot be told.
+        parts: What is in it.
+        texts: The first rows as texts, by the names of their tokens, where there is a processor that decodes.
+        labels: How often each label is there, where they are classes.
+        images: The first images, from 0 to 1 and with their channels last, where there are any.
+    """
+
+    rows: int | None
+    parts: list[Part]
+    texts: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    labels: dict[int, int] = field(default_factory=dict[int, int])
+    images: list[Any] = field(default_factory=list[Any], repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """The first batches of this process, as the model gets them; shown as text, and in a notebook as a table.
+
+    Attributes:
+        batches: What there is to see of each.
+        changed_by: The callbacks that may have changed them.
+    """
+
+    batches: list[BatchView]
+    changed_by: list[str] = field(default_factory=list[str])
+
+    def __repr__(self) -> str:
+        """Return it as text."""
+        lines = [f"batches changed by {', '.join(self.changed_by)}"] if self.changed_by else []
+        for number, batch in enumerate(self.batches, start=1):
+            told = _told(batch)
+            width = max(len(name) for name, _ in told)
+            rows = "" if batch.rows is None else f": {batch.rows} rows"
+            lines += [f"batch {number}{rows}", *(f"  {name:<{width}}  {text}" for name, text in told)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return it as HTML, with the images inside."""
+        changed = f"<p>batches changed by {html.escape(', '.join(self.changed_by))}</p>" if self.changed_by else ""
+        parts = [changed]
+        for number, batch in enumerate(self.batches, start=1):
+            cells = "".join(
+                f'<tr><th style="text-align: left">{html.escape(name)}</th>'
+                f'<td style="text-align: left">{html.escape(text)}</td></tr>'
+                for name, text in _told(batch)
+            )
+            rows = "" if batch.rows is None else f": {batch.rows} rows"
+            parts.append(f"<table><caption>batch {number}{rows}</caption>{cells}</table>{_pictures(batch)}")
+        return "".join(parts)
+
+
+def preview(trainer: "Trainer", batches: int) -> Preview:
+    """Do what `Trainer.preview` says."""
+    check_count("batches", batches)
+    with short_rehearsal(trainer, _TOOL, max_steps=batches):
+        changing = [
+            type(one).__name__
+            for one in trainer.events
+            if isinstance(one, Transformer) and overrides(one, "on_micro_batch_begin")
+        ]
+        fitting = Fitting(trainer, None, Signals((), Control(), is_main=False))
+        trainer.run = fitting.run
+        try:
+            fitting.begin(None)
+            looking = _Looking(fitting)
+            looking.look_at(batches)
+        finally:
+            fitting.close("stopped")
+    return Preview(batches=looking.seen, changed_by=changing)
+
+
+class _Looking(Loop):
+    """The loop, which looks at batches instead of training on them."""
+
+    def __init__(self, fitting: Fitting) -> None:
+        super().__init__(fitting)
+        self.seen: list[BatchView] = []
+        self.compute = self.view
+
+    def look_at(self, batches: int) -> None:
+        """Go over so many batches, or as many as a pass has."""
+        self.events.fire("on_epoch_begin", self.run)
+        for number, batch in enumerate(self.loader, start=1):
+            self.micro_batch(batch)
+            if self.gradients.sync_gradients:
+                self.finish_step()
+            if number == batches:
+                return
+
+    def view(self, model: Any, batch: Any) -> None:  # type: ignore[override]
+        """Note what there is to see of a batch."""
+        del model
+        if not self.trainer.weighs_nothing:  # else it repeats samples, and only runs along
+            self.seen.append(_view_of(batch, self.trainer))
+
+    def note(self, result: LossResult | None) -> None:
+        """Keep nothing: there is no loss."""
+
+    def update(self) -> None:
+        """Leave the weights alone: there are no gradients."""
+
+
+# -- what there is to see ---------------------------------------------------------------------------------------------
+
+
+def _view_of(batch: Any, trainer: "Trainer") -> BatchView:
+    leaves = [(_readable(name), leaf) for name, leaf in named_leaves(batch, is_leaf=holds_rows)]
+    return BatchView(
+        rows=count_rows(batch),
+        parts=[_part(name, leaf) for name, leaf in leaves],
+        texts=_texts(batch, trainer.processing_class),
+        labels=_labels(targets_of(batch, trainer.args.label_names)),
+        images=next((_images(leaf) for _, leaf in leaves if _are_images(leaf)), []),
+    )
+
+
+def _readable(name: str) -> str:
+    """Return the way to a part of a batch as people say it: `labels` instead of `['labels']`."""
+    return name.replace("']['", ".").replace("['", "").replace("']", "").lstrip(".") or "batch"
+
+
+def _part(name: str, leaf: Any) -> Part:
+    if not isinstance(leaf, (Tensor, np.ndarray)):
+        is_list = isinstance(leaf, (list, tuple))
+        kind = f"{type(leaf).__name__} of {type(leaf[0]).__name__}" if is_list and leaf else type(leaf).__name__
+        return Part(name=name, kind=kind, shape=(len(leaf),) if is_list else ())
+    device = str(leaf.device) if isinstance(leaf, Tensor) else None
+    kind, shape = str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)
+    values = torch.as_tensor(leaf).detach()
+    if values.is_complex() or not values.numel():
+        return Part(name=name, kind=kind, shape=shape, device=device)
+    finite = values[torch.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (None, None)
+    bad = values.numel() - finite.numel()
+    return Part(name=name, kind=kind, shape=shape, device=device, low=low, high=high, not_finite=bad)
+
+
+def _texts(batch: Any, processor: Any) -> dict[str, list[str]]:
+    named, decode = as_mapping(batch), getattr(processor, "decode", None)
+    if named is None or not callable(decode):
+        return {}
+    tokens = {
+        name: value
+        for name, value in named.items()
+        if (name.endswith("input_ids") or name == "labels") and isinstance(value, Tensor) and value.ndim == 2
+    }
+    whole = {name: value for name, value in tokens.items() if not value.is_floating_point()}
+    return {name: [str(decode(row[row != _IGNORED])) for row in value[:_TEXTS]] for name, value in whole.items()}
+
+
+def _labels(targets: Any) -> dict[int, int]:
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex() or targets.ndim != 1:
+        return {}
+    values, counts = torch.unique(targets, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _are_images(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.shape[1] in _CHANNELS and leaf.numel() > 0
+
+
+def _images(leaf: Tensor) -> list[Any]:
+    images = leaf[:_IMAGES].detach().float().nan_to_num().cpu().movedim(1, -1)
+    low, high = images.amin(), images.amax()
+    return list(((images - low) / (high - low).clamp(min=1e-12)).numpy())
+
+
+def _told(batch: BatchView) -> list[tuple[str, str]]:
+    """Return what is shown of a batch, by what it is called."""
+    told = [(part.name, str(part)) for part in batch.parts]
+    if batch.labels:
+        most = sorted(batch.labels.items(), key=lambda one: -one[1])[:_CLASSES]
+        more = f" and {len(batch.labels) - _CLASSES} more labels" if len(batch.labels) > _CLASSES else ""
+        told.append(("label counts", ", ".join(f"{count} × {label}" for label, count in sorted(most)) + more))
+    for name, texts in batch.texts.items():
+        told += [(f"{name} as text", repr(text[:_LETTERS] + "…" * (len(text) > _LETTERS))) for text in texts]
+    return told
+
+
+def _pictures(batch: BatchView) -> str:
+    if not batch.images or not is_matplotlib_available():
+        return ""
+    from matplotlib.image import imsave
+
+    found: list[str] = []
+    for image in batch.images:
+        file = io.BytesIO()
+        imsave(
+            file, np.squeeze(image, -1) if image.shape[-1] == 1 else image, format="png", cmap="gray", vmin=0, vmax=1
+        )
+        data = base64.b64encode(file.getvalue()).decode()
+        found.append(
+            f'<img style="height: 96px; margin: 4px; image-rendering: pixelated" src="data:image/png;base64,{data}">'
+        )
+    return "".join(found)

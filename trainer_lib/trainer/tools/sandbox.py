@@ -1,0 +1,304 @@
+"""This file is a rehearsal: the trainer's own loop, run to find something out, after which all is as it was before."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainer_lib.accelerator import Accelerator
+from trainer_lib.callbacks.live_control import LiveControl
+from trainer_lib.checkpointing.format.rng_state import generators_kept
+from trainer_lib.events import Callback, Dispatcher, Transformer
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.checks import before_fit
+from trainer_lib.trainer.evaluation.eval_loop import Evaluator
+from trainer_lib.trainer.huggingface.callback_adapter import AdaptedCallback
+from trainer_lib.trainer.safety.module_buffers import Buffers
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
+
+# What a short rehearsal leaves out of a run: all but the updates themselves.
+_SHORT: Mapping[str, Any] = {
+    "output_dir": None,
+    "resume": "never",
+    "num_train_epochs": None,
+    "max_tokens": None,
+    "max_time": None,
+    "deadline": None,
+    "stop_signals": (),
+    "warmup": None,
+    "schedule_steps": None,
+    "log_every": "1 step",
+    "eval_every": "never",
+    "eval_delay": None,
+    "eval_on_start": False,
+    "save_every": None,
+    "load_best_at_end": False,
+    "metric_for_best": None,
+    "greater_is_better": None,
+    "on_nonfinite": "raise",
+    "loss_spike": None,
+    "dry_run": False,
+    "report_to": (),
+}
+# What these do is not known, and most look on; or it is somebody outside who asks them.
+_NO_PART = (AdaptedCallback, LiveControl)
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def check_may_rehearse(trainer: "Trainer", tool: str) -> None:
+    """Check that there is something to rehearse, and that it can be done twice.
+
+    Raises:
+        ConfigurationError: If a run is under way, there is no data, or data that can be read once only.
+    """
+    if trainer.run.state.status == "running":
+        raise ConfigurationError(f"{tool}() trains for itself, and fit() is under way. Call it before or after that.")
+    data = trainer.train_dataset
+    if data is None and type(trainer).train_dataloader is _trainer_class().train_dataloader:
+        raise ConfigurationError(f"{tool}() needs data: Trainer(train_dataset=…), or override train_dataloader().")
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    if hasattr(type(dataset), "__next__"):
+        raise ConfigurationError(
+            f"{tool}() reads the first batches, which fit() is to read again, and train_dataset is an iterator "
+            f"({type(dataset).__name__}), which can be read once only. Give a dataset whose __iter__ begins anew."
+        )
+
+
+@contextmanager
+def rehearsal(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks: Sequence[Callback]) -> Generator[None]:
+    """Return the context in which `fit` is a rehearsal.
+
+    After it weights, running statistics, gradients, optimizers, the engine, the generators and the trainer's
+    attributes are as they were, to the bit; only that the models are prepared by then, as after an evaluation. What a
+    dataset notes about having been read is its own affair.
+
+    Args:
+        trainer: The trainer; all processes have to rehearse.
+        tool: The verb that does, for errors.
+        args: The arguments to go by.
+        callbacks: Who listens. Callbacks that change training are to be copies: see `copies`.
+    """
+    check_may_rehearse(trainer, tool)
+    before_fit.check(trainer)
+    accelerator = trainer.accelerator
+    with ExitStack() as stack:
+        stack.enter_context(generators_kept(accelerator.device))
+        trainer.prepare_models()
+        stack.enter_context(_engine_kept(accelerator))
+        stack.enter_context(_models_kept(trainer))
+        stack.enter_context(_optimizers_kept(trainer))
+        trainer.is_rehearsing, trainer._has_fitted = True, False  # so that fit takes the models as they are prepared
+        trainer.args, trainer.events = args, Dispatcher(callbacks)
+        trainer._evaluator = Evaluator(accelerator, trainer.events, trainer.evaluation_step)
+        yield
+
+
+@contextmanager
+def short_rehearsal(
+    trainer: "Trainer",
+    tool: str,
+    listening: Sequence[Callback] = (),
+    without: tuple[type[Callback], ...] = (),
+    **changes: Any,
+) -> Generator[None]:
+    """Return the context in which `fit` makes some updates and nothing besides: it writes, shows and evaluates nothing.
+
+    There is no schedule. Of the callbacks those take part that change training.
+
+    Args:
+        trainer: The trainer.
+        tool: The verb that rehearses.
+        listening: Who listens too.
+        without: Which callbacks do not take part.
+        **changes: Other arguments than the trainer's.
+    """
+    check_may_rehearse(trainer, tool)
+    args = dataclasses.replace(trainer.args, **{**_SHORT, **changes})
+    left_out = (*_NO_PART, *without)
+    taking_part = (one for one in trainer.events if isinstance(one, Transformer) and not isinstance(one, left_out))
+    with rehearsal(trainer, tool, args, [*copies(trainer, tool, taking_part), *listening]):
+        trainer.eval_dataset = None
+        vars(trainer)["configure_scheduler"] = _no_schedule
+        yield
+
+
+def copies(trainer: "Trainer", tool: str, callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return copies of callbacks, which know the same trainer, models and data.
+
+    Raises:
+        ConfigurationError: If one cannot be copied.
+    """
+    models = [trainer.model] if isinstance(trainer.model, nn.Module) else list(trainer.model.values())
+    shared = [trainer, trainer.accelerator, trainer.args, trainer.train_dataset, trainer.eval_dataset]
+    shared += [part for model in models for part in (*model.modules(), *model.parameters(), *model.buffers())]
+    found: list[Callback] = []
+    for one in callbacks:
+        try:
+            found.append(copy.deepcopy(one, {id(thing): thing for thing in shared}))
+        except Exception as error:
+            raise ConfigurationError(
+                f"{tool}() trains with copies of the callbacks, and {type(one).__name__} cannot be copied: {error}. "
+                "Give it a __deepcopy__."
+            ) from error
+    return found
+
+
+def _trainer_class() -> "type[Trainer]":
+    from trainer_lib.trainer.trainer import Trainer
+
+    return Trainer
+
+
+def _no_schedule(*arguments: Any, **named: Any) -> None:
+    del arguments, named
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _engine_kept(accelerator: Accelerator) -> Generator[None]:
+    """Have the engine know of no optimizer, schedule or loader, and afterwards of those that it knew before."""
+    lists: list[list[Any]] = [
+        accelerator._optimizers,
+        accelerator._schedulers,
+        accelerator._dataloaders,
+        accelerator._custom_objects,
+    ]
+    before = [list(one) for one in lists]
+    window, precision = accelerator._window, accelerator.precision
+    counts, scale = dict(vars(window)), precision.state_dict()
+    settings = {name: getattr(accelerator, name) for name in ("gradient_accumulation_steps", "sync_gradients")}
+    nominal = accelerator._nominal
+    for one in lists:
+        one.clear()
+    window.reset()
+    try:
+        yield
+    finally:
+        for one, kept in zip(lists, before, strict=True):
+            one[:] = kept
+        vars(window).update(counts)
+        precision.load_state_dict(scale)
+        for name, value in settings.items():
+            setattr(accelerator, name, value)
+        accelerator._nominal = nominal
+
+
+@contextmanager
+def _models_kept(trainer: "Trainer") -> Generator[None]:
+    """Put back what models hold: weights and gradients, running statistics, modes, and plain values of modules."""
+    accelerator = trainer.accelerator
+    prepared = trainer.prepare_models()
+    modules = [*prepared, *(one for one in vars(trainer).values() if isinstance(one, nn.Module))]
+    bare = [accelerator.strategy.bare(one) for one in modules]
+    weights = [_Weight(one) for one in _parameters(trainer, modules)]
+    buffers = Buffers(bare)
+    buffers.keep()
+    values = [(one, _plain_values(one)) for model in bare for one in model.modules()]
+    try:
+        yield
+    finally:
+        _parameters(trainer, modules)
+        for weight in weights:
+            weight.put_back()
+        buffers.put_back()
+        for module, plain in values:
+            vars(module).update(plain)
+
+
+def _parameters(trainer: "Trainer", modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the parameters, each once; of a sharded model the shards, for what a forward has left whole."""
+    found = {id(one): one for module in modules for one in module.parameters()}
+    return list(trainer.accelerator.strategy.trained(found.values()))
+
+
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+
+
+class _Weight:
+    """A parameter, and what it was; in the memory of the host, so that the device has room for what is tried."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter, self._is_trained, self._gradient = parameter, parameter.requires_grad, parameter.grad
+        self._value = _local(parameter).detach().to("cpu", copy=True) if self._is_trained else None
+        self._sum = None if self._gradient is None else _local(self._gradient).detach().to("cpu", copy=True)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        parameter = self._parameter
+        parameter.requires_grad_(self._is_trained)
+        if self._value is not None:
+            _local(parameter).copy_(self._value)
+        parameter.grad = self._gradient
+        if self._sum is not None:
+            _local(self._gradient).copy_(self._sum)
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return what of a tensor is on this process."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+@contextmanager
+def _optimizers_kept(trainer: "Trainer") -> Generator[None]:
+    """Put back optimizers, also those that were there before, and the trainer's attributes."""
+    before = dict(vars(trainer))
+    kept: list[_Optimizer] = []
+    vars(trainer)["configure_optimizer"] = _noting(trainer.configure_optimizer, kept)
+    try:
+        yield
+    finally:
+        for one in kept:
+            one.put_back()
+        vars(trainer).clear()
+        vars(trainer).update(before)
+
+
+def _noting(configure: Callable[[], Any], kept: "list[_Optimizer]") -> Callable[[], Any]:
+    """Return `configure_optimizer`, which keeps what optimizers are before anything is made of them."""
+
+    def configure_optimizer() -> Any:
+        made = configure()
+        there = made.values() if isinstance(made, Mapping) else [made]
+        kept.extend(_Optimizer(one) for one in there if isinstance(one, Optimizer))
+        return made
+
+    return configure_optimizer
+
+
+class _Optimizer:
+    """An optimizer, and what it was."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._attributes = optimizer, dict(vars(optimizer))
+        self._options = [{n: (v, copy.deepcopy(v)) for n, v in _options(one)} for one in optimizer.param_groups]
+        self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        optimizer = self._optimizer
+        vars(optimizer).clear()
+        vars(optimizer).update(self._attributes)
+        for group, options in zip(optimizer.param_groups, self._options, strict=True):
+            parameters = group["params"]
+            group.clear()
+            # A rate in a tensor is one that others may hold too.
+            kept = {n: now.copy_(was) if isinstance(now, Tensor) else was for n, (now, was) in options.items()}
+            group.update(params=parameters, **kept)
+        optimizer.state.clear()
+        optimizer.state.update(self._state)
+
+
+def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in group.items() if name != "params"]
