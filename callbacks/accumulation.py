@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError
 
 
-class AccumulationSchedule(Transformer):
+class AccumulationSchedule(Modifier):
     """Makes updates of more batches in later passes, or of fewer.
 
     The length of the run, and of the schedule of learning rates, is told accordingly. Passes that come before the
@@ -24,7 +24,7 @@ class AccumulationSchedule(Transformer):
         (2, 50)
     """
 
-    alone_in: ClassVar[str | None] = "say how many batches make an update"
+    exclusive_group: ClassVar[str | None] = "say how many batches make an update"
 
     def __init__(self, steps: Mapping[int, int]) -> None:
         bad = [(epoch, count) for epoch, count in steps.items() if not _is_count(epoch, 0) or not _is_count(count, 1)]

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.patterns import matching
 
 
-class ClipValue(Transformer):
+class ClipValue(Modifier):
     """Cuts each number of the gradients to at most `value` in size.
 
     The norm is clipped after it, unless `TrainingArguments(max_grad_norm=None)`.
@@ -30,7 +30,7 @@ class ClipValue(Transformer):
         run.accelerator.strategy.clip_grad_value(_trained(run), self.value)
 
 
-class AdaptiveClipping(Transformer):
+class AdaptiveClipping(Modifier):
     """Shrinks the gradient of each unit (row of a weight, whole vector) to a share of the norm of the unit itself.
 
     Networks without normalization are trained so (AGC). The norm is clipped after it, unless

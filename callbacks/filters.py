@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.events.callback import EVENTS, UPDATE_EVENTS, overrides
 from trainer_lib.events.gates import AfterAmount, BeforeAmount, EveryAmount, Gate, OnceAmount
 from trainer_lib.foundation.errors import ConfigurationError, unknown
@@ -113,7 +113,7 @@ class _Filtered(Callback):
     def __init__(self, callback: Callback, gates: tuple[Gate, ...]) -> None:
         self.listener, self.gates = callback, gates
         self.order, self.key = callback.order, callback.key or type(callback).__name__
-        self.alone_in = callback.alone_in  # type: ignore[misc]  # this class stands for any
+        self.exclusive_group = callback.exclusive_group  # type: ignore[misc]  # this class stands for any
         self._is_open = False
         for event in set(EVENTS) - {"on_fit_begin", "on_step_begin"}:
             if overrides(callback, event):
@@ -145,12 +145,12 @@ class _Filtered(Callback):
         return handle
 
 
-class _FilteredTransformer(_Filtered, Transformer):
+class _FilteredModifier(_Filtered, Modifier):
     """The same for one that may change training."""
 
-    def in_use(self, run: Run) -> AbstractContextManager[Any]:
-        assert isinstance(self.listener, Transformer)
-        return self.listener.in_use(run)
+    def eval_weights(self, run: Run) -> AbstractContextManager[Any]:
+        assert isinstance(self.listener, Modifier)
+        return self.listener.eval_weights(run)
 
 
 def _filtered(gate: Gate, listener: Callable[[Run], Any] | Callback) -> Callback:
@@ -158,7 +158,7 @@ def _filtered(gate: Gate, listener: Callable[[Run], Any] | Callback) -> Callback
         kind, listener, gates = type(listener), listener.listener, (gate, *listener.gates)
         return kind(listener, gates)  # type: ignore[arg-type]  # a kind fits what it was made with
     if isinstance(listener, Callback):
-        return (_FilteredTransformer if listener.may_change_training else _Filtered)(listener, (gate,))
+        return (_FilteredModifier if listener.may_change_training else _Filtered)(listener, (gate,))
     if isinstance(listener, type) or not callable(listener):
         raise ConfigurationError(f"A filter needs a function of the run, or a callback; got {listener!r}.")
     return _Function(listener, (gate,))

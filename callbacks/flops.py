@@ -73,7 +73,7 @@ class Flops(Callback):
         if self._counter is not None:
             self._leave()
             self.per_sample = self._counted / _samples(run.batch)
-            run.note("flops", per_sample=self.per_sample)
+            run.record_event("flops", per_sample=self.per_sample)
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         samples, seconds = run.state.samples, run.state.seconds

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from trainer_lib.callbacks.weight_averaging import interval
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.events.gates import Gate
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
@@ -20,7 +20,7 @@ class _Part(NamedTuple):
     ends: Gate | None  # None: not before the end
 
 
-class Freeze(Transformer):
+class Freeze(Modifier):
     """Leaves weights as they are until an amount of training is reached, after one, or between two.
 
     What is frozen gets no gradients, which saves their computation, and what an optimizer kept of it is forgotten: it

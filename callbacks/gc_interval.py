@@ -3,11 +3,11 @@
 import gc
 from typing import Any
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.events.gates import EveryAmount
 
 
-class GarbageSchedule(Transformer):
+class GarbageSchedule(Modifier):
     """Collects garbage at an interval only.
 
     Python collects whenever enough objects were made, which is at another step on each process; each time all others

@@ -146,7 +146,7 @@ class Histograms(Callback):
             # One transfer for all, instead of one for each.
             read = {kind: _read(of_kind) for kind, of_kind in found.items() if of_kind}
             if read:
-                run.note("histograms", of_step=step, **read)
+                run.record_event("histograms", of_step=step, **read)
                 _show(run, step, read)
         self._waiting = []
 

@@ -24,7 +24,7 @@ _LONGEST_TRACEBACK = 20_000  # letters
 class JsonlLog(Callback):
     """Writes a line of JSON for each log, each evaluation and each event of a run; the main process does.
 
-    The events are "started", "resumed", "save", "best", "skipped" and "ended", and what callbacks tell by `run.note`.
+    The events are "started", "resumed", "save", "best", "skipped", "ended", and those of `run.record_event`.
     Each line is written at once. A resumed run takes out what came after the step it goes on from, but for the lines
     that tell how it started and ended, and says by a line "died" that it was killed. A new run puts an older file of
     this name aside, as `<name>.old`. What JSON has no number for is written as "NaN", "Infinity" or "-Infinity", which
@@ -85,7 +85,7 @@ class JsonlLog(Callback):
         if self._is_training and run.is_main_process:  # it went back: what is trained again is told again
             self._cut(run.state.step, [])
 
-    def on_note(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
+    def on_event(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
         self._write(run, name, facts)
 
     def on_exception(self, run: Run, error: BaseException) -> None:

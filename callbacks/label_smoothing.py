@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.batch_fields import as_mapping, split
 from trainer_lib.foundation.errors import ConfigurationError
 
 
-class LabelSmoothing(Transformer):
+class LabelSmoothing(Modifier):
     """Trains on `(1 - share) * loss + share * mean over all classes`, as `cross_entropy(label_smoothing=share)`.
 
     It works on what `Trainer(loss_fn=cross_entropy)` compares, and on models that compute the loss from their labels,

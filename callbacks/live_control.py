@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.logging import get_logger
@@ -29,7 +29,7 @@ _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
 _RATES_OF_SCHEDULES = ("base_lrs", "max_lrs")
 
 
-class LiveControl(Transformer):
+class LiveControl(Modifier):
     """Has a file or a signal ask a run for something while it trains.
 
     The file is `control` in the run's folder, with a request a line: "save", "evaluate", "stop", "log", or
@@ -54,7 +54,7 @@ class LiveControl(Transformer):
     """
 
     order = -100  # its mark is gone before others look at what is logged
-    alone_in: ClassVar[str | None] = "be asked from outside"
+    exclusive_group: ClassVar[str | None] = "be asked from outside"
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class LiveControl(Transformer):
             if request == "stop":
                 run.control.reason = run.control.reason or "it was asked for from outside"
             run.control.agree(request)  # all processes come to it here
-        run.note("control", asked=request, **facts)
+        run.record_event("control", asked=request, **facts)
 
     # -- who asks ------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class MemorySnapshot(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"process-{run.accelerator.process_index}-step-{step}{why}.pickle"
         torch.cuda.memory._dump_snapshot(str(path))
-        run.note("memory_snapshot", file=str(path))
+        run.record_event("memory_snapshot", file=str(path))
         return path
 
 

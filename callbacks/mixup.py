@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from trainer_lib.callbacks.batch_rng import generator_of_batch
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.batch_fields import as_mapping, replaced, split, with_targets
 from trainer_lib.foundation.errors import ConfigurationError
 
 
-class _Mixing(Transformer):
+class _Mixing(Modifier):
     """Mixes each batch of training with itself, shifted by some samples.
 
     Args:
@@ -22,7 +22,7 @@ class _Mixing(Transformer):
         num_classes: The number of classes, where targets are classes; they become their shares.
     """
 
-    alone_in: ClassVar[str | None] = "mix the samples of a batch"
+    exclusive_group: ClassVar[str | None] = "mix the samples of a batch"
 
     def __init__(self, alpha: float, num_classes: int | None = None) -> None:
         name = type(self).__name__
@@ -149,7 +149,7 @@ class CutMix(_Mixing):
         return mixed
 
 
-class MixupOrCutMix(Transformer):
+class MixupOrCutMix(Modifier):
     """Draws for each batch which of two it is mixed by.
 
     Args:
@@ -161,7 +161,7 @@ class MixupOrCutMix(Transformer):
         >>> either = MixupOrCutMix(Mixup(0.2, num_classes=10), CutMix(1.0, num_classes=10))
     """
 
-    alone_in: ClassVar[str | None] = _Mixing.alone_in
+    exclusive_group: ClassVar[str | None] = _Mixing.exclusive_group
 
     def __init__(self, mixup: Mixup, cutmix: CutMix, share: float = 0.5) -> None:
         if not 0 < share < 1:

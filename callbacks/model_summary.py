@@ -51,7 +51,7 @@ class ModelSummary(Callback):
         file = self._file or sys.stdout
         print(aligned(_COLUMNS, rows), file=file)
         print(f"In all {everything:,} parameters, {trained:,} of them trained; {size / 1e6:,.1f} MB.", file=file)
-        run.note("model", parameters=everything, trained=trained, bytes=size, layers=len(rows))
+        run.record_event("model", parameters=everything, trained=trained, bytes=size, layers=len(rows))
         show_table(run, "model", _COLUMNS, rows)
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 
 
-class NEFTune(Transformer):
+class NEFTune(Modifier):
     """Adds uniform noise of up to `alpha / sqrt(length * width)` to embeddings, in training only.
 
     Args:

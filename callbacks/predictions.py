@@ -63,7 +63,7 @@ class Predictions(Callback):
         if rows:
             columns = list(dict.fromkeys(column for row in rows for column in row))
             cells = [[row.get(column, "") for column in columns] for row in rows]
-            run.note("predictions", **({"set": name} if name else {}), columns=columns, rows=cells)
+            run.record_event("predictions", **({"set": name} if name else {}), columns=columns, rows=cells)
             show_table(run, f"predictions/{name}" if name else "predictions", columns, cells)
 
     def _rows_of(self, run: Run, count: int) -> list[dict[str, Any]]:

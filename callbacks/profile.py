@@ -79,7 +79,7 @@ class Profile(Callback):
         steps = f"{self._first + 1}-{max(run.state.step, self._first + 1)}"  # the last may not have come to its end
         trace = folder / f"process-{run.accelerator.process_index}-steps-{steps}.json"
         self._profiler.export_chrome_trace(str(trace))
-        run.note("profile", steps=steps, trace=str(trace), operations=_longest(self._profiler, self._top))
+        run.record_event("profile", steps=steps, trace=str(trace), operations=_longest(self._profiler, self._top))
         self._profiler = None
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
 
-class SAM(Transformer):
+class SAM(Modifier):
     """Updates the weights by the gradients that they have a step of length `radius` uphill.
 
     Each update is computed twice. The step uphill is that of the whole update, over all of its batches and processes.

@@ -117,7 +117,7 @@ class SampleLosses(Callback):
         rank = 0 if run.accelerator is None else run.accelerator.process_index
         told = {"indices": [sample for sample, _ in found], "losses": [round(loss, 6) for _, loss in found]}
         if found:
-            run.note("top_losses", **told)
+            run.record_event("top_losses", **told)
         if run.folder is not None:
             folder = run.folder / _FOLDER
             folder.mkdir(exist_ok=True)

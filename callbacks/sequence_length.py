@@ -6,13 +6,13 @@ from typing import Any
 from torch import Tensor
 
 from trainer_lib.callbacks.weight_averaging import interval
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.batch_fields import as_mapping, replaced
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 
 
-class SequenceLengthWarmup(Transformer):
+class SequenceLengthWarmup(Modifier):
     """Cuts sequences to a length that grows evenly from `start` to `full`; what is cut off is not trained on.
 
     What is cut is the second dimension of integers in two dimensions: tokens, masks, labels of each token.

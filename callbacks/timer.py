@@ -50,7 +50,7 @@ class Timer(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         self._ended = time.perf_counter()
-        run.note("timing", **{name: round(seconds, 3) for name, seconds in self.summary().items()})
+        run.record_event("timing", **{name: round(seconds, 3) for name, seconds in self.summary().items()})
 
     def on_evaluate_begin(self, run: Run) -> None:
         self._paused_at = time.perf_counter()

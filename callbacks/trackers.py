@@ -152,7 +152,7 @@ class TrackerCallback(Callback):
             one.hand_over_artifact(run)
         groups = [group for one in others if (group := one.release()) is not None]
         for name, points in finish_groups(groups, _outcome(run)).items():
-            run.note("points_missing", tracker=name, points=points)
+            run.record_event("points_missing", tracker=name, points=points)
 
     def state_dict(self) -> dict[str, Any]:
         return {"token": self._token}

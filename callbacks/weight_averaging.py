@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.events.gates import EveryAmount, Gate
 from trainer_lib.foundation.errors import ConfigurationError, StateError
 
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-class WeightAverage(Transformer):
+class WeightAverage(Modifier):
     """Keeps an average of the weights, which evaluations, predictions and `save_model` use.
 
     Training goes on with the weights themselves, and those are what a checkpoint has, with the average beside them.
@@ -27,7 +27,7 @@ class WeightAverage(Transformer):
         buffers: Whether to average buffers (running statistics) too; else the model's are used as they are.
     """
 
-    alone_in: ClassVar[str | None] = "average the weights"
+    exclusive_group: ClassVar[str | None] = "average the weights"
 
     def __init__(self, every: Gate, buffers: bool = False) -> None:
         self._every, self._has_buffers = every, buffers
@@ -97,7 +97,7 @@ class WeightAverage(Transformer):
         self.updates += 1
 
     @contextmanager
-    def in_use(self, run: Run) -> Generator[None]:
+    def eval_weights(self, run: Run) -> Generator[None]:
         if self._is_in_use or not self.updates or not self.may_use(run):
             yield
             return

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from trainer_lib.checkpointing.model_weights import load_checkpoint_in_model as load_checkpoint_in_model
     from trainer_lib.data_loader import skip_first_batches as skip_first_batches
     from trainer_lib.events import Callback as Callback
+    from trainer_lib.events import Modifier as Modifier
     from trainer_lib.events import Run as Run
     from trainer_lib.events import RunState as RunState
-    from trainer_lib.events import Transformer as Transformer
     from trainer_lib.foundation.errors import CheckpointError as CheckpointError
     from trainer_lib.foundation.errors import ConfigurationError as ConfigurationError
     from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
@@ -108,7 +108,7 @@ _HOMES = {
     "TrainerLibError": "trainer_lib.foundation.errors",
     "TrainerRegressor": "trainer_lib.sklearn",
     "TrainingArguments": "trainer_lib.trainer.arguments.training_arguments",
-    "Transformer": "trainer_lib.events",
+    "Modifier": "trainer_lib.events",
     "UnsavedError": "trainer_lib.foundation.errors",
     "UnsupportedError": "trainer_lib.foundation.errors",
     "WorldError": "trainer_lib.foundation.errors",
@@ -147,6 +147,7 @@ __all__ = [
     "LossResult",
     "MissingPackageError",
     "MixedDataset",
+    "Modifier",
     "NonFiniteError",
     "PackedDataset",
     "ParallelismConfig",
@@ -163,7 +164,6 @@ __all__ = [
     "Trainer",
     "TrainerLibError",
     "TrainingArguments",
-    "Transformer",
     "UnsavedError",
     "UnsupportedError",
     "WorldError",

@@ -17,7 +17,7 @@ from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
 from trainer_lib.callbacks import EMA, SWA
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 
 
 def averaged_by_hand(decay: float = 0.8, *, warmup: bool = True) -> tuple[nn.Module, list[Named], list[Named]]:
@@ -35,7 +35,7 @@ def averaged_by_hand(decay: float = 0.8, *, warmup: bool = True) -> tuple[nn.Mod
     return loop(model, after=after), averages, raw
 
 
-class Looks(Transformer):
+class Looks(Modifier):
     """Keeps the weights while a model is evaluated, saved, and trained."""
 
     def __init__(self, folder: Path) -> None:
@@ -134,7 +134,7 @@ def test_two_processes_average_what_they_hold_and_resume_to_the_bit(kind: str, t
         assert losses[6] == pytest.approx(cross_entropy(evaluated(inputs), targets).item(), rel=1e-5)
 
 
-class EvaluationLosses(Transformer):
+class EvaluationLosses(Modifier):
     """Keeps the losses of evaluations."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ def test_the_best_is_that_of_the_average(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_that_fails_leaves_the_weights_that_are_trained() -> None:
-    class Fails(Transformer):
+    class Fails(Modifier):
         def on_step_end(self, run: Run) -> None:
             if run.state.step == 4:
                 before = weights(run.trainer.unwrapped_model)
@@ -249,7 +249,7 @@ def uneven() -> nn.Module:
 
 
 @pytest.mark.parametrize("average", [lambda: EMA(0.5), lambda: SWA(0.2, every=1)], ids=["EMA", "SWA"])
-def test_averages_of_uneven_shards_are_those_of_one_process(average: Callable[[], Transformer]) -> None:
+def test_averages_of_uneven_shards_are_those_of_one_process(average: Callable[[], Modifier]) -> None:
     def two() -> Named:
         plugin = FullyShardedDataParallelPlugin(min_num_params=1, auto_wrap_policy="size_based_wrap")
         args = arguments(**OPTIONS, per_device_train_batch_size=4, fsdp=plugin)

@@ -146,7 +146,7 @@ def test_a_run_that_goes_back_tells_again_what_it_does_again(tmp_path: Path) -> 
     for step in (2, 4, 6):
         run.state.step = step
         log.on_log(run, {"loss": 1.0})
-    log.on_note(run, "went_back", {"why": "nan"})
+    log.on_event(run, "went_back", {"why": "nan"})
     run.state.step = 4
     log.on_load_end(run, tmp_path)
     run.state.step = 6
@@ -162,7 +162,7 @@ def test_what_else_happens_is_a_line_too(tmp_path: Path) -> None:
     events = Dispatcher([log])
     run.trainer = SimpleNamespace(events=events)
     events.fire("on_fit_begin", run)
-    run.note("rewound", to=3, loss=float("inf"))
+    run.record_event("rewound", to=3, loss=float("inf"))
     events.fire("on_step_skipped", run)
     events.fire("on_best", run, "eval_loss", 0.25)
     folder = tmp_path / "checkpoint-7"

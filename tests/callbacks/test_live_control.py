@@ -20,11 +20,11 @@ from tests.worlds import run_world
 from trainer_lib import Trainer
 from trainer_lib.callbacks import LiveControl, ask_run
 from trainer_lib.callbacks.live_control import _change_rate, _refusal
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError
 
 
-class Asks(Transformer):
+class Asks(Modifier):
     """Asks the run for something, as somebody outside would, in the middle of an update."""
 
     def __init__(self, asked: dict[int, tuple[str, ...]]) -> None:
@@ -37,7 +37,7 @@ class Asks(Transformer):
                 ask_run(run.folder, request)
 
 
-class Rates(Transformer):
+class Rates(Modifier):
     """Keeps the rate of each update."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ def test_requests_survive_a_restart(tmp_path: Path) -> None:
 
 def test_a_signal_to_one_of_two_processes_is_heard_by_both_at_the_same_step(tmp_path: Path) -> None:
     def body() -> tuple[list[Any], list[float], Any]:
-        class Signals(Transformer):
+        class Signals(Modifier):
             def on_step_begin(self, run: Run) -> None:
                 if run.state.step == 2 and not run.is_main_process:
                     os.kill(os.getpid(), signal.SIGUSR2)

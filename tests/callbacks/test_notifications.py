@@ -14,7 +14,7 @@ import pytest
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib.callbacks.notifications import Slack, Webhook
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError
 
 
@@ -43,7 +43,7 @@ def server(status: int = 200) -> Generator[tuple[str, list[dict[str, Any]]]]:
             thread.join()
 
 
-class Fails(Transformer):
+class Fails(Modifier):
     def on_step_end(self, run: Run) -> None:
         if run.state.step == 3:
             raise ValueError("no such thing")

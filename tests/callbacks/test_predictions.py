@@ -32,7 +32,7 @@ class Notes(list[Any]):
         self.facts: list[Any] = []
 
     def fire(self, event: str, run: Run, name: str, facts: Any) -> None:
-        assert (event, name) == ("on_note", "predictions")
+        assert (event, name) == ("on_event", "predictions")
         self.facts.append(facts)
 
 

@@ -11,7 +11,7 @@ from tests.trainer.tasks import arguments, trainer
 from tests.worlds import run_world
 from trainer_lib import ProfileKwargs
 from trainer_lib.callbacks import JsonlLog, Profile
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError
 
 
@@ -47,7 +47,7 @@ def test_each_process_writes_its_own_and_a_run_that_ends_before_writes_what_ther
 
 
 def test_a_resumed_run_counts_from_where_it_goes_on_and_an_error_ends_the_profile(tmp_path: Path) -> None:
-    class Fails(Transformer):
+    class Fails(Modifier):
         def on_loss(self, run: Run) -> None:
             if run.state.step == 5:
                 raise RuntimeError("broken")

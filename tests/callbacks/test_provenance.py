@@ -16,7 +16,7 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator, DataLoaderConfiguration
 from trainer_lib.callbacks import Provenance, SampleLosses, replay_batch, samples_of_step
 from trainer_lib.callbacks.sample_provenance import _long, _short
-from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError
 
 
@@ -119,7 +119,7 @@ def test_each_checkpoint_has_its_lines_and_a_run_that_goes_back_writes_them_anew
         (file,) = folder_of(tmp_path).glob("provenance/*")
         return [json.loads(line)["step"] for line in file.read_text().splitlines()]
 
-    class Looks(Transformer):
+    class Looks(Modifier):
         """Looks, at each save, for which updates there are lines."""
 
         def __init__(self) -> None:

@@ -32,7 +32,7 @@ from trainer_lib.callbacks import (
     SequenceLengthWarmup,
 )
 from trainer_lib.callbacks.batch_rng import generator_of_batch
-from trainer_lib.events import Callback, Run, RunState, Transformer
+from trainer_lib.events import Callback, Modifier, Run, RunState
 
 UNUSED = DistributedDataParallelKwargs(find_unused_parameters=True)
 
@@ -335,7 +335,7 @@ def test_noise_is_on_embeddings_in_training_only() -> None:
     noises: list[Tensor] = []
     model = Words()
 
-    class Looks(Transformer):
+    class Looks(Modifier):
         order = 1
 
         def on_fit_begin(self, run: Run) -> None:
@@ -418,7 +418,7 @@ def test_resumed_to_the_bit_on_two_processes(names: list[str], tmp_path: Path) -
 def test_what_is_trained_again_begins_anew() -> None:
     states: dict[int, bool] = {}
 
-    class Looks(Transformer):
+    class Looks(Modifier):
         order = 1
 
         def on_step_end(self, run: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.worlds import run_world
-from trainer_lib.events import Callback, Dispatcher, Run, RunState, Transformer
+from trainer_lib.events import Callback, Dispatcher, Modifier, Run, RunState
 from trainer_lib.events.callback import EVENTS
 from trainer_lib.foundation.errors import ConfigurationError, StateError
 from trainer_lib.state import PartialState
@@ -37,7 +37,7 @@ class Raising(Callback):
         raise RuntimeError("no more paper")
 
 
-class RaisingTransformer(Transformer):
+class RaisingTransformer(Modifier):
     def on_step_end(self, run: Run) -> None:
         raise RuntimeError("no more paper")
 
@@ -201,7 +201,7 @@ def test_an_observer_whose_state_cannot_be_had_is_switched_off(caplog: pytest.Lo
         def state_dict(self) -> dict[str, Any]:
             raise RuntimeError("lost")
 
-    class Essential(Stateless, Transformer):
+    class Essential(Stateless, Modifier):
         pass
 
     noting = Noting()

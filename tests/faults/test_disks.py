@@ -21,7 +21,7 @@ from tests.worlds import run_world
 from trainer_lib import CheckpointError, ConfigurationError, UnsavedError
 from trainer_lib.checkpointing.load.find import verify_state
 from trainer_lib.collectives.agreement import together
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.processes.exit_codes import exit_code_of
 
@@ -230,7 +230,7 @@ def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
 # -- a run -----------------------------------------------------------------------------------------------------------
 
 
-class FullDisk(Transformer):
+class FullDisk(Modifier):
     """Fills the disk before a save, and makes room after it.
 
     Args:
@@ -333,7 +333,7 @@ def test_a_full_disk_ends_a_run_that_says_so(in_background: bool, small_disk: Sm
     )
 
 
-class FileInTheWay(Transformer):
+class FileInTheWay(Modifier):
     """Puts a plain file where a checkpoint of one step is to be."""
 
     def __init__(self, save: int) -> None:

@@ -14,13 +14,13 @@ from tests.strategies.sharded import stack
 from tests.trainer.tasks import arguments, network, trainer
 from tests.worlds import forget_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.modules.state import module_state
 
 Training = tuple[Accelerator, Any, Any]
 
 
-class Dies(Transformer):
+class Dies(Modifier):
     """Ends a run after a step, before anything is saved for it."""
 
     def __init__(self, at: int) -> None:

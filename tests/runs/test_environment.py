@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.tasks import arguments, trainer
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.runs import read_run
 from trainer_lib.runs.report.report_data import contents
 from trainer_lib.runs.report.report_page import find_runs
@@ -36,7 +36,7 @@ def test_the_commit_of_the_script_is_told_with_whether_it_is_changed(
     assert describe_environment()["commit"] == f"{commit} (with changes)"
 
 
-class Fails(Transformer):
+class Fails(Modifier):
     def on_step_end(self, run: Run) -> None:
         raise ValueError("too wide")
 
@@ -56,7 +56,7 @@ def test_a_run_keeps_its_command_and_the_traceback_of_its_end(tmp_path: Path, mo
 def test_a_run_that_ended_well_after_a_failure_has_no_traceback(tmp_path: Path) -> None:
     options = {"output_dir": tmp_path, "save_every": 1, "resume": "auto", "save_in_background": False}
 
-    class FailsLate(Transformer):
+    class FailsLate(Modifier):
         def on_step_begin(self, run: Run) -> None:
             if run.state.step == 4:
                 raise ValueError("too wide")

@@ -19,7 +19,7 @@ from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, trainer
 from tests.worlds import run_world
 from trainer_lib import RunInUseError
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.runs import run_lease as leases
 from trainer_lib.runs.run_lease import Lease, is_leased
@@ -222,7 +222,7 @@ def test_the_heartbeat_renews_the_lease(folder: AnyPath, monkeypatch: pytest.Mon
     assert not any(thread.name.startswith("lease of") for thread in threading.enumerate())
 
 
-class LosesLease(Transformer):
+class LosesLease(Modifier):
     """Has another program take the run over after a step, while this one seems dead."""
 
     def on_step_end(self, run: Run) -> None:
@@ -246,7 +246,7 @@ def test_a_program_that_lost_its_run_writes_nothing_more(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("ends", ["finished", "failed"])
 def test_the_lease_is_given_back_at_every_end(ends: str, tmp_path: Path) -> None:
-    class Sees(Transformer):
+    class Sees(Modifier):
         seen = 0
 
         def on_step_end(self, run: Run) -> None:

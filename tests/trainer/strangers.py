@@ -19,7 +19,7 @@ class EvaluateWhenHalved(Callback):
         if self.loss is None:
             self.loss = values["loss"]
         elif values["loss"] <= self.loss / 2:
-            run.note("halved", before=self.loss, now=values["loss"])
+            run.record_event("halved", before=self.loss, now=values["loss"])
             run.control.evaluate = True
             self.loss = values["loss"]
 

@@ -14,14 +14,14 @@ class Callback:
     A callback of this kind observes. If it raises, it is named once, with the event and the step, and switched off, and
     training goes on; only a `ConfigurationError` ends the run, since it says that something was set up wrongly. An
     observer leaves model, batch and gradients alone and sends nothing to other processes. What does more is a
-    `Transformer`.
+    `Modifier`.
 
     Overriding is all that it takes to listen; an event nobody listens to costs nothing.
 
     Attributes:
         order: Callbacks of a lower order are called first; those of the same in the order given.
         key: The name under which `state_dict` is saved; by default that of the class.
-        alone_in: What no other callback of the run may do besides, in words; `None`: there may be any number.
+        exclusive_group: What no other callback of the run may do besides, in words; `None`: there may be any number.
 
     Example:
         >>> class StopAtStep(Callback):
@@ -31,7 +31,7 @@ class Callback:
 
     order: int = 0
     key: str | None = None
-    alone_in: ClassVar[str | None] = None
+    exclusive_group: ClassVar[str | None] = None
     may_change_training: ClassVar[bool] = False
 
     # -- a run ---------------------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ class Callback:
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         """Values are logged; one may add some, for the callbacks that come later."""
 
-    def on_note(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
-        """Something happened that belongs into the run's history: what `run.note` was told."""
+    def on_event(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
+        """Something happened that belongs into the run's history: what `run.record_event` was told."""
 
     def on_save_begin(self, run: Run, folder: Path) -> None:
         """A checkpoint is about to be written."""
@@ -151,12 +151,12 @@ class Callback:
         """Take up what `state_dict` returned."""
 
 
-class Transformer(Callback):
+class Modifier(Callback):
     """A callback that takes part in training: it may change model, batch, loss or gradients. Its errors end the run."""
 
     may_change_training: ClassVar[bool] = True
 
-    def in_use(self, run: Run) -> AbstractContextManager[Any]:
+    def eval_weights(self, run: Run) -> AbstractContextManager[Any]:
         """Return the context in which models evaluate, predict and are saved for use, such as one of other weights."""
         del run
         return nullcontext()

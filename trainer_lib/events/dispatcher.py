@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from trainer_lib.events.callback import EVENTS, Callback, Transformer, overrides
+from trainer_lib.events.callback import EVENTS, Callback, Modifier, overrides
 from trainer_lib.events.run import Run
 from trainer_lib.foundation.errors import ConfigurationError, StateError, did_you_mean
 from trainer_lib.logging import get_logger
@@ -40,10 +40,12 @@ class Dispatcher:
         _check(callback)
         if id(callback) in self._keys:
             raise ConfigurationError(f"callbacks has the same {type(callback).__name__} twice. Give it once.")
-        for other in self._callbacks if callback.alone_in is not None else ():
-            if other.alone_in == callback.alone_in:
+        for other in self._callbacks if callback.exclusive_group is not None else ():
+            if other.exclusive_group == callback.exclusive_group:
                 both = f"{type(other).__name__} and {type(callback).__name__}"
-                raise ConfigurationError(f"callbacks has {both}, and only one can {callback.alone_in}. Leave one out.")
+                raise ConfigurationError(
+                    f"callbacks has {both}, and only one can {callback.exclusive_group}. Leave one out."
+                )
         self._keys[id(callback)] = self._free_key(callback.key or type(callback).__name__)
         self._callbacks.append(callback)
         self._callbacks.sort(key=lambda one: one.order)
@@ -66,12 +68,12 @@ class Dispatcher:
         return any(callback.may_change_training for callback, _ in self._handlers.get(event, ()))
 
     @contextmanager
-    def in_use(self, run: Run) -> Generator[None]:
+    def eval_weights(self, run: Run) -> Generator[None]:
         """Return the context in which models evaluate, predict and are saved for use."""
         with ExitStack() as stack:
             for callback in self._callbacks:
-                if isinstance(callback, Transformer):
-                    stack.enter_context(callback.in_use(run))
+                if isinstance(callback, Modifier):
+                    stack.enter_context(callback.eval_weights(run))
             yield
 
     def fire(self, event: str, run: Run, *details: Any) -> None:

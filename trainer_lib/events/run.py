@@ -109,15 +109,15 @@ class Run:
         """Add a value to what is averaged until the next log, as `Trainer.log` does."""
         self.trainer.log(name, value, weight)
 
-    def note(self, name: str, **facts: Any) -> None:
-        """Tell what happened to those who keep the run's history, by `on_note`: a line there, a mark in the report.
+    def record_event(self, name: str, **facts: Any) -> None:
+        """Tell what happened to those who keep the run's history, by `on_event`: a line there, a mark in the report.
 
         Args:
             name: What it is called, such as "skipped" or "rewound".
             **facts: What else there is to say: numbers, texts, lists and mappings of them.
         """
         if self.trainer is not None:
-            self.trainer.events.fire("on_note", self, name, facts)
+            self.trainer.events.fire("on_event", self, name, facts)
 
 
 def _only(kind: str, named: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from tests.worlds import run_world
 from trainer_lib import CheckpointError
 from trainer_lib.checkpointing.format.layout import is_committed
 from trainer_lib.checkpointing.save.writer import Saving
-from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events import Callback, Modifier, Run
 
 import_module("torch._dynamo")  # here, so that not each forked process imports it
 
@@ -37,7 +37,7 @@ class Heard(Callback):
         self.absent += [one for one in run.state.checkpoints if not is_committed(Path(one["path"]))]
 
 
-class Gate(Transformer):
+class Gate(Modifier):
     """Lets the thread write only from a certain step on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, opens_at: int) -> None:
@@ -121,7 +121,7 @@ def test_a_failure_of_the_thread_is_told_with_the_path(tmp_path: Path, monkeypat
     assert one.state.checkpoints == []
 
 
-class AllTogether(Transformer):
+class AllTogether(Modifier):
     """Sends a message at the end of each save: in vain, if the processes were not at the same place."""
 
     def __init__(self) -> None:

@@ -17,13 +17,13 @@ from tests.worlds import run_world
 from trainer_lib.callbacks import EMA
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.commands.main import main
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.filesystem.remote_paths import path_at
 from trainer_lib.runs import find_runs
 from trainer_lib.tensor_files.finite_check import nonfinite_tensors
 
 
-class Breaks(Transformer):
+class Breaks(Modifier):
     """Has a buffer, which no loss depends on, hold NaN or an infinity from a step on."""
 
     def __init__(self, at: int, value: float = math.nan) -> None:
@@ -105,7 +105,7 @@ def test_a_run_is_resumed_from_the_newest_good_one(processes: int, tmp_path: Pat
     assert read_manifest(found.run.checkpoint(10)).nonfinite == []
 
 
-class Steps(Transformer):
+class Steps(Modifier):
     """Keeps the steps that training begins at."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Steps(Transformer):
         self.seen.append(run.state.step)
 
 
-class SpoilsState(Transformer):
+class SpoilsState(Modifier):
     """Has the first moment of a weight hold NaN on one rank while a checkpoint is saved, from a step on."""
 
     def __init__(self, at: int, parameter: int = 0, rank: int = 0) -> None:
@@ -186,7 +186,7 @@ def test_an_infinite_second_moment_is_told_once_and_the_checkpoint_is_good(
     options: dict[str, Any] = {"save_every": 2, "keep_last": 1, "max_grad_norm": None, "weight_decay": 0.0}
     overflows, seen = Overflows(), list[list[float]]()
 
-    class Sees(Transformer):
+    class Sees(Modifier):
         def on_step_end(self, run: Run) -> None:
             seen.append(overflows.scale.tolist())
 
@@ -218,7 +218,7 @@ def test_of_weights_in_an_average_too_and_of_a_mask_never(tmp_path: Path) -> Non
     assert read_manifest(result.last_checkpoint).nonfinite == []
 
 
-class Poisons(Transformer):
+class Poisons(Modifier):
     """Hands out a loss that is not finite, once."""
 
     has_done = False

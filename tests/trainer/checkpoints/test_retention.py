@@ -9,10 +9,10 @@ import pytest
 from tests.faults.injuries import spoil
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
-from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events import Callback, Modifier, Run
 
 
-class Dies(Transformer):
+class Dies(Modifier):
     """Ends the run after a step."""
 
     def __init__(self, at: int, error: type[BaseException] = InterruptedError) -> None:

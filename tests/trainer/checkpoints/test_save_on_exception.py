@@ -13,7 +13,7 @@ from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import PartialState
 from trainer_lib.checkpointing.format.manifest import read_manifest
-from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.launchers import ProcessFailedError
 
 
@@ -174,7 +174,7 @@ def test_ranks_that_all_raise_save_together_and_resume_to_the_bit(tmp_path: Path
     assert run_world(body, ("parts", "auto"), 2, timeout=60) == whole
 
 
-class RaisesAtLog(Transformer):
+class RaisesAtLog(Modifier):
     """Raises on some ranks, at the first log, which comes between two updates."""
 
     def __init__(self, *ranks: int) -> None:

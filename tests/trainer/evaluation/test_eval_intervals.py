@@ -15,7 +15,7 @@ from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Interrupted, Trainer, TrainingArguments
 from trainer_lib.callbacks import Checkpoint, EarlyStopping
-from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.duration import Every
 from trainer_lib.trainer.fit import triggers
 
@@ -257,7 +257,7 @@ def test_the_last_evaluation_of_a_stopped_run_is_made_up_for(tmp_path: Path) -> 
 
 
 def test_a_run_that_dies_after_its_last_evaluation_does_not_repeat_it(tmp_path: Path) -> None:
-    class DiesAfterSave(Transformer):
+    class DiesAfterSave(Modifier):
         def on_save_end(self, run: Run, folder: Path) -> None:
             if run.state.step == 10:
                 raise InterruptedError

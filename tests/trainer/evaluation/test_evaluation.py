@@ -15,7 +15,7 @@ from tests.trainer.evaluated import Bench, Given, Streamed, Texts, classify, dat
 from tests.worlds import run_world
 from trainer_lib import FullyShardedDataParallelPlugin
 from trainer_lib.data_loader import prepare_data_loader
-from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import (
     ConfigurationError,
     DistributedOperationException,
@@ -418,7 +418,7 @@ class TestEvents:
         assert recorder.heard == [("predict", 2), "batch", "batch", "end"]
 
     def test_a_transformer_may_replace_a_batch(self) -> None:
-        class Doubled(Transformer):
+        class Doubled(Modifier):
             def on_evaluate_batch_begin(self, run: Run) -> None:
                 run.batch = (run.batch[0] * 2, run.batch[1])
 

@@ -17,7 +17,7 @@ from tests.trainer.tasks import Recorder, arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer
 from trainer_lib.callbacks.checkpoint import Checkpoint
-from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events import Callback, Modifier, Run
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -38,7 +38,7 @@ class Asks(Callback):
             setattr(run.control, self._what, True)
 
 
-class Fails(Transformer):
+class Fails(Modifier):
     def on_step_end(self, run: Run) -> None:
         if run.state.step == 3:
             raise RuntimeError("the third step")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.trainer.tasks import arguments, points, trainer
-from trainer_lib.events import Best, Run, RunState, Transformer
+from trainer_lib.events import Best, Modifier, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.runs.list_runs import glance
 from trainer_lib.runs.report.report_data import contents
@@ -88,7 +88,7 @@ def test_a_run_has_a_report_in_its_folder(tmp_path: Path) -> None:
     assert trainer(arguments()).fit().report is None
 
 
-class Fails(Transformer):
+class Fails(Modifier):
     def on_step_begin(self, run: Run) -> None:
         if run.state.step == 4:
             raise RuntimeError("the fifth step")

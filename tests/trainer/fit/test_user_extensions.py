@@ -37,7 +37,7 @@ class Told(Callback):
         self.notes: list[dict[str, Any]] = []
         self.seen: list[list[float]] = []
 
-    def on_note(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
+    def on_event(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
         self.notes.append({"name": name, "step": run.state.step, **facts})
 
     def on_step_end(self, run: Run) -> None:

@@ -13,7 +13,7 @@ from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, 
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import FullyShardedDataParallelPlugin
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 
 RATE = 0.3
 BETA = 0.9
@@ -90,7 +90,7 @@ OPTIONS: dict[str, Any] = {"learning_rate": RATE, "lr_scheduler": "constant", "m
 SHARDED = FullyShardedDataParallelPlugin(min_num_params=1, auto_wrap_policy="size_based_wrap")
 
 
-class Looks(Transformer):
+class Looks(Modifier):
     """Keeps the weights while a model is trained, evaluated and saved."""
 
     def __init__(self, folder: Path) -> None:

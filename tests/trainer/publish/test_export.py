@@ -14,7 +14,7 @@ from tests.trainer.tasks import arguments, points
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer, TrainingArguments
 from trainer_lib.callbacks import EMA
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import MissingPackageError, PreparationError, UnsupportedError
 
 
@@ -82,7 +82,7 @@ def test_a_program_computes_what_the_model_does(processes: int, options: dict[st
     assert [one.name for one in path.parent.iterdir()] == ["model.pt2"]
 
 
-class Exporting(Transformer):
+class Exporting(Modifier):
     """Exports in the midst of training, and keeps the weights of then."""
 
     def __init__(self, path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.launched import run_launched
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.processes.ports import free_port
 from trainer_lib.trainer.safety.hang_watchdog import EXIT_CODE
@@ -64,7 +64,7 @@ def launched(folder: Path, how: str, *options: str) -> tuple[subprocess.Complete
     return done, time.time() - float((folder / "hung").read_text())
 
 
-class Waits(Transformer):
+class Waits(Modifier):
     """Has one rank wait in the middle of the run, once."""
 
     def __init__(self, once: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_run_does_not_wait_for_a_save_that_hangs(tmp_path: Path, ranks: int) -
     assert seconds < MOST
 
 
-class Busy(Transformer):
+class Busy(Modifier):
     """Has one process compute after a step, far longer than the time-out; the others wait for it."""
 
     def on_step_end(self, run: Run) -> None:
@@ -288,7 +288,7 @@ class Busy(Transformer):
                 sum(range(10_000))
 
 
-class Slow(Transformer):
+class Slow(Modifier):
     """Has all processes sleep, each time for less than the time-out."""
 
     def on_step_begin(self, run: Run) -> None:
@@ -305,7 +305,7 @@ def test_who_waits_for_one_that_moves_is_left_to_wait(callback: Any) -> None:
     assert run_world(train, (), 2, timeout=60) == [5, 5]
 
 
-class Looks(Transformer):
+class Looks(Modifier):
     """Sees whether there is a watchdog."""
 
     found: bool | None = None

@@ -15,7 +15,7 @@ from trainer_lib import CheckpointError, PartialState
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.checkpointing.save.writer import Saving
-from trainer_lib.events import Callback, Run, Transformer
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import UnsavedError
 from trainer_lib.launchers import run_forked
 from trainer_lib.tensor_files.file_contents import Tensors
@@ -25,7 +25,7 @@ TIMEOUT = 1.5
 ENOUGH = 4000  # steps that no test makes
 
 
-class Slow(Transformer):
+class Slow(Modifier):
     """Trains until rank 0 knows that the save hangs, asks for another one, and a few steps later for the end."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ def test_a_save_that_moves_again_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_all_ranks_do_the_same_about_a_save_that_ends_as_it_is_said_to_hang(tmp_path: Path) -> None:
-    class Marks(Transformer):
+    class Marks(Modifier):
         def on_step_end(self, run: Run) -> None:
             if run.state.step in (3, 6) and run.is_main_process:
                 run.control.save = True
@@ -207,7 +207,7 @@ def test_an_upload_that_hangs_is_named(
 
     monkeypatch.setattr(Tensors, "write", wait)
 
-    class Watches(Transformer):
+    class Watches(Modifier):
         def on_step_end(self, run: Run) -> None:
             time.sleep(0.02)
             run.control.save = run.state.step == 3

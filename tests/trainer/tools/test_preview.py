@@ -14,7 +14,7 @@ from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState, Trainer
 from trainer_lib.callbacks import AccumulationSchedule, Mixup, SequenceLengthWarmup
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.trainer.tools.preview import Part
 
 
@@ -68,7 +68,7 @@ def test_batches_are_those_that_are_trained_on() -> None:
 
 
 def test_shuffled_batches_are_those_of_the_run_and_callbacks_have_changed_them() -> None:
-    class Keeps(Transformer):
+    class Keeps(Modifier):
         order = 10
         batches: list[Tensor] = []  # noqa: RUF012
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, Trainer, Transformer, set_seed
+from trainer_lib import ConfigurationError, Modifier, Trainer, set_seed
 from trainer_lib.callbacks import EMA, LiveControl, Mixup
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.imports import is_package_available
@@ -38,7 +38,7 @@ class Own(nn.Module):
         return self.layers(x) * (1 + 1 / (10 + self.calls))
 
 
-class Unfreezes(Transformer):
+class Unfreezes(Modifier):
     """Does to a model what nothing of the tools does: it changes what is trained, and a plain number."""
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ def test_whom_somebody_outside_asks_takes_no_part() -> None:
 
 
 def test_a_callback_that_cannot_be_copied_is_named() -> None:
-    class Locked(Transformer):
+    class Locked(Modifier):
         def __init__(self) -> None:
             self.generator = (number for number in range(3))
 
@@ -294,7 +294,7 @@ def test_a_callback_that_cannot_be_copied_is_named() -> None:
 
 
 def test_copies_of_callbacks_know_the_same_model() -> None:
-    class Knows(Transformer):
+    class Knows(Modifier):
         seen: list[Any] = []  # noqa: RUF012
 
         def __init__(self, model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.events import Control, RunState, Transformer
+from trainer_lib.events import Control, Modifier, RunState
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import FoundRun, RunFolder
@@ -79,7 +79,7 @@ def load_finished(trainer: "Trainer", run: RunFolder, checkpoint: AnyPath | None
 def _fire(fitting: Fitting, event: str) -> None:
     """Call the callbacks that modify training, and none that report: nothing is trained."""
     for callback in fitting.events:
-        if isinstance(callback, Transformer):
+        if isinstance(callback, Modifier):
             getattr(callback, event)(fitting.run)
 
 

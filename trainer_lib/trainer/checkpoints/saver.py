@@ -138,7 +138,7 @@ class Saves:
         self._fitting.forget_save()
         if not self._fitting.run.state.has_ended:  # else `Fitting.finish` says so
             _logger.warning('%s Training goes on; on_save_error="raise" would end it.', error)
-        self._fitting.run.note("not_saved", why=str(error))
+        self._fitting.run.record_event("not_saved", why=str(error))
 
     def _reasons(self) -> set[str]:
         run = self._fitting.run
@@ -180,7 +180,7 @@ class Saves:
             "is not resumed.",
             what,
         )
-        run.note("not_finite", why=what)
+        run.record_event("not_finite", why=what)
         if state.best is not None and state.best.step == entry["step"]:
             state.best = self._fitting.best_of(state.checkpoints)
 
@@ -197,7 +197,7 @@ class Saves:
             "in fp32, from a checkpoint before this one.",
             what,
         )
-        self._fitting.run.note("infinite_states", why=what)
+        self._fitting.run.record_event("infinite_states", why=what)
 
 
 def _some(names: Sequence[str]) -> str:

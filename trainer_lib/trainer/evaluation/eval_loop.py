@@ -93,7 +93,7 @@ class Evaluator:
         measured = {name: _all_metrics(one) for name, one in sets.items()}
         self._agree(measured)
         metrics: dict[str, float] = {}
-        with undisturbed(run, _listed(model), self._accelerator.device), self._dispatcher.in_use(run):
+        with undisturbed(run, _listed(model), self._accelerator.device), self._dispatcher.eval_weights(run):
             self._dispatcher.fire("on_evaluate_begin", run)
             evaluated = self._evaluated(model)
             for name, one in sets.items():
@@ -144,7 +144,7 @@ class Evaluator:
         metrics: list[Metric] = [collector, *([mean_loss()] if has_labels else [])]
         if to is not None:
             self._on_main_process(f"Predictions in {to}", lambda: check_free(to))
-        used = self._dispatcher.in_use(run)
+        used = self._dispatcher.eval_weights(run)
         with undisturbed(run, _listed(model), self._accelerator.device), used, _abandoned_on_error(collector):
             self._dispatcher.fire("on_predict_begin", run, self._length(loader, limit))
             outputs = self._passage.outputs(run, self._evaluated(model), loader, limit, "on_predict", "the prediction")

@@ -204,7 +204,7 @@ class Fitting:
         start_banner.show(self)
         self.events.fire("on_fit_begin", run)
         if told := resume_arguments.worth_a_word(self.changed):
-            run.note("arguments", changed=told)
+            run.record_event("arguments", changed=told)
         if args.eval_on_start and not run.state.step:
             self.evaluate()  # left early only by a run that then ends before its first step
 

@@ -7,7 +7,7 @@ what they ask for by their control is asked for here.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.huggingface.callback_views import arguments_seen, new_state, update_state
@@ -44,7 +44,7 @@ def is_transformers_kind(kind: type, name: str) -> bool:
     return any(one.__name__ == name and one.__module__.startswith("transformers.") for one in kind.__mro__)
 
 
-class AdaptedCallback(Transformer):
+class AdaptedCallback(Modifier):
     """A `transformers.TrainerCallback` as a callback of a run.
 
     A trainer makes one of each that is among its `callbacks`. As theirs may change the model, its errors end the run.

@@ -46,7 +46,7 @@ def evaluating(optimizers: Iterable[AcceleratedOptimizer]) -> Generator[None]:
 @contextmanager
 def weights_in_use(trainer: "Trainer") -> Generator[None]:
     """Return the context in which a model has the weights that it is saved and exported with."""
-    with evaluating(trainer.run.optimizers.values()), trainer.events.in_use(trainer.run):
+    with evaluating(trainer.run.optimizers.values()), trainer.events.eval_weights(trainer.run):
         yield
 
 

@@ -222,7 +222,7 @@ class Guard:
         state.skipped += 1
         does = "The run goes back to its last checkpoint, and leaves it out" if goes_back else "It is left out"
         _logger.warning("%s %s (%d of max_nonfinite=%d).", what, does, state.skipped, self._most)
-        self._run.note("went_back" if goes_back else "left_out", why=what)
+        self._run.record_event("went_back" if goes_back else "left_out", why=what)
         return False
 
 

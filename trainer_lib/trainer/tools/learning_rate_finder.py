@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from trainer_lib.events import Run, Transformer
+from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, NonFiniteError
 from trainer_lib.foundation.imports import require
 from trainer_lib.options.base import check_count, check_positive
@@ -118,7 +118,7 @@ def find_learning_rate(trainer: "Trainer", lowest: float, highest: float, update
     return LearningRateSweep(rates=sweep.used, losses=sweep.losses, has_diverged=sweep.has_diverged)
 
 
-class _Sweep(Transformer):
+class _Sweep(Modifier):
     """Sets the learning rate of each update, and keeps its loss."""
 
     order = 1000  # after whatever else sets a rate

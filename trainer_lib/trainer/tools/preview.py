@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.collectives.ragged_gather import holds_rows
-from trainer_lib.events import Control, Transformer
+from trainer_lib.events import Control, Modifier
 from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.batch_fields import as_mapping, targets_of
 from trainer_lib.foundation.imports import is_matplotlib_available
@@ -128,7 +128,7 @@ def preview(trainer: "Trainer", batches: int) -> Preview:
         changing = [
             type(one).__name__
             for one in trainer.events
-            if isinstance(one, Transformer) and overrides(one, "on_micro_batch_begin")
+            if isinstance(one, Modifier) and overrides(one, "on_micro_batch_begin")
         ]
         fitting = Fitting(trainer, None, Signals((), Control(), is_main=False))
         trainer.run = fitting.run

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.callbacks.live_control import LiveControl
 from trainer_lib.checkpointing.format.rng_state import generators_kept
-from trainer_lib.events import Callback, Dispatcher, Transformer
+from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import before_fit
@@ -124,7 +124,7 @@ def short_rehearsal(
     check_may_rehearse(trainer, tool)
     args = dataclasses.replace(trainer.args, **{**_SHORT, **changes})
     left_out = (*_NO_PART, *without)
-    taking_part = (one for one in trainer.events if isinstance(one, Transformer) and not isinstance(one, left_out))
+    taking_part = (one for one in trainer.events if isinstance(one, Modifier) and not isinstance(one, left_out))
     with rehearsal(trainer, tool, args, [*copies(trainer, tool, taking_part), *listening]):
         trainer.eval_dataset = None
         vars(trainer)["configure_scheduler"] = _no_schedule
