@@ -37,6 +37,7 @@ LEFT_OUT = {
     ),
     "benchmarks.checkpoints measures it": "Checkpoint",
     "it draws in a notebook": "NotebookChart",
+    "it records memory of CUDA devices": "MemorySnapshot",
     "they send a message when a run ends, and nothing in a step": "Slack Webhook",
     "functions, which cost what they call": "after ask_run before every once replay_batch samples_of_step top_losses",
 }

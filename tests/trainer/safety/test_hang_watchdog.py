@@ -93,7 +93,7 @@ def test_a_rank_that_waits_is_named_and_the_run_resumes(tmp_path: Path) -> None:
         assert error.startswith("HangError: No rank has made progress for 1 s (hang_timeout=1): rank 1 hangs.")
         assert "rank 0 is in step 5, in " in error
         assert "rank 1 is in step 5, in Event.wait (threading.py:" in error or "Condition.wait" in error
-        assert "Waits.on_step_begin (test_watchdog.py:" in error
+        assert "Waits.on_step_begin (test_hang_watchdog.py:" in error
     assert any("on_step_begin" in path.read_text() for path in tmp_path.glob("runs/*/hang-process-*.txt"))
     assert run_forked(train, timeout=60) == [6, 6]
     assert len(list((tmp_path / "runs").iterdir())) == 1
