@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from trainer_lib.callbacks.console import Printer
 from trainer_lib.callbacks.progress import ProgressBar
-from trainer_lib.checkpointing.format.rng_state import generators_kept
+from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnsupportedError
 from trainer_lib.foundation.imports import require
 from trainer_lib.seeding import set_seed
@@ -373,6 +373,6 @@ def _seeded(args: TrainingArguments) -> Generator[None]:
     if args.seed is None:
         yield
         return
-    with generators_kept(PartialState(args.use_cpu).device):
+    with preserved_generators(PartialState(args.use_cpu).device):
         set_seed(args.seed)
         yield

@@ -282,7 +282,7 @@ def test_only_whole_checkpoints_of_its_own_run_are_deleted(tmp_path: Path, caplo
     (tmp_path / "checkpoint-5" / "manifest.json").write_text("{")
     Dispatcher([Checkpoint(keep_last=1)]).fire("on_save_end", folder.run, tmp_path / "checkpoint-5")
     assert folder.there() == [1, 3, 4, 5]  # 4 is the last that is whole
-    assert "No older checkpoint is deleted, as the newest is not as it was written" in caplog.text
+    assert "No older checkpoint is deleted, because the newest one is damaged" in caplog.text
 
 
 def test_what_lies_elsewhere_is_not_ours_to_delete(tmp_path: Path) -> None:

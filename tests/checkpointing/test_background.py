@@ -19,8 +19,8 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError
 from trainer_lib.checkpointing.format.snapshot import Snapshots
 from trainer_lib.checkpointing.load.find import open_state
-from trainer_lib.checkpointing.save.automatic_naming import automatic_states
-from trainer_lib.checkpointing.save.writer import Saving
+from trainer_lib.checkpointing.save.retention import automatic_states
+from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.launchers import run_forked
 from trainer_lib.tensor_files.file_contents import Json, PickledTensors, Tensors
 
@@ -117,14 +117,14 @@ def test_what_is_written_is_what_was_there_at_the_call(tmp_path: Path) -> None:
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have the thread that writes wait until the event that is returned is set."""
-    may_go, write = threading.Event(), Saving.write
+    may_go, write = threading.Event(), CheckpointWriter.write
 
-    def wait(self: Saving, *arguments: Any) -> None:
+    def wait(self: CheckpointWriter, *arguments: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             assert may_go.wait(30)
         return write(self, *arguments)
 
-    monkeypatch.setattr(Saving, "write", wait)
+    monkeypatch.setattr(CheckpointWriter, "write", wait)
     return may_go
 
 
@@ -280,17 +280,17 @@ def test_shards_are_of_the_moment_of_the_call(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, torch
 from trainer_lib import Accelerator
-from trainer_lib.checkpointing.save.writer import Saving
+from trainer_lib.checkpointing.save.writer import CheckpointWriter
 accelerator = Accelerator(cpu=True)
 model = accelerator.prepare(torch.nn.Linear(4, 2))
-write = Saving.write
+write = CheckpointWriter.write
 def slowly(self, files):
     import time
     time.sleep(0.3)
     if sys.argv[2] == "fails":
         raise OSError("no such luck")
     return write(self, files)
-Saving.write = slowly
+CheckpointWriter.write = slowly
 accelerator.save_state(sys.argv[1], background=True)
 if sys.argv[2] == "raises":
     raise ZeroDivisionError

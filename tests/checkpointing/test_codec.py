@@ -167,7 +167,7 @@ def test_torchs_schedules_have_states_that_need_no_pickle(build: Any, tmp_path: 
 def test_anything_else_is_refused_by_its_path_and_pickled_on_request(value: Any, what: str, tmp_path: Path) -> None:
     state = {"stack": [0, {"deep": value}]}
     with pytest.raises(CheckpointError) as told:
-        encode(state, told_as="the state of custom_checkpoint_0")
+        encode(state, label="the state of custom_checkpoint_0")
     assert str(told.value).startswith(f"the state of custom_checkpoint_0['stack.1.deep'] {what}")
     assert "allow_pickle=True" in str(told.value)
     found = round_trip(state, tmp_path, allow_pickle=True)

@@ -19,7 +19,7 @@ import pytest
 
 from tests.faults.trainings import Training, digest, train
 from trainer_lib.checkpointing.load.find import verify_state
-from trainer_lib.checkpointing.save.automatic_naming import automatic_states
+from trainer_lib.checkpointing.save.retention import automatic_states
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.launchers import ProcessFailedError, run_forked
 

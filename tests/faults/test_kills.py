@@ -20,7 +20,7 @@ from tests.worlds import forget_world, run_world
 from trainer_lib import load_checkpoint_in_model
 from trainer_lib.checkpointing.format.layout import replaced_beside
 from trainer_lib.checkpointing.load.find import open_state, verify_state
-from trainer_lib.checkpointing.save.automatic_naming import automatic_states
+from trainer_lib.checkpointing.save.retention import automatic_states
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import ProcessFailedError
 

@@ -24,7 +24,7 @@ from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Interrupted, Trainer
 from trainer_lib.callbacks import EarlyStopping
 from trainer_lib.checkpointing.format.layout import is_committed
-from trainer_lib.checkpointing.save.writer import Saving
+from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.trainer.safety import deadline
@@ -174,9 +174,9 @@ def test_one_signal_after_the_other_is_one_request(tmp_path: Path, whole: Any) -
 def test_a_second_signal_inside_the_save_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, in_background: bool, whole: Any
 ) -> None:
-    write = Saving.write
+    write = CheckpointWriter.write
 
-    def endless(saving: Saving, *files: Any) -> None:
+    def endless(saving: CheckpointWriter, *files: Any) -> None:
         if int(saving.target.name[-8:]) > 6:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
             if os.environ["RANK"] == "0":
@@ -187,7 +187,7 @@ def test_a_second_signal_inside_the_save_ends_at_once(
     asks = [Asks(7, [(signal.SIGTERM, 0)]) for _ in range(processes)]
     with monkeypatch.context() as patched:
         patched.setattr("trainer_lib.trainer.safety.signals.SAME_REQUEST", 0.05)
-        patched.setattr(Saving, "write", endless)
+        patched.setattr(CheckpointWriter, "write", endless)
         began = time.monotonic()
         with pytest.raises(ProcessFailedError) as caught:
             lives(tmp_path / "runs", asks, processes, is_fresh=True, save_in_background=in_background)
@@ -202,9 +202,9 @@ def test_a_second_signal_inside_the_save_ends_at_once(
 
 @pytest.mark.slow
 def test_a_deadline_leaves_just_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any) -> None:
-    write = Saving.write
+    write = CheckpointWriter.write
 
-    def slowly(saving: Saving, *files: Any) -> None:
+    def slowly(saving: CheckpointWriter, *files: Any) -> None:
         time.sleep(0.4)
         write(saving, *files)
 
@@ -213,7 +213,7 @@ def test_a_deadline_leaves_just_enough(tmp_path: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patched:
         patched.setattr(deadline, "_MARGIN", 0.8)
-        patched.setattr(Saving, "write", slowly)
+        patched.setattr(CheckpointWriter, "write", slowly)
         ends = time.time() + 3.0
         ((code, reason, step), first), ((*told, _), second) = run_forked(live, (ends,), 2, timeout=90)
     assert (code, told) == (75, [75, reason])
@@ -321,13 +321,13 @@ def test_sharded_processes_agree_where_to_leave_an_evaluation(tmp_path: Path) ->
 def test_what_is_written_in_the_background_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
 ) -> None:
-    write = Saving.write
+    write = CheckpointWriter.write
 
-    def slowly(saving: Saving, *files: Any) -> None:
+    def slowly(saving: CheckpointWriter, *files: Any) -> None:
         time.sleep(0.2)
         write(saving, *files)
 
-    monkeypatch.setattr(Saving, "write", slowly)
+    monkeypatch.setattr(CheckpointWriter, "write", slowly)
     asks = Asks(5, [(signal.SIGUSR1, 0.02)], "on_save_begin")
     ((*told, step),) = lives(tmp_path, [asks], 1, is_fresh=True, eval_every="never", keep_best=0)
     assert told == [138, "SIGUSR1"]

@@ -21,7 +21,7 @@ from trainer_lib import (
     load_checkpoint_in_model,
 )
 from trainer_lib.commands.main import main
-from trainer_lib.filesystem.remote_paths import RemotePath, is_url, masked, path_at, persistently
+from trainer_lib.filesystem.remote_paths import RemotePath, is_url, masked, path_at, with_retries
 from trainer_lib.foundation.errors import MissingPackageError, UnreachableError
 from trainer_lib.launchers import ProcessFailedError, run_forked
 
@@ -85,21 +85,21 @@ def test_what_fails_for_a_moment_is_done_again() -> None:
             raise error
         return len(calls)
 
-    assert persistently("memory://a", lambda: work(TimeoutError(), 2)) == 3
+    assert with_retries("memory://a", lambda: work(TimeoutError(), 2)) == 3
     calls.clear()
     with pytest.raises(
         UnreachableError, match=r"memory://a cannot be reached, in 3 attempts: TimeoutError: at s3://…@b"
     ):
-        persistently("memory://a", lambda: work(TimeoutError("at s3://me:key@b\nand more"), 9))
+        with_retries("memory://a", lambda: work(TimeoutError("at s3://me:key@b\nand more"), 9))
     for error in (PermissionError("no"), FileNotFoundError("none")):
         calls.clear()
         with pytest.raises(type(error), match="memory://a"):
-            persistently("memory://a", lambda error=error: work(error, 9))
+            with_retries("memory://a", lambda error=error: work(error, 9))
         assert len(calls) == 1
     calls.clear()
     no_keys = type("NoCredentialsError", (Exception,), {})
     with pytest.raises(PermissionError, match="NoCredentialsError: none found"):
-        persistently("memory://a", lambda: work(no_keys("none found"), 9))
+        with_retries("memory://a", lambda: work(no_keys("none found"), 9))
     assert len(calls) == 1
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.checkpointing.format.manifest import TOLD, Manifest, check_told
+from trainer_lib.checkpointing.format.manifest import REPORTED_FIELDS, Manifest, check_reported
 from trainer_lib.checkpointing.format.state_parts import Part, kinds_of
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 
@@ -26,8 +26,8 @@ def described(engine: "Persistence", parts: Sequence[Part], is_automatic: bool) 
     for facts in list(engine._facts.values()):
         told |= facts()
     for name in told:
-        if name not in TOLD:
-            raise ConfigurationError(unknown("fact", name, TOLD))
+        if name not in REPORTED_FIELDS:
+            raise ConfigurationError(unknown("fact", name, REPORTED_FIELDS))
     known: dict[str, Any] = {
         "world_size": engine.num_processes,
         "step": engine._window.backwards,
@@ -38,5 +38,5 @@ def described(engine: "Persistence", parts: Sequence[Part], is_automatic: bool) 
         "kinds": kinds_of(parts),
     }
     manifest = Manifest(**known | told)
-    check_told(manifest)
+    check_reported(manifest)
     return manifest

@@ -11,13 +11,20 @@ from trainer_lib.accelerator import third_party_state
 from trainer_lib.accelerator.checkpoint_facts import described
 from trainer_lib.checkpointing.format.layout import AUTOMATIC_FOLDER, automatic_name, committed, state_folder
 from trainer_lib.checkpointing.format.manifest import Manifest
-from trainer_lib.checkpointing.format.state_parts import Part, Weights, Words, check_counts, check_kinds, kinds_of
-from trainer_lib.checkpointing.load.fallback import Opened, open_checked, put_aside
+from trainer_lib.checkpointing.format.state_parts import (
+    Part,
+    StateOptions,
+    Weights,
+    check_counts,
+    check_kinds,
+    kinds_of,
+)
+from trainer_lib.checkpointing.load.fallback import OpenedCheckpoint, open_verified, set_aside
 from trainer_lib.checkpointing.load.find import find_state, newest_state
-from trainer_lib.checkpointing.save import automatic_naming
+from trainer_lib.checkpointing.save import retention
 from trainer_lib.checkpointing.save.background import BackgroundSaves
-from trainer_lib.checkpointing.save.uploading import RemoteSaving, saving_to
-from trainer_lib.checkpointing.save.writer import Saving
+from trainer_lib.checkpointing.save.uploading import CheckpointUploader, writer_for
+from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.collectives.agreement import exchange, together
 from trainer_lib.filesystem.remote_paths import AnyPath, is_url, path_at
@@ -52,7 +59,7 @@ def save(
     """Save a state, as `Persistence.save_state` says, and return its folder."""
     known = ("max_shard_size",)
     _check_names(others, known, "save_state")
-    words = Words(allow_pickle=allow_pickle, safe_serialization=safe_serialization, **others)
+    words = StateOptions(allow_pickle=allow_pickle, safe_serialization=safe_serialization, **others)
     if engine.strategy.writes_shards:
         _check_words_of_shards(engine, safe_serialization, others)
     automatic = output_dir is None
@@ -61,7 +68,7 @@ def save(
     parts = engine_parts.collect(engine)
     clear_up = partial(_clear_up, engine.should_save_model, target.parent, engine.project_configuration.total_limit)
     with ExitStack() as stack:
-        saving = stack.enter_context(saving_to(target, engine.group, engine._leader))
+        saving = stack.enter_context(writer_for(target, engine.group, engine._leader))
         saving.finite.infinite_buffers = engine.infinite_buffers
         with together(engine.group, "save_state"):
             files = _files(engine, parts, saving.folder, words)
@@ -71,7 +78,7 @@ def save(
         write = partial(_write, engine._background, saving, files, manifest, clear_up if automatic else None)
         if background:
             group = engine._background.group(engine.group)
-            saving.hand_over(group)
+            saving.switch_group(group)
             engine._background.start(target, partial(_in_context, stack.pop_all(), write, group, engine._background))
         else:
             write(engine.group)
@@ -157,7 +164,7 @@ def _common(engine: "Persistence", folder: AnyPath) -> AnyPath:
     return folder
 
 
-def _found(engine: "Persistence", input_dir: str | AnyPath | None) -> tuple[AnyPath, Opened]:
+def _found(engine: "Persistence", input_dir: str | AnyPath | None) -> tuple[AnyPath, OpenedCheckpoint]:
     """Return the state to load, every byte of which was checked; of those named automatically the newest whole one."""
     group = engine.group
     # Processes share the reading of one folder; of a folder of its own each reads all.
@@ -172,11 +179,11 @@ def _found(engine: "Persistence", input_dir: str | AnyPath | None) -> tuple[AnyP
                 raise CheckpointError(" ".join([*damage, str(error)])) from error
             raise
         try:
-            opened = open_checked(folder, group, "load_state", *readers)
+            opened = open_verified(folder, group, "load_state", *readers)
         except DamagedError as error:
             if is_named:
                 raise
-            aside = put_aside(folder, group, "load_state", engine.should_save_model)
+            aside = set_aside(folder, group, "load_state", engine.should_save_model)
             damage.append(f"{error} It is now called {aside.name}.")
             continue
         if damage:
@@ -206,7 +213,7 @@ def _named_automatically(engine: "Persistence", verb: str) -> AnyPath:
     return path_at(project.project_dir).resolve()
 
 
-def _files(engine: "Persistence", parts: list[Part], folder: Path, words: Words) -> dict[str, Content]:
+def _files(engine: "Persistence", parts: list[Part], folder: Path, words: StateOptions) -> dict[str, Content]:
     """Return what this process is to write, after the hooks had their say."""
     # First what processes may have to put together, while none of them can have failed at something else.
     states = {part.name: part.stateful.state_dict() for part in parts if part.kind in ("model", "optimizer")}
@@ -227,7 +234,7 @@ def _files(engine: "Persistence", parts: list[Part], folder: Path, words: Words)
     return files
 
 
-def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folder: Path, words: Words) -> None:
+def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folder: Path, words: StateOptions) -> None:
     models = list(engine._models)
     with together(engine.group, "load_state"):
         for hook in list(engine._load_hooks.values()):
@@ -279,17 +286,17 @@ def _tell_of_another_world(engine: "Persistence", manifest: Manifest, folder: An
 
 def _write(
     saves: BackgroundSaves,
-    saving: Saving | RemoteSaving,
+    saving: CheckpointWriter | CheckpointUploader,
     files: Mapping[str, Content],
     manifest: Manifest,
     clear_up: Callable[[], None] | None,
     group: ProcessGroup,
-    note_written: Callable[[], None] | None = None,
+    mark_written: Callable[[], None] | None = None,
 ) -> None:
     with together(group, "save_state"):
         saving.write(files)
-        if note_written is not None:
-            note_written()
+        if mark_written is not None:
+            mark_written()
     saving.commit(manifest)
     saves.nonfinite, saves.infinite_states = saving.finite.names, saving.finite.infinite_states
     if clear_up is not None:
@@ -299,7 +306,7 @@ def _write(
 
 def _in_context(context: ExitStack, write: Callable[..., None], group: ProcessGroup, saves: BackgroundSaves) -> None:
     with context:
-        write(group, saves.note_written)
+        write(group, saves.mark_written)
 
 
 def _clear_up(leads: bool, folder: AnyPath, keep: int | None) -> None:
@@ -307,9 +314,9 @@ def _clear_up(leads: bool, folder: AnyPath, keep: int | None) -> None:
     if not leads:
         return
     try:
-        automatic_naming.delete_debris(folder)
+        retention.delete_debris(folder)
         if keep is not None:
-            automatic_naming.delete_oldest(folder, keep)
+            retention.delete_oldest(folder, keep)
     except (OSError, UnreachableError) as error:
         _logger.warning("Older states in %s could not be deleted: %s", folder, error)
 
@@ -318,7 +325,7 @@ def _find_number(engine: "Persistence", manifest: Manifest) -> None:
     project = engine.project_configuration
     if project.automatic_checkpoint_naming and project.project_dir is not None:
         # After the newest too, if an older one was loaded: no state takes the place of another.
-        present = automatic_naming.automatic_states(_named_automatically(engine, "load_state") / AUTOMATIC_FOLDER)
+        present = retention.automatic_states(_named_automatically(engine, "load_state") / AUTOMATIC_FOLDER)
         project.iteration = max([-1 if manifest.iteration is None else manifest.iteration, *present]) + 1
 
 
@@ -328,7 +335,7 @@ def _words_of_load(
     others: Mapping[str, Any],
     allow_pickle: bool,
     safe_serialization: bool,
-) -> Words:
+) -> StateOptions:
     if load_kwargs:
         raise ConfigurationError(
             f"load_kwargs={dict(load_kwargs)!r} are options of torch.load, and no pickle is read here. Leave them "
@@ -338,7 +345,7 @@ def _words_of_load(
     where = others.get("map_location", "cpu")
     if where not in ("cpu", "on_device"):
         raise ConfigurationError(unknown("map_location", where, ["cpu", "on_device"]))
-    return Words(
+    return StateOptions(
         allow_pickle=allow_pickle,
         safe_serialization=safe_serialization,
         strict=others.get("strict", True),

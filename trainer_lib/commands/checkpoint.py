@@ -140,12 +140,12 @@ def _print_run(one: Any) -> None:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from trainer_lib.checkpointing.format.listing import debris_in, groups_of_states, superfluous
-    from trainer_lib.checkpointing.save.automatic_naming import delete_state
+    from trainer_lib.checkpointing.format.listing import checkpoints_by_run, debris_in, prunable
+    from trainer_lib.checkpointing.save.retention import delete_state
 
-    groups = groups_of_states(options.folder, may_be_empty=bool(debris_in(options.folder)))
+    groups = checkpoints_by_run(options.folder, may_be_empty=bool(debris_in(options.folder)))
     aside = [one for group in groups for one in group if one.is_aside]
-    going = [one for group in groups for one in superfluous(group, options.keep_last)]
+    going = [one for group in groups for one in prunable(group, options.keep_last)]
     going += aside if options.damaged else []
     for one in going:
         delete_state(one.path)
@@ -194,9 +194,9 @@ def _consolidate(options: argparse.Namespace) -> int:
 
 
 def _groups(folder: AnyPath) -> Any:
-    from trainer_lib.checkpointing.format.listing import groups_of_states
+    from trainer_lib.checkpointing.format.listing import checkpoints_by_run
 
-    return groups_of_states(folder)
+    return checkpoints_by_run(folder)
 
 
 def _newest(folder: AnyPath) -> Any:

@@ -227,7 +227,7 @@ class RemotePath:
             files.invalidate_cache()  # others write there too
             return question(files, root)
 
-        return persistently(str(self), asked)
+        return with_retries(str(self), asked)
 
     def _facts(self) -> dict[str, Any]:
         """Return what is known of it; nothing if it is not there."""
@@ -315,7 +315,7 @@ def masked(text: str) -> str:
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1?…", re.sub(r"://[^/\s@]*@", "://…@", text))
 
 
-def persistently(url: str, work: Callable[[], _Result]) -> _Result:
+def with_retries(url: str, work: Callable[[], _Result]) -> _Result:
     """Do something, again if it fails in a way that may pass, and tell of a failure by the URL and the reason.
 
     Raises:

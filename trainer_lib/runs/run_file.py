@@ -16,7 +16,7 @@ _UNSEALED = "0" * 32
 
 def facts_as_bytes(facts: Mapping[str, Any]) -> bytes:
     """Return the bytes of a run's file; its digest is that of all of them, taken with zeros in its own place."""
-    tree: Any = encode(dict(facts), told_as="run.json").tree
+    tree: Any = encode(dict(facts), label="run.json").tree
     text = json.dumps({"format": _FORMAT, "digest": _UNSEALED, **tree}, indent=1, allow_nan=False) + "\n"
     return text.replace(_UNSEALED, checksum_of_bytes(text.encode()), 1).encode()
 

@@ -56,17 +56,17 @@ class RunFolder:
 
     @property
     def here(self) -> Path:
-        """Where files of the run grow: its folder, or if that is behind a URL one on this machine, to `put_up`."""
-        return storage_of(self.path).growing()
+        """Where files of the run grow: its folder, or if that is behind a URL one on this machine, to `upload`."""
+        return storage_of(self.path).local_folder()
 
-    def take_down(self, name: str) -> None:
+    def download(self, name: str) -> None:
         """Have a file of the run in `here`, as far as it was put up; one process does."""
-        storage_of(self.path).take_down(name)
+        storage_of(self.path).download(name)
 
-    def put_up(self) -> None:
+    def upload(self) -> None:
         """Bring the files in `here` to where the run is; if that fails, the next time may work."""
         try:
-            storage_of(self.path).put_up()
+            storage_of(self.path).upload()
         except (OSError, UnreachableError) as error:
             _logger.warning("What was logged could not be written to %s: %s", self.path, error)
 

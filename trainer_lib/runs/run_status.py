@@ -22,7 +22,7 @@ def is_run(folder: AnyPath) -> bool:
 def history_file(folder: AnyPath) -> Path:
     """Return the history of a run; of one behind a URL a copy on this machine, as it is now."""
     run = RunFolder(folder)
-    run.take_down(HISTORY_FILE)
+    run.download(HISTORY_FILE)
     return run.history_file
 
 

@@ -13,7 +13,7 @@ from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import CheckpointError
 from trainer_lib.checkpointing.format.layout import is_committed
-from trainer_lib.checkpointing.save.writer import Saving
+from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.events import Callback, Modifier, Run
 
 import_module("torch._dynamo")  # here, so that not each forked process imports it
@@ -42,14 +42,14 @@ class Gate(Modifier):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, opens_at: int) -> None:
         self.is_open, self.opens_at = threading.Event(), opens_at
-        write = Saving.write
+        write = CheckpointWriter.write
 
-        def wait(saving: Saving, *arguments: Any) -> None:
+        def wait(saving: CheckpointWriter, *arguments: Any) -> None:
             assert threading.current_thread() is not threading.main_thread()
             assert self.is_open.wait(30)
             return write(saving, *arguments)
 
-        monkeypatch.setattr(Saving, "write", wait)
+        monkeypatch.setattr(CheckpointWriter, "write", wait)
 
     def on_step_begin(self, run: Run) -> None:
         if run.state.step + 1 == self.opens_at:
@@ -92,13 +92,13 @@ def test_the_run_and_its_resumption_are_the_same_either_way(tmp_path: Path) -> N
 
 
 def test_an_exception_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Saving.write
+    write = CheckpointWriter.write
 
-    def slowly(saving: Saving, *arguments: Any) -> None:
+    def slowly(saving: CheckpointWriter, *arguments: Any) -> None:
         threading.Event().wait(0.2)
         return write(saving, *arguments)
 
-    monkeypatch.setattr(Saving, "write", slowly)
+    monkeypatch.setattr(CheckpointWriter, "write", slowly)
     args = arguments(output_dir=tmp_path, save_every=2, save_in_background=True)
     one = trainer(args, callbacks=[Dies(3)])
     with pytest.raises(InterruptedError):
@@ -108,10 +108,10 @@ def test_an_exception_waits_for_what_is_being_written(tmp_path: Path, monkeypatc
 
 
 def test_a_failure_of_the_thread_is_told_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(saving: Saving, *arguments: Any) -> None:
+    def fail(saving: CheckpointWriter, *arguments: Any) -> None:
         raise OSError("no such luck")
 
-    monkeypatch.setattr(Saving, "write", fail)
+    monkeypatch.setattr(CheckpointWriter, "write", fail)
     heard = Heard()
     args = arguments(output_dir=tmp_path, max_steps=3, save_every=3, save_in_background=True)
     one = trainer(args, callbacks=[heard])

@@ -12,8 +12,8 @@ import torch
 from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib import Accelerator, TrainingArguments
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
-from trainer_lib.checkpointing.format.listing import groups_of_states
-from trainer_lib.checkpointing.format.manifest import TOLD, Manifest, read_manifest, sealed
+from trainer_lib.checkpointing.format.listing import checkpoints_by_run
+from trainer_lib.checkpointing.format.manifest import REPORTED_FIELDS, Manifest, read_manifest, sealed
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, DamagedError
 from trainer_lib.runs import read_run
@@ -114,7 +114,7 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path, facts: Callable[[], dict
 def older(folder: Path) -> None:
     """Make a checkpoint one of the format before manifests told of runs."""
     content = json.loads((folder / MANIFEST_NAME).read_text())
-    for name in ("backwards", *(name for name in TOLD if name != "step"), "digest"):
+    for name in ("backwards", *(name for name in REPORTED_FIELDS if name != "step"), "digest"):
         del content[name]
     (folder / MANIFEST_NAME).write_bytes(sealed({**content, "schema": 2}))
 
@@ -124,7 +124,7 @@ def test_checkpoints_of_the_older_format_are_listed_and_gone_on_from(tmp_path: P
     trainer(arguments(output_dir=tmp_path, max_steps=5), eval_dataset=points(8)).fit()
     (folder,) = tmp_path.glob("*/checkpoints/checkpoint-00000005")
     older(folder)
-    ((state,),) = groups_of_states(folder)
+    ((state,),) = checkpoints_by_run(folder)
     assert (state.step, state.run_id, state.best_step, state.metrics.keys()) == (5, folder.parts[-3], 5, {"eval_loss"})
     args = arguments(max_steps=10, schedule_steps=10, resume=str(folder))
     result = trainer(args, eval_dataset=points(8)).fit()
@@ -138,7 +138,7 @@ def test_two_runs_in_one_folder_never_mix(tmp_path: Path) -> None:
     one, other = sorted(tmp_path.iterdir())
     shutil.copytree(other / "checkpoints" / "checkpoint-00000004", one / "checkpoints" / "checkpoint-00000009")
     # Of two runs in one folder each is told of by itself, and the newer one's checkpoint is no newer one of the other.
-    groups = groups_of_states(one)
+    groups = checkpoints_by_run(one)
     assert [[(state.run_id, state.step) for state in group] for group in groups] == [
         [(one.name, 2), (one.name, 4)],
         [(other.name, 4)],

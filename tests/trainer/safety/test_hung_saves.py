@@ -14,7 +14,7 @@ from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib import CheckpointError, PartialState
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.checkpointing.save.background import BackgroundSaves
-from trainer_lib.checkpointing.save.writer import Saving
+from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import UnsavedError
 from trainer_lib.launchers import run_forked
@@ -110,13 +110,13 @@ def test_one_that_moves_again_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    is_open, write = threading.Event(), Saving.write
+    is_open, write = threading.Event(), CheckpointWriter.write
 
-    def wait(saving: Saving, *files: Any) -> None:
+    def wait(saving: CheckpointWriter, *files: Any) -> None:
         assert is_open.wait(30)
         write(saving, *files)
 
-    monkeypatch.setattr(Saving, "write", wait)
+    monkeypatch.setattr(CheckpointWriter, "write", wait)
 
     begun: list[int] = []
 
@@ -176,17 +176,17 @@ def test_all_ranks_do_the_same_about_a_save_that_ends_as_it_is_said_to_hang(tmp_
             if run.state.step in (3, 6) and run.is_main_process:
                 run.control.save = True
             if run.state.step == 6 and not run.is_main_process:
-                run.accelerator._background.note_hang("It hangs.")
+                run.accelerator._background.report_hang("It hangs.")
                 threading.Timer(0.5, is_open.set).start()
 
-    is_open, write = threading.Event(), Saving.write
+    is_open, write = threading.Event(), CheckpointWriter.write
 
-    def wait(self: Saving, files: Any) -> None:
+    def wait(self: CheckpointWriter, files: Any) -> None:
         assert PartialState().is_main_process or is_open.wait(30)
         write(self, files)
 
     def train() -> list[int]:
-        Saving.write = wait
+        CheckpointWriter.write = wait
         args = arguments(output_dir=tmp_path, max_steps=12, save_every=ENOUGH, hang_timeout=None)
         one = trainer(args, callbacks=[Marks()], train_dataset=points(80))
         one.fit()

@@ -27,7 +27,7 @@ _ON_THE_WAY = (".partial", ".deleted")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class CheckpointSummary:
     """What is told of a state.
 
     Attributes:
@@ -69,7 +69,7 @@ class Listed:
         return [] if self.manifest is None else self.manifest.nonfinite
 
 
-def groups_of_states(folder: AnyPath, may_be_empty: bool = False) -> list[list[Listed]]:
+def checkpoints_by_run(folder: AnyPath, may_be_empty: bool = False) -> list[list[CheckpointSummary]]:
     """Return the states that a folder is or holds, each run's together, the oldest first.
 
     Args:
@@ -92,7 +92,7 @@ def debris_in(folder: AnyPath) -> list[AnyPath]:
     return [path for place in _places(folder) for path in storage_of(place).debris()]
 
 
-def superfluous(states: Sequence[Listed], keep_last: int) -> list[Listed]:
+def prunable(states: Sequence[CheckpointSummary], keep_last: int) -> list[CheckpointSummary]:
     """Return which states of a run can go: not the newest, not the best, and not the last one that is whole.
 
     Args:
@@ -114,7 +114,7 @@ def _places(folder: AnyPath) -> list[AnyPath]:
     return [folder, folder / AUTOMATIC_FOLDER, *sorted(folder.glob(f"*/{AUTOMATIC_FOLDER}"))]
 
 
-def _states_in(place: AnyPath) -> list[list[Listed]]:
+def _states_in(place: AnyPath) -> list[list[CheckpointSummary]]:
     """Return the states in a folder, those of each run together: whose is not known are with the newest run's."""
     found = [_listed(path) for path in sorted(_folders(place), key=_order)]
     known = [one.run_id for one in found if one.run_id is not None]
@@ -139,11 +139,11 @@ def _order(path: AnyPath) -> tuple[int, str]:
     return (int(found[1]) if found else -1, path.name)
 
 
-def _with_reasons(states: list[Listed]) -> list[Listed]:
+def _with_reasons(states: list[CheckpointSummary]) -> list[CheckpointSummary]:
     newest = next((one for one in reversed(states) if not (one.is_aside or one.problem or one.nonfinite)), None)
     best = None if newest is None else newest.best_step
 
-    def reasons(one: Listed) -> Iterator[str]:
+    def reasons(one: CheckpointSummary) -> Iterator[str]:
         if one is newest:
             yield "newest"
         if best is not None and one.step == best and not one.is_aside:
@@ -152,7 +152,7 @@ def _with_reasons(states: list[Listed]) -> list[Listed]:
     return [replace(one, kept=tuple(reasons(one))) for one in states]
 
 
-def _listed(folder: AnyPath) -> Listed:
+def _listed(folder: AnyPath) -> CheckpointSummary:
     manifest, problem = None, None
     try:
         manifest = open_state(folder)
@@ -160,7 +160,7 @@ def _listed(folder: AnyPath) -> Listed:
         problem = str(error)
     facts = {} if manifest is None else _facts(folder, manifest)
     written = folder / MANIFEST_NAME
-    return Listed(
+    return CheckpointSummary(
         path=folder,
         manifest=manifest,
         problem=problem,
@@ -188,7 +188,7 @@ def _facts(folder: AnyPath, manifest: Manifest) -> Mapping[str, Any]:
     return {"step": manifest.step}
 
 
-def _is_whole(one: Listed) -> bool:
+def _is_whole(one: CheckpointSummary) -> bool:
     try:
         verify_state(one.path)
     except CheckpointError:

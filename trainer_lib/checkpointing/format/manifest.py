@@ -42,8 +42,8 @@ _TYPES: dict[str, Any] = {
 }
 _UNSEALED = "0" * 32
 # What who trains tells of a state, by the names it has in a manifest.
-TOLD = ("run_id", "step", "epoch", "samples", "items", "arguments", "reasons", "metrics", "best")
-_ENCODED = ("arguments", "metrics", "best")  # which may hold values that JSON has no words for, such as nan
+REPORTED_FIELDS = ("run_id", "step", "epoch", "samples", "items", "arguments", "reasons", "metrics", "best")
+_ENCODED = ("arguments", "metrics", "best")  # which may hold values that JSON cannot represent, such as NaN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
     try:
         if schema < 3:
             content["backwards"] = content["step"]
-        content |= {name: decode(Encoded(content[name]), told_as=name) for name in _ENCODED if name in content}
+        content |= {name: decode(Encoded(content[name]), label=name) for name in _ENCODED if name in content}
         manifest = Manifest(**content)
         _check_types(manifest)
         sizes_are_numbers = all(isinstance(facts["size"], int) for facts in manifest.files.values())
@@ -159,7 +159,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
     return manifest
 
 
-def check_told(manifest: Manifest) -> None:
+def check_reported(manifest: Manifest) -> None:
     """Raise unless what was told of a state can be written and read back.
 
     Raises:
@@ -173,7 +173,7 @@ def check_told(manifest: Manifest) -> None:
 
 
 def _plain(name: str, value: Any) -> Any:
-    encoded = encode(value, told_as=name)
+    encoded = encode(value, label=name)
     if encoded.tensors:
         raise CheckpointError(f"{name} has tensors or arrays in it: {', '.join(encoded.tensors)}. Give plain values.")
     return encoded.tree

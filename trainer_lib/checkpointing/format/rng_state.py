@@ -57,7 +57,7 @@ class Generators:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Generator[None]:
+def preserved_generators(device: torch.device) -> Generator[None]:
     """Return the context after which the generators of this process and its device stand where they stood before it."""
     generators = Generators(device)
     drawn = generators.state_dict()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
-from trainer_lib.checkpointing.format.state_parts import State, Weights, Words, state_files
+from trainer_lib.checkpointing.format.state_parts import State, StateOptions, Weights, state_files
 from trainer_lib.tensor_files.file_contents import Content, Json
 from trainer_lib.tensor_files.shards import (
     SHARDS_ENDING,
@@ -38,17 +38,17 @@ class ShardedWeights(Weights):
     rank: int
     targets: Callable[[], Mapping[str, Tensor]]
 
-    def files(self, state: Mapping[str, Any], words: Words) -> dict[str, Content]:
+    def files(self, state: Mapping[str, Any], options: StateOptions) -> dict[str, Content]:
         """Return this process's file of shards, and the main one's of extra state if there is any."""
         extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         files = shard_files(self.name, tensors, self.rank)
-        return files | (state_files(self.extra_name, extra, words) if extra and self.writes else {})
+        return files | (state_files(self.extra_name, extra, options) if extra and self.writes else {})
 
-    def read(self, folder: Path, words: Words) -> dict[str, Any]:
+    def read(self, folder: Path, options: StateOptions) -> dict[str, Any]:
         """Return this process's shards; the whole weights of a state that was saved so."""
         if not (folder / f"{self.name}{SHARDS_ENDING}").is_dir():
-            return super().read(folder, words)
+            return super().read(folder, options)
         targets = self.targets()
         made: dict[str, Any] = {}
         made_of: dict[tuple[str, int], Tensor] = {}
@@ -60,7 +60,7 @@ class ShardedWeights(Weights):
             else:
                 key = (saved.name, id(target))
                 made[name] = made_of[key] if key in made_of else made_of.setdefault(key, filled_like(target, saved))
-        return made | self.read_extra(folder, words)
+        return made | self.read_extra(folder, options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,20 +75,20 @@ class ShardedOptimizer(State):
     rank: int
     targets: Callable[[], Mapping[str, Tensor]]
 
-    def files(self, state: Any, words: Words) -> dict[str, Content]:
+    def files(self, state: Any, options: StateOptions) -> dict[str, Content]:
         """Return this process's file of shards, and the main one's of everything else."""
-        encoded = encode(state, words.allow_pickle, f"the state of {self.name}", shards=True)
+        encoded = encode(state, options.allow_pickle, f"the state of {self.name}", shards=True)
         files = shard_files(self.name, encoded.tensors, self.rank)
         return files | ({f"{self.name}.json": Json(encoded.tree)} if self.writes else {})
 
-    def read(self, folder: Path, words: Words) -> Any:
+    def read(self, folder: Path, options: StateOptions) -> Any:
         """Return this process's shards; the whole state of one that was saved so."""
         shards = folder / f"{self.name}{SHARDS_ENDING}"
         if not shards.is_dir():
-            return super().read(folder, words)
+            return super().read(folder, options)
         tree = Json.read(folder / f"{self.name}.json")
         encoded = Encoded(tree, read_shards(shards))
-        state = decode(encoded, words.allow_pickle, f"the state of {self.name}")
+        state = decode(encoded, options.allow_pickle, f"the state of {self.name}")
         targets = self.targets()
         state["state"] = {
             name: {key: _made(value, targets.get(name)) for key, value in values.items()}

@@ -45,7 +45,7 @@ class Encoded:
     tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def encode(state: Any, allow_pickle: bool = False, told_as: str = "the state", shards: bool = False) -> Encoded:
+def encode(state: Any, allow_pickle: bool = False, label: str = "the state", shards: bool = False) -> Encoded:
     """Take a state apart.
 
     Nested dicts, lists, tuples, sets, ordered dicts, counters, default dicts and deques of numbers (with infinities
@@ -54,7 +54,7 @@ def encode(state: Any, allow_pickle: bool = False, told_as: str = "the state", s
     Args:
         state: The state.
         allow_pickle: Pickle what else there is; else it is refused.
-        told_as: What errors call the state.
+        label: What errors call the state.
         shards: Whether sharded tensors are tensors too.
 
     Raises:
@@ -64,26 +64,26 @@ def encode(state: Any, allow_pickle: bool = False, told_as: str = "the state", s
         >>> decode(encode({"lr": 0.1, 7: (math.inf, torch.ones(2))}))
         {'lr': 0.1, 7: (inf, tensor([1., 1.]))}
     """
-    encoder = _Encoder(allow_pickle, told_as, shards)
+    encoder = _Encoder(allow_pickle, label, shards)
     return Encoded(encoder.tree(state, ""), encoder.tensors)
 
 
-def decode(encoded: Encoded, allow_pickle: bool = False, told_as: str = "the state") -> Any:
+def decode(encoded: Encoded, allow_pickle: bool = False, label: str = "the state") -> Any:
     """Put a state together again.
 
     Raises:
         CheckpointError: If something was pickled and `allow_pickle` does not say so, or the two halves do not fit.
     """
     try:
-        return _Decoder(encoded.tensors, allow_pickle, told_as).value(encoded.tree, "")
+        return _Decoder(encoded.tensors, allow_pickle, label).value(encoded.tree, "")
     except RecursionError as error:
-        raise CheckpointError(f"{told_as} is too deep: no state that was saved is.") from error
+        raise CheckpointError(f"{label} is too deep: no state that was saved is.") from error
 
 
 class _Encoder:
-    def __init__(self, allow_pickle: bool, told_as: str, shards: bool) -> None:
+    def __init__(self, allow_pickle: bool, label: str, shards: bool) -> None:
         self.allow_pickle = allow_pickle
-        self.told_as = told_as
+        self.label = label
         self.shards = shards
         self.tensors: dict[str, Tensor] = {}
         self._inside: set[int] = set()
@@ -181,14 +181,14 @@ class _Encoder:
             raise CheckpointError(f"{self._told(path)} {reason}, which cannot be pickled either: {error}") from error
 
     def _told(self, path: str) -> str:
-        return f"{self.told_as}[{path!r}]" if path else self.told_as
+        return f"{self.label}[{path!r}]" if path else self.label
 
 
 class _Decoder:
-    def __init__(self, tensors: Mapping[str, Any], allow_pickle: bool, told_as: str) -> None:
+    def __init__(self, tensors: Mapping[str, Any], allow_pickle: bool, label: str) -> None:
         self.tensors = tensors
         self.allow_pickle = allow_pickle
-        self.told_as = told_as
+        self.label = label
 
     def value(self, tree: Any, path: str) -> Any:
         if type(tree) is list:
@@ -261,7 +261,7 @@ class _Decoder:
         return pickle.loads(base64.b64decode(content))  # noqa: S301 - on the user's explicit word only
 
     def _told(self, path: str) -> str:
-        return f"{self.told_as}[{path!r}]" if path else self.told_as
+        return f"{self.label}[{path!r}]" if path else self.label
 
 
 def _read_dtype(name: str) -> torch.dtype:

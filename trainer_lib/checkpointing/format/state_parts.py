@@ -42,7 +42,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class StateOptions:
     """What the caller says to a save or a load.
 
     Args:
@@ -88,11 +88,11 @@ class Part(ABC):
         return numbered(self.kind, self.index)
 
     @abstractmethod
-    def files(self, state: Any, words: Words) -> dict[str, Content]:
+    def files(self, state: Any, options: StateOptions) -> dict[str, Content]:
         """Return what this process is to write of a state."""
 
     @abstractmethod
-    def read(self, folder: Path, words: Words) -> Any:
+    def read(self, folder: Path, options: StateOptions) -> Any:
         """Return the state that this process is to take up.
 
         Raises:
@@ -112,13 +112,13 @@ class State(Part):
     file_name: str | None = None
     reads: bool = True
 
-    def files(self, state: Any, words: Words) -> dict[str, Content]:
+    def files(self, state: Any, options: StateOptions) -> dict[str, Content]:
         """Return a file of JSON, and one of tensors if there are any."""
-        return state_files(self.file_name or self.name, state, words) if self.writes else {}
+        return state_files(self.file_name or self.name, state, options) if self.writes else {}
 
-    def read(self, folder: Path, words: Words) -> Any:
+    def read(self, folder: Path, options: StateOptions) -> Any:
         """Read both."""
-        return read_state(folder, self.file_name or self.name, words) if self.reads else {}
+        return read_state(folder, self.file_name or self.name, options) if self.reads else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,30 +137,30 @@ class Weights(Part):
         """The name of the files of what is no tensor."""
         return f"{self.name}.extra"
 
-    def files(self, state: Mapping[str, Any], words: Words) -> dict[str, Content]:
+    def files(self, state: Mapping[str, Any], options: StateOptions) -> dict[str, Content]:
         """Return the files of weights, and of extra state if there is any."""
         if not self.writes:
             return {}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         extra = {name: value for name, value in state.items() if name not in tensors}
-        files = weight_files(tensors, words.max_shard_size, self.index, words.safe_serialization)
-        return files | (state_files(self.extra_name, extra, words) if extra else {})
+        files = weight_files(tensors, options.max_shard_size, self.index, options.safe_serialization)
+        return files | (state_files(self.extra_name, extra, options) if extra else {})
 
-    def read(self, folder: Path, words: Words) -> dict[str, Any]:
+    def read(self, folder: Path, options: StateOptions) -> dict[str, Any]:
         """Read both."""
         if not self.reads:
             return {}
         shards = folder / f"{self.name}{SHARDS_ENDING}"
         # Shards that were written by many are read whole by who has none.
-        tensors = read_whole(shards) if shards.is_dir() else read_weights(self._found(folder, words), words.device)
-        return {**tensors, **self.read_extra(folder, words)}
+        tensors = read_whole(shards) if shards.is_dir() else read_weights(self._found(folder, options), options.device)
+        return {**tensors, **self.read_extra(folder, options)}
 
-    def read_extra(self, folder: Path, words: Words) -> dict[str, Any]:
+    def read_extra(self, folder: Path, options: StateOptions) -> dict[str, Any]:
         """Return what was saved that is no tensor."""
         there = (folder / f"{self.extra_name}.json").is_file()
-        return read_state(folder, self.extra_name, words) if there else {}
+        return read_state(folder, self.extra_name, options) if there else {}
 
-    def _found(self, folder: Path, words: Words) -> Path:
+    def _found(self, folder: Path, options: StateOptions) -> Path:
         safe, pickled = (find_weights(folder, self.index, kind) for kind in (True, False))
         if safe is not None:
             return safe
@@ -169,7 +169,7 @@ class Weights(Part):
                 f"{folder} has no weights of {self.name}: a hook took them out of what was saved. Register a hook "
                 "with register_load_state_pre_hook that loads the model, and takes it out of the list."
             )
-        if words.safe_serialization:
+        if options.safe_serialization:
             raise CheckpointError(
                 f"The weights in {folder} were saved with safe_serialization=False, as a pickle. Say "
                 "load_state(…, safe_serialization=False) if you trust where they come from; only tensors are read."
@@ -177,14 +177,14 @@ class Weights(Part):
         return pickled
 
 
-def state_files(name: str, state: Any, words: Words) -> dict[str, Content]:
+def state_files(name: str, state: Any, options: StateOptions) -> dict[str, Content]:
     """Return the files of a state."""
-    encoded = encode(state, words.allow_pickle, f"the state of {name}")
+    encoded = encode(state, options.allow_pickle, f"the state of {name}")
     files: dict[str, Content] = {f"{name}.json": Json(encoded.tree)}
     return files | ({f"{name}.safetensors": Tensors(encoded.tensors)} if encoded.tensors else {})
 
 
-def read_state(folder: Path, name: str, words: Words) -> Any:
+def read_state(folder: Path, name: str, options: StateOptions) -> Any:
     """Read a state from its files.
 
     Raises:
@@ -194,10 +194,10 @@ def read_state(folder: Path, name: str, words: Words) -> Any:
     read: dict[str, Tensor] = {}
     if tensors.is_file():
         # Not where they lie in the file: what is deleted while it is in use keeps its space on the disk taken.
-        read = load_tensors(tensors, words.device)
+        read = load_tensors(tensors, options.device)
     elif shards.is_dir():
         read = read_whole(shards)
-    return decode(Encoded(Json.read(folder / f"{name}.json"), read), words.allow_pickle, f"the state of {name}")
+    return decode(Encoded(Json.read(folder / f"{name}.json"), read), options.allow_pickle, f"the state of {name}")
 
 
 def check_counts(saved: Sequence[str], present: Sequence[str], where: str) -> None:

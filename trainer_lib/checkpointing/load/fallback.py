@@ -5,7 +5,7 @@ from typing import NamedTuple
 from trainer_lib.checkpointing.format.layout import damaged_beside
 from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.load.find import open_state
-from trainer_lib.checkpointing.load.local_files import AtHand, at_hand
+from trainer_lib.checkpointing.load.local_files import LocalFiles, local_files
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.collectives.agreement import exchange, together
 from trainer_lib.filesystem.remote_paths import AnyPath
@@ -13,7 +13,7 @@ from trainer_lib.foundation.errors import CheckpointError, DamagedError
 from trainer_lib.process_group import ProcessGroup
 
 
-class Opened(NamedTuple):
+class OpenedCheckpoint(NamedTuple):
     """A state of which every byte is as it was written.
 
     Attributes:
@@ -22,17 +22,17 @@ class Opened(NamedTuple):
     """
 
     manifest: Manifest
-    files: AtHand
+    files: LocalFiles
 
 
-def open_checked(
+def open_verified(
     folder: AnyPath,
     group: ProcessGroup,
     doing: str,
     reader: int,
     readers: int,
     is_loaded_next: bool = False,
-) -> Opened:
+) -> OpenedCheckpoint:
     """Return a state of which every byte is as it was written; each process reads a part of them.
 
     Args:
@@ -47,7 +47,7 @@ def open_checked(
         DamagedError: If it is damaged.
         CheckpointError: If it cannot be read for another reason.
     """
-    files = at_hand(folder, group, doing, reader, readers)
+    files = local_files(folder, group, doing, reader, readers)
     manifest, error = None, None
     try:
         manifest = open_state(folder)
@@ -59,7 +59,7 @@ def open_checked(
     if not reports and manifest is not None:
         if is_loaded_next:
             files.keep()
-        return Opened(manifest, files)
+        return OpenedCheckpoint(manifest, files)
     files.release()
     # All do the same about it: only what every complaint calls damage is damage.
     kind = DamagedError if all(is_damage for is_damage, _ in reports) else CheckpointError
@@ -68,7 +68,7 @@ def open_checked(
     raise kind(next(text for is_damage, text in reports if is_damage == (kind is DamagedError))) from error
 
 
-def put_aside(folder: AnyPath, group: ProcessGroup, doing: str, leads: bool) -> AnyPath:
+def set_aside(folder: AnyPath, group: ProcessGroup, doing: str, leads: bool) -> AnyPath:
     """Rename a damaged state, so that nobody takes it for a good one, and return what it is called now.
 
     Args:

@@ -11,7 +11,7 @@ from trainer_lib.checkpointing.format.layout import (
 )
 from trainer_lib.checkpointing.format.manifest import Manifest, read_manifest
 from trainer_lib.checkpointing.load.verification import check_bytes, check_sizes
-from trainer_lib.checkpointing.save.automatic_naming import automatic_states
+from trainer_lib.checkpointing.save.retention import automatic_states
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.checkpointing.third_party.third_party import advice, library_of
 from trainer_lib.filesystem.remote_paths import AnyPath

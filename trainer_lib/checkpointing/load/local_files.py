@@ -19,7 +19,7 @@ from trainer_lib.process_group import ProcessGroup
 _Stamp = list[tuple[str, int, int, int]]
 
 
-class AtHand(ABC):
+class LocalFiles(ABC):
     """The files of a state.
 
     Attributes:
@@ -34,14 +34,14 @@ class AtHand(ABC):
 
     @abstractmethod
     def keep(self) -> None:
-        """Have the next `at_hand` of this state find them checked."""
+        """Have the next `local_files` of this state find them checked."""
 
     @abstractmethod
     def release(self) -> None:
         """Say that no process needs them any more."""
 
 
-def at_hand(folder: AnyPath, group: ProcessGroup, doing: str, reader: int, readers: int) -> AtHand:
+def local_files(folder: AnyPath, group: ProcessGroup, doing: str, reader: int, readers: int) -> LocalFiles:
     """Return the files of a state, to be checked; all processes ask.
 
     Args:
@@ -52,8 +52,8 @@ def at_hand(folder: AnyPath, group: ProcessGroup, doing: str, reader: int, reade
         readers: How many share it.
     """
     if isinstance(folder, RemotePath):
-        return _kept.pop(folder, None) or _Copied.between(folder, group, doing)
-    return _OnDisk(folder, reader, readers)
+        return _kept.pop(folder, None) or _FetchedFiles.between(folder, group, doing)
+    return _FilesOnDisk(folder, reader, readers)
 
 
 def fetch(folder: RemotePath, names: Collection[str], manifest: Manifest | None, to: Path) -> list[str]:
@@ -63,10 +63,10 @@ def fetch(folder: RemotePath, names: Collection[str], manifest: Manifest | None,
 
 # What was just checked in order to be loaded, and how its files looked then.
 _checked: dict[Path, _Stamp] = {}
-_kept: dict[RemotePath, "_Copied"] = {}
+_kept: dict[RemotePath, "_FetchedFiles"] = {}
 
 
-class _OnDisk(AtHand):
+class _FilesOnDisk(LocalFiles):
     """Files that are here."""
 
     def __init__(self, folder: Path, reader: int, readers: int) -> None:
@@ -87,7 +87,7 @@ class _OnDisk(AtHand):
         del self
 
 
-class _Copied(AtHand):
+class _FetchedFiles(LocalFiles):
     """Copies of files, one for all processes that see the same disk, each of which fetches a part.
 
     Args:
@@ -104,7 +104,7 @@ class _Copied(AtHand):
         self._fetched: Manifest | None = None
 
     @classmethod
-    def between(cls, source: RemotePath, group: ProcessGroup, doing: str) -> "_Copied":
+    def between(cls, source: RemotePath, group: ProcessGroup, doing: str) -> "_FetchedFiles":
         own = temporary_folder()
         # Names are drawn: a process that has a folder of this name sees the disk of the one who made it.
         chosen = next(Path(path) for path in exchange(group, str(own), doing) if Path(path).is_dir())

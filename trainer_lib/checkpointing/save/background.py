@@ -65,7 +65,7 @@ class BackgroundSaves:
 
     @property
     def hang(self) -> str | None:
-        """Where the save hangs, as `note_hang` was told; `None` if it does not."""
+        """Where the save hangs, as `report_hang` was told; `None` if it does not."""
         return self._hang if self.is_running else None
 
     @property
@@ -95,11 +95,11 @@ class BackgroundSaves:
         self._thread = threading.Thread(target=self._do, args=(work,), name=f"save of {target.name}", daemon=True)
         self._thread.start()
 
-    def note_written(self) -> None:
+    def mark_written(self) -> None:
         """Note that the part of this process is on the disk: now it depends on the others."""
         self._written_at = time.monotonic()
 
-    def note_hang(self, where: str | None) -> None:
+    def report_hang(self, where: str | None) -> None:
         """Note that the save hangs, so that nobody waits for it; or, with `None`, that it moves again."""
         before, self._hang = self._hang, where
         if where is not None:

@@ -29,7 +29,7 @@ class FiniteCheck:
     nonfinite: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     infinite_states: list[str] = field(default_factory=list[str])
 
-    def look_at(self, file: str, content: Content) -> None:
+    def check(self, file: str, content: Content) -> None:
         """Look at all numbers of a file that holds weights or the state of an optimizer."""
         if is_weights(file):
             faults = content.nonfinite()

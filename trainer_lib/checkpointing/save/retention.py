@@ -1,13 +1,13 @@
-"""This file is which checkpoints of a run stay at intervals, and deleting those that do not: its own, and no others."""
+"""Retention: which checkpoints of a project or a run stay, and deleting the others."""
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainer_lib.checkpointing.format.layout import committed
+from trainer_lib.checkpointing.format.layout import automatic_name, automatic_number, committed, replaced_beside
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.checkpointing.load.verification import check_sizes
-from trainer_lib.checkpointing.save.automatic_naming import delete_state
+from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError
@@ -16,17 +16,30 @@ from trainer_lib.logging import get_logger
 _logger = get_logger(__name__)
 
 _FIELDS = {"steps": "step", "epochs": "epoch", "samples": "samples", "seconds": "seconds"}
-_TINY = 1e-9  # what a sum of parts of an epoch may be off by
+_ROUNDING = 1e-9  # the error that a sum of fractions of an epoch may have
+
+
+def automatic_states(folder: AnyPath) -> dict[int, AnyPath]:
+    """Return the complete checkpoints under automatic naming by number, the oldest first."""
+    numbers = {automatic_number(path.name) for path in storage_of(folder).states()} - {None}
+    checkpoints = {number: folder / automatic_name(number) for number in sorted(n for n in numbers if n is not None)}
+    return {number: path for number, path in checkpoints.items() if committed(path) is not None}
+
+
+def delete_oldest(folder: AnyPath, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints under automatic naming."""
+    for path in list(automatic_states(folder).values())[:-keep]:
+        delete_state(path)
 
 
 def steps_at_intervals(checkpoints: Iterable[Mapping[str, Any]], every: Every) -> set[int]:
-    """Return the steps of those checkpoints that are the first at or after each multiple of an amount.
+    """Return the steps of the checkpoints to keep at intervals: the first at or after each multiple of `every`.
 
-    As they stay, the same ones are the first whenever it is asked.
+    These checkpoints are never deleted, so a later call finds the same ones.
 
     Args:
-        checkpoints: What is known of each: its step, epoch, samples and seconds.
-        every: The amount.
+        checkpoints: The step, epoch, samples and seconds of each checkpoint.
+        every: The interval.
 
     Example:
         >>> steps_at_intervals([{"step": step} for step in (300, 600, 900, 1200, 2100)], Every(1000, "steps"))
@@ -34,56 +47,67 @@ def steps_at_intervals(checkpoints: Iterable[Mapping[str, Any]], every: Every) -
     """
     kept: set[int] = set()
     reached = 0
-    for one in sorted(checkpoints, key=lambda one: one["step"]):
-        position = one.get(_FIELDS[every.unit])
-        multiple = 0 if position is None else math.floor(position / every.amount + _TINY)
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint["step"]):
+        position = checkpoint.get(_FIELDS[every.unit])
+        multiple = 0 if position is None else math.floor(position / every.amount + _ROUNDING)
         if multiple > reached:
             reached = multiple
-            kept.add(one["step"])
+            kept.add(checkpoint["step"])
     return kept
 
 
 def delete_older(paths: Iterable[AnyPath], newest: AnyPath, run_id: str) -> None:
-    """Delete checkpoints of a run, once a newer one is there; what cannot be deleted is told.
+    """Delete older checkpoints of a run once the newest one is complete; warn about those that cannot be deleted.
 
     Args:
-        paths: The checkpoints.
-        newest: The one just written, which has to be there in full length.
-        run_id: The run.
+        paths: The checkpoints to delete.
+        newest: The checkpoint that was just written. Nothing is deleted unless all its files are complete.
+        run_id: The run. Checkpoints of other runs stay.
     """
     try:
-        going = [path for path in paths if _is_own(path, newest, run_id)]
+        to_delete = [path for path in paths if _belongs_to_run(path, newest, run_id)]
     except UnreachableError as error:
         _logger.warning("No older checkpoint is deleted. %s", error)
         return
-    if not going:
+    if not to_delete:
         return
     try:
         check_sizes(newest, read_manifest(newest))
     except CheckpointError as error:
-        _logger.warning("No older checkpoint is deleted, as the newest is not as it was written. %s", error)
+        _logger.warning("No older checkpoint is deleted, because the newest one is damaged. %s", error)
         return
-    for path in going:
+    for path in to_delete:
         try:
             delete_state(path)
         except (OSError, CheckpointError) as error:
             _logger.warning("The checkpoint %s could not be deleted: %s.", path, error)
 
 
-def _is_own(path: AnyPath, newest: AnyPath, run_id: str) -> bool:
-    if path.resolve().parent != newest.resolve().parent:  # of a run that was moved or copied
-        _logger.info("%s lies elsewhere than the checkpoints of now, and stays.", path)
+def delete_state(path: AnyPath) -> None:
+    """Delete a checkpoint if it exists, and what an interrupted deletion of it left."""
+    for folder in (path, replaced_beside(path)):
+        storage_of(folder).delete()
+
+
+def delete_debris(folder: AnyPath) -> None:
+    """Delete what interrupted saves and deletions left in a folder of checkpoints."""
+    storage_of(folder).delete_debris()
+
+
+def _belongs_to_run(path: AnyPath, newest: AnyPath, run_id: str) -> bool:
+    if path.resolve().parent != newest.resolve().parent:  # the run was moved or copied
+        _logger.info("%s is not deleted: it is not in the folder that this run saves to.", path)
         return False
-    there = committed(path)
-    if there is None:
-        # Nothing may be left of it but what a deletion that was cut short did not get to.
+    checkpoint = committed(path)
+    if checkpoint is None:
+        # An interrupted deletion may have removed the folder and left the rest.
         return not path.exists()
     try:
-        of_run = read_manifest(there).run_id
+        owner = read_manifest(checkpoint).run_id
     except CheckpointError as error:
-        _logger.info("%s stays, as whose it is cannot be told. %s", path, error)
+        _logger.info("%s is not deleted: its manifest does not tell which run it belongs to. %s", path, error)
         return False
-    if of_run not in (None, run_id or None):
-        _logger.info("%s is of the run %s, and stays.", path, of_run)
+    if owner not in (None, run_id or None):
+        _logger.info("%s is not deleted: it belongs to the run %s.", path, owner)
         return False
     return True

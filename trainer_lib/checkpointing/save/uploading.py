@@ -17,11 +17,11 @@ from trainer_lib.checkpointing.format.layout import MANIFEST_NAME, is_committed,
 from trainer_lib.checkpointing.format.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
 from trainer_lib.checkpointing.save.background import UPLOAD_THREADS
 from trainer_lib.checkpointing.save.nonfinite_check import FiniteCheck
-from trainer_lib.checkpointing.save.writer import Saving
+from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.checkpointing.storage.remote_storage import PARTIAL_NAME, RemoteStorage, temporary_folder
 from trainer_lib.collectives.agreement import exchange, together
 from trainer_lib.filesystem.checksums import ChecksummedFile
-from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, persistently
+from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, with_retries
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError, UnwritableError
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
@@ -35,7 +35,7 @@ _AT_ONCE = 4  # files that a process sends at a time
 _debris: set[RemotePath] = set()
 
 
-def saving_to(target: AnyPath, group: ProcessGroup, leader: int) -> "Saving | RemoteSaving":
+def writer_for(target: AnyPath, group: ProcessGroup, leader: int) -> "CheckpointWriter | CheckpointUploader":
     """Return the save of a state to a folder, on a disk or behind a URL.
 
     Args:
@@ -43,10 +43,14 @@ def saving_to(target: AnyPath, group: ProcessGroup, leader: int) -> "Saving | Re
         group: The processes.
         leader: The process that makes and renames folders for this one.
     """
-    return Saving(target, group, leader) if isinstance(target, Path) else RemoteSaving(target, group, leader)
+    return (
+        CheckpointWriter(target, group, leader)
+        if isinstance(target, Path)
+        else CheckpointUploader(target, group, leader)
+    )
 
 
-class RemoteSaving:
+class CheckpointUploader:
     """The save of one state to a URL, on all processes.
 
     Args:
@@ -69,11 +73,11 @@ class RemoteSaving:
         self.finite = FiniteCheck()
         self._written: dict[str, str] = {}  # checksums of what was sent from here, by name
 
-    def __enter__(self) -> "RemoteSaving":
+    def __enter__(self) -> "CheckpointUploader":
         self.folder = temporary_folder()
         return self
 
-    def hand_over(self, group: ProcessGroup) -> None:
+    def switch_group(self, group: ProcessGroup) -> None:
         """Go on in another thread, where the same processes talk in a group of its own."""
         self._group = group
 
@@ -99,7 +103,7 @@ class RemoteSaving:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=UPLOAD_THREADS) as pool:
             for name, checksum in zip(mine, pool.map(self._send, mine, mine.values()), strict=True):
                 self._written[name] = checksum
-                self.finite.look_at(name, mine[name])
+                self.finite.check(name, mine[name])
 
     def commit(self, manifest: Manifest) -> None:
         """Send the manifest, once all processes are through."""
@@ -121,7 +125,7 @@ class RemoteSaving:
     def _send(self, name: str, content: Content) -> str:
         path = self.target / name
         try:
-            return persistently(str(path), lambda: content.write(path))
+            return with_retries(str(path), lambda: content.write(path))
         except (OSError, UnreachableError) as error:
             raise cannot_send(path, error) from error
 

@@ -31,7 +31,7 @@ from trainer_lib.process_group import ProcessGroup
 from trainer_lib.tensor_files.file_contents import Content
 
 
-class Saving:
+class CheckpointWriter:
     """The save of one state, on all processes.
 
     Args:
@@ -52,7 +52,7 @@ class Saving:
         self.finite = FiniteCheck()
         self._written: dict[str, str] = {}  # checksums of what was written here, by name
 
-    def __enter__(self) -> "Saving":
+    def __enter__(self) -> "CheckpointWriter":
         with together(self._group, "save_state"):
             if self._leads:
                 try:
@@ -62,7 +62,7 @@ class Saving:
                     raise _cannot_write(self.folder, error) from error
         return self
 
-    def hand_over(self, group: ProcessGroup) -> None:
+    def switch_group(self, group: ProcessGroup) -> None:
         """Go on in another thread, where the same processes talk in a group of its own."""
         self._group = group
 
@@ -85,7 +85,7 @@ class Saving:
             except (OSError, RuntimeError) as error:
                 raise _cannot_write(path, error, sum(one.size for one in files.values())) from error
             self._written[name] = checksum
-            self.finite.look_at(name, content)
+            self.finite.check(name, content)
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest and make the folder the state, once all processes are through."""

@@ -13,7 +13,7 @@ from typing import Any
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
 from trainer_lib.checkpointing.storage.storage import Storage
 from trainer_lib.filesystem.checksums import checksum_of
-from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, persistently
+from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, with_retries
 
 # In a folder while a state is written there: which files that will be. What has one and no manifest is debris.
 PARTIAL_NAME = "partial.json"
@@ -42,7 +42,7 @@ class RemoteStorage(Storage):
     def checksum(self, name: str) -> str:
         """Read the file, of which nothing is kept."""
         path = self._folder / name
-        return persistently(str(path), lambda: checksum_of(path))
+        return with_retries(str(path), lambda: checksum_of(path))
 
     def write(self, name: str, data: bytes) -> None:
         """Write it: an object is there as a whole."""
@@ -51,7 +51,7 @@ class RemoteStorage(Storage):
     def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
         """Have it written, again if that fails."""
         path = self._folder / name
-        persistently(str(path), lambda: write(path))
+        with_retries(str(path), lambda: write(path))
 
     def check_writable(self) -> None:
         """Write a file and delete it."""
@@ -100,18 +100,18 @@ class RemoteStorage(Storage):
         self.delete_files([name for name in found if name in told and name != PARTIAL_NAME])
         self.delete_files([PARTIAL_NAME])
 
-    def growing(self) -> Path:
+    def local_folder(self) -> Path:
         """Return a folder of this process's own."""
         return _growing(self._folder)
 
-    def take_down(self, name: str) -> None:
+    def download(self, name: str) -> None:
         """Fetch it, if it is there."""
         if (self._folder / name).is_file():
-            (self._folder / name).fetch(self.growing() / name)
+            (self._folder / name).fetch(self.local_folder() / name)
 
-    def put_up(self) -> None:
+    def upload(self) -> None:
         """Put those there that changed since the last time."""
-        here = self.growing()
+        here = self.local_folder()
         for path in sorted(path for path in here.rglob("*") if path.is_file()):
             facts = path.stat()
             stamp = (facts.st_size, facts.st_mtime_ns)

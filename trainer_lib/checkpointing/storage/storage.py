@@ -65,15 +65,15 @@ class Storage(ABC):
         """Delete what saves and deletions of states in it left that were cut short: all, or these folders."""
 
     @abstractmethod
-    def growing(self) -> Path:
+    def local_folder(self) -> Path:
         """Return where files are written that grow: on this machine."""
 
     @abstractmethod
-    def take_down(self, name: str) -> None:
+    def download(self, name: str) -> None:
         """Bring a file that grows to this machine, if it is there."""
 
     @abstractmethod
-    def put_up(self) -> None:
+    def upload(self) -> None:
         """Bring files that grew to where they belong."""
 
 
@@ -153,15 +153,15 @@ class LocalStorage(Storage):
             if only is None or path in only:
                 remove(path)
 
-    def growing(self) -> Path:
+    def local_folder(self) -> Path:
         """Return where they belong."""
         return self._folder
 
-    def take_down(self, name: str) -> None:
+    def download(self, name: str) -> None:
         """Leave it: it is here."""
         del name
 
-    def put_up(self) -> None:
+    def upload(self) -> None:
         """Leave them: they are here."""
         del self
 

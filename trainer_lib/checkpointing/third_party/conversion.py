@@ -18,9 +18,9 @@ from trainer_lib.checkpointing.format.layout import (
     state_folder,
 )
 from trainer_lib.checkpointing.format.manifest import Manifest
-from trainer_lib.checkpointing.format.state_parts import Words, state_files
-from trainer_lib.checkpointing.save.writer import Saving
-from trainer_lib.checkpointing.third_party.third_party import TRAINER, Foreign, read_foreign
+from trainer_lib.checkpointing.format.state_parts import StateOptions, state_files
+from trainer_lib.checkpointing.save.writer import CheckpointWriter
+from trainer_lib.checkpointing.third_party.third_party import TRAINER, ThirdPartyCheckpoint, read_third_party
 from trainer_lib.foundation.errors import ConfigurationError, UnwritableError
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.tensor_files.file_contents import Content
@@ -38,7 +38,7 @@ def convert(
     epochs: float | None = None,
     without: Collection[str] = (),
     max_shard_size: int | str = "10GB",
-) -> Foreign:
+) -> ThirdPartyCheckpoint:
     """Make a state of a checkpoint of Hugging Face's Trainer or of Accelerate, and return what was read of that.
 
     Args:
@@ -57,7 +57,7 @@ def convert(
         raise ConfigurationError(f"{folder} is on another machine. Convert to a folder on this one, and copy it there.")
     if folder.exists():
         raise ConfigurationError(f"{folder} is there already. Give a folder that is not.")
-    found = read_foreign(source, without)
+    found = read_third_party(source, without)
     if epochs is not None:
         found.epochs = epochs
     found.left_out[ENGINE_NAME] = "gradients of an unfinished window are not saved there"
@@ -66,14 +66,14 @@ def convert(
             "where in the data it was is not told: give it by --epochs, or skip batches as before (skip_first_batches)"
         )
     files = _files(found, max_shard_size)
-    with Saving(folder, LoneProcess()) as saving:
+    with CheckpointWriter(folder, LoneProcess()) as saving:
         saving.write(files)
         _copy_beside(source, saving.folder, files)
         saving.commit(_manifest(found, files))
     return found
 
 
-def _files(found: Foreign, max_shard_size: int | str) -> dict[str, Content]:
+def _files(found: ThirdPartyCheckpoint, max_shard_size: int | str) -> dict[str, Content]:
     files: dict[str, Content] = {}
     for index, tensors in enumerate(found.weights):
         files |= weight_files(tensors, max_shard_size, index)
@@ -92,11 +92,11 @@ def _files(found: Foreign, max_shard_size: int | str) -> dict[str, Content]:
     if found.library == TRAINER:
         states[f"{CUSTOM_STATE_NAME}_0"] = {"run": _run(found), "callbacks": {}, "averages": {}}
     for name, state in states.items():
-        files |= state_files(name, state, Words())
+        files |= state_files(name, state, StateOptions())
     return files
 
 
-def _run(found: Foreign) -> dict[str, Any]:
+def _run(found: ThirdPartyCheckpoint) -> dict[str, Any]:
     """Return the counts of the run, as a Trainer has them; those of samples are made up for where they are known."""
     epochs = found.epochs or 0.0
     steps_per_epoch = round(found.step / epochs) if epochs else None
@@ -112,7 +112,7 @@ def _run(found: Foreign) -> dict[str, Any]:
     }
 
 
-def _manifest(found: Foreign, files: Collection[str]) -> Manifest:
+def _manifest(found: ThirdPartyCheckpoint, files: Collection[str]) -> Manifest:
     stems = {name.split(".", 1)[0] for name in files}
     counted = {OPTIMIZER_NAME: found.optimizers, SCHEDULER_NAME: found.schedulers, SAFE_MODEL_NAME: found.weights}
     parts = [numbered(kind, index) for kind, states in counted.items() for index in range(len(states))]
@@ -145,5 +145,5 @@ def _passes(epochs: float) -> int:
     return math.floor(epochs + 1e-6)
 
 
-def _world(found: Foreign) -> int:
+def _world(found: ThirdPartyCheckpoint) -> int:
     return max(len(found.generators), 1)

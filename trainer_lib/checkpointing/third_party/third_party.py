@@ -31,7 +31,7 @@ _NOT_READ = {
 
 
 @dataclass
-class Foreign:
+class ThirdPartyCheckpoint:
     """What was read of a checkpoint.
 
     Attributes:
@@ -79,7 +79,7 @@ def advice(folder: AnyPath, library: str) -> str:
     )
 
 
-def read_foreign(folder: Path, without: Collection[str] = ()) -> Foreign:
+def read_third_party(folder: Path, without: Collection[str] = ()) -> ThirdPartyCheckpoint:
     """Read a checkpoint.
 
     Args:
@@ -97,7 +97,7 @@ def read_foreign(folder: Path, without: Collection[str] = ()) -> Foreign:
             f"{', '.join([*_OF_TRAINER, *_OF_ACCELERATE[:3]])}."
         )
     _refuse_shards(folder)
-    found = Foreign(library, _weights(folder))
+    found = ThirdPartyCheckpoint(library, _weights(folder))
     ending = ".pt" if library == TRAINER else ".bin"
     found.optimizers = _states(found, folder, "optimizer", ending, without)
     found.schedulers = _states(found, folder, "scheduler", ending, without)
@@ -143,7 +143,12 @@ def _weights(folder: Path) -> list[dict[str, Tensor]]:
 
 
 def _states(
-    found: Foreign, folder: Path, kind: str, ending: str, without: Collection[str], is_expected: bool = True
+    found: ThirdPartyCheckpoint,
+    folder: Path,
+    kind: str,
+    ending: str,
+    without: Collection[str],
+    is_expected: bool = True,
 ) -> list[Any]:
     if kind in without:
         found.left_out[kind] = "as it was asked for"
@@ -165,7 +170,7 @@ def _numbered(folder: Path, name: Callable[[int], str], kind: str | None = None)
     return states
 
 
-def _read_generators(found: Foreign, folder: Path, without: Collection[str]) -> None:
+def _read_generators(found: ThirdPartyCheckpoint, folder: Path, without: Collection[str]) -> None:
     kind = "random_states"
     if kind in without:
         found.left_out[kind] = "as it was asked for"
@@ -182,7 +187,7 @@ def _read_generators(found: Foreign, folder: Path, without: Collection[str]) -> 
         found.left_out[kind] = "there are none"
 
 
-def _read_trainer_state(found: Foreign, folder: Path) -> None:
+def _read_trainer_state(found: ThirdPartyCheckpoint, folder: Path) -> None:
     path = folder / _TRAINER_STATE
     try:
         state = json.loads(path.read_text())

@@ -110,7 +110,7 @@ def _noted(folder: AnyPath) -> dict[int, Looks]:
 
 
 def _load(model: nn.Module, folder: Path, looks: Looks, index: int) -> None:
-    from trainer_lib.checkpointing.format.state_parts import Weights, Words
+    from trainer_lib.checkpointing.format.state_parts import StateOptions, Weights
 
     there = module_state(model)
     now = _looks({name: there[name] for name in looks if isinstance(there.get(name), Tensor)})
@@ -122,7 +122,7 @@ def _load(model: nn.Module, folder: Path, looks: Looks, index: int) -> None:
             f"{', '.join(others[:_SHOWN])}{more}. Make the model of the same pretrained weights as when it was saved."
         )
     part = Weights(index=index, stateful=model)
-    load_module_state(model, {**{name: there[name] for name in looks}, **part.read(folder, Words())})
+    load_module_state(model, {**{name: there[name] for name in looks}, **part.read(folder, StateOptions())})
 
 
 def _looks(weights: Mapping[str, Tensor]) -> Looks:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import is_committed
-from trainer_lib.checkpointing.load.fallback import open_checked, put_aside
+from trainer_lib.checkpointing.load.fallback import open_verified, set_aside
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.checkpointing.third_party.third_party import advice, library_of
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
@@ -102,12 +102,12 @@ def find_place(
             if place.checkpoint is None:
                 break
             try:
-                open_checked(place.checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)
+                open_verified(place.checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)
                 break
             except DamagedError as error:
                 if place.checkpoint == path_at(resume).resolve():
                     raise
-                aside = put_aside(place.checkpoint, group, "fit", leads=group.rank == 0)
+                aside = set_aside(place.checkpoint, group, "fit", leads=group.rank == 0)
                 damage.append(f"{error} It is now called {aside.name}.")
         on_error.pop_all()
     for note in place.notes:

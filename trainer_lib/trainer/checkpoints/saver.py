@@ -95,7 +95,7 @@ class Saves:
             self._go_on_after(error)
         else:
             self._fitting.events.fire("on_save_end", self._fitting.run, path_at(entry["path"]))
-            self._fitting.put_up_logs()
+            self._fitting.upload_logs()
 
     def unsaved(self, result: "FitResult") -> UnsavedError:
         """Return the error of a run that trained to its end and whose last checkpoint could not be written."""
@@ -128,7 +128,7 @@ class Saves:
         saves.wait_until_released()
         hang = next((hang for hang in run.accelerator.group.all_gather_objects(saves.hang) if hang is not None), None)
         if hang is not None:
-            saves.note_hang(hang)
+            saves.report_hang(hang)
             raise UnwritableError(hang)
 
     def _go_on_after(self, error: UnwritableError) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainer_lib.checkpointing.format.rng_state import generators_kept
+from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.events import Run
 from trainer_lib.trainer.optim import optimizer_modes
 
@@ -25,7 +25,7 @@ def undisturbed(run: Run, models: Sequence[nn.Module], device: torch.device) -> 
     of_batch = {name: getattr(run, name) for name in _OF_A_BATCH}
     try:
         with (
-            generators_kept(device),
+            preserved_generators(device),
             optimizer_modes.evaluating(run.optimizers.values()),
             evaluating(models),
             torch.no_grad(),

@@ -194,7 +194,7 @@ class Fitting:
         self._begin_counting()
         if self.folder is not None and run.is_main_process:
             self.lease.acquire()  # a new run; one that is resumed has it since it was found
-            self.folder.take_down(HISTORY_FILE)
+            self.folder.download(HISTORY_FILE)
             self._tell_running(self.folder, is_new=checkpoint is None)
         if self.folder is not None and args.save_in_background:
             # Its connections are made now: later the store may be gone, with the launcher.
@@ -539,7 +539,7 @@ class Fitting:
                     run_records.write_report(self.folder)
                 except (OSError, UnreachableError) as error:  # what was trained is there all the same
                     _logger.warning("How the run ended could not be written to %s: %s.", self.folder.path, error)
-                self.put_up_logs()
+                self.upload_logs()
 
     def release(self) -> None:
         """Take back what was registered with the engine, and stop the watchdog."""
@@ -552,10 +552,10 @@ class Fitting:
         with contextlib.suppress(RuntimeError):  # one of them is gone already
             self.run.accelerator.group.barrier()
 
-    def put_up_logs(self) -> None:
+    def upload_logs(self) -> None:
         """Bring what was logged to where the run is, if that is not this machine."""
         if self.folder is not None and self.run.is_main_process:
-            self.folder.put_up()
+            self.folder.upload()
 
     def result(self) -> FitResult:
         """Return what became of the run."""

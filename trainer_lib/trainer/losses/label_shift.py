@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpointing.format.rng_state import generators_kept
+from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.batch_fields import targets_of, with_targets
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.evaluation.eval_mode import evaluating
@@ -102,7 +102,7 @@ def asking(bare: nn.Module) -> Generator[None]:
     """Return the context in which a model computes a loss that leaves no trace."""
     # What would be compiled for these shapes is not used again.
     eager = torch.compiler.set_stance("force_eager")
-    with generators_kept(device_of(bare)), torch.no_grad(), buffers_kept([bare]), evaluating([bare]), eager:
+    with preserved_generators(device_of(bare)), torch.no_grad(), buffers_kept([bare]), evaluating([bare]), eager:
         yield
 
 

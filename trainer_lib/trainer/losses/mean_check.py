@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpointing.format.rng_state import generators_kept
+from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.batch_fields import as_mapping, label_names_in, targets_of, with_targets
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
@@ -110,7 +110,7 @@ class MeanCheck:
                 return math.nan if isinstance(loss, LossResult) else loss
 
             whole = batch, outputs, targets
-            with generators_kept(device_of(self._bare)), torch.no_grad():
+            with preserved_generators(device_of(self._bare)), torch.no_grad():
                 is_mean = self._judge(loss_of, lambda part: self._count(part[0]), whole, masks=False)
             self._tell(name, is_mean)
 

@@ -82,7 +82,7 @@ class BadSamples:
         entries = self._quarantine.agreed.values()
         text = "".join(json.dumps(entry._asdict() | {"pass": entry.epoch}) + "\n" for entry in entries)
         replace_file(folder.here / FILE, lambda path: _write_text(path, text))
-        folder.put_up()
+        folder.upload()
         self._written = len(entries)
 
 

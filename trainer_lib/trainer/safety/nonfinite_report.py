@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpointing.format.rng_state import generators_kept
+from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.logging import get_logger
 from trainer_lib.strategies.grad_norm import local_values
 from trainer_lib.trainer.safety.module_buffers import buffers_kept
@@ -105,7 +105,7 @@ class Culprits:
             optimizer.optimizer.zero_grad()
         try:
             with ExitStack() as stack:
-                stack.enter_context(generators_kept(accelerator.device))
+                stack.enter_context(preserved_generators(accelerator.device))
                 stack.enter_context(buffers_kept(self._fitting.models))
                 for model in self._fitting.models:
                     stack.enter_context(accelerator.no_sync(model))

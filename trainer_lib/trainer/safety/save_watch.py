@@ -40,7 +40,7 @@ class SaveWatch:
             self._moved = now
         if has_moved and self._has_found:
             self._has_found = False
-            self._saves.note_hang(None)
+            self._saves.report_hang(None)
         elif now - self._moved >= self._timeout and not self._has_found:
             self._tell_hang(now - self._moved)
 
@@ -61,7 +61,7 @@ class SaveWatch:
             return
         if hang is not None or self._has_heard:
             self._has_heard = hang is not None
-            self._saves.note_hang(hang)
+            self._saves.report_hang(hang)
 
     def _tell_hang(self, seconds: float) -> None:
         stacks = {number: Stack(number) for number in self._saves.threads}
@@ -79,4 +79,4 @@ class SaveWatch:
             _logger.warning("%s The next save waits for it.", hang, main_process_only=False)
             return
         _logger.warning("%s Until it ends, no other checkpoint is saved.", hang, main_process_only=False)
-        self._saves.note_hang(hang)
+        self._saves.report_hang(hang)

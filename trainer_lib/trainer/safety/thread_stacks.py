@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 from trainer_lib.checkpointing.save.background import BackgroundSaves
-from trainer_lib.checkpointing.save.uploading import RemoteSaving
-from trainer_lib.checkpointing.save.writer import Saving
+from trainer_lib.checkpointing.save.uploading import CheckpointUploader
+from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.data_loader.worker_init import STACKS_SIGNAL, worker_stacks
 from trainer_lib.trainer.fit.train_loop import Loop
@@ -23,7 +23,7 @@ _MOST_FRAMES = 64  # of which a move is noticed
 _PATIENCE = 1.0  # seconds for a worker to write its stacks
 _STEP, _PASS, _READ = Loop.micro_batch.__code__, Loop.one_pass.__code__, PreparedLoader.__iter__.__code__
 _WAIT_FOR_SAVE = BackgroundSaves.wait_until_released.__code__
-_WRITE_FILE = (Saving.write.__code__, RemoteSaving._send.__code__)
+_WRITE_FILE = (CheckpointWriter.write.__code__, CheckpointUploader._send.__code__)
 _COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/IPython/core/debugger.py")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.callbacks.live_control import LiveControl
-from trainer_lib.checkpointing.format.rng_state import generators_kept
+from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
@@ -91,7 +91,7 @@ def rehearsal(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks:
     before_fit.check(trainer)
     accelerator = trainer.accelerator
     with ExitStack() as stack:
-        stack.enter_context(generators_kept(accelerator.device))
+        stack.enter_context(preserved_generators(accelerator.device))
         trainer.prepare_models()
         stack.enter_context(_engine_kept(accelerator))
         stack.enter_context(_models_kept(trainer))
