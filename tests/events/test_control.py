@@ -83,10 +83,10 @@ def test_what_did_not_get_to_the_others_is_sent_again() -> None:
 
 def test_what_only_the_loop_asks_for_travels_with_the_rest() -> None:
     first, second = Control(), Control()
-    first.ask("settle")
+    first.ask("flush")
     numbers = [(a + b) / 2 for a, b in zip(first.send(), second.send(), strict=True)]
     second.hear(numbers)
-    assert second.take("settle")
+    assert second.take("flush")
     assert second.is_empty
 
 

@@ -30,7 +30,7 @@ class Control:
     """
 
     NAMES = ("log", "evaluate", "save", "stop", "end_epoch")
-    _SENT = (*NAMES, "settle", "interrupt", "evaluate_sets")  # and what only the loop asks for
+    _SENT = (*NAMES, "flush", "interrupt", "evaluate_sets")  # and what only the loop asks for
     COUNT = len(_SENT)  # the numbers that `send` returns
 
     __slots__ = (
@@ -106,7 +106,7 @@ class Control:
     # -- for the loop --------------------------------------------------------------------------------------------
 
     def ask(self, name: str) -> None:
-        """Ask for something on this process; "settle", to hear of a written checkpoint, only the loop asks for."""
+        """Ask for something on this process; "flush", to hear of a written checkpoint, only the loop asks for."""
         self._asked.add(name)
 
     def agree(self, name: str) -> None:

@@ -288,7 +288,7 @@ def _is_by_set(metrics: Any, names: Sequence[str]) -> bool:
     return isinstance(metrics, Mapping) and bool(metrics) and names != [""] and set(metrics) <= set(names)
 
 
-def what_is_trained(trainer: "Trainer") -> dict[str, Any]:
+def run_fingerprint(trainer: "Trainer") -> dict[str, Any]:
     """Return by what a run is known when another is to go on with it."""
     named: dict[str, nn.Module] = (
         {"model": trainer.model} if isinstance(trainer.model, nn.Module) else dict(trainer.model)

@@ -27,9 +27,9 @@ from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.rules import CHECKS
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checkpoints.finished_runs import load_finished
-from trainer_lib.trainer.checkpoints.resume import Place, checkpoint_at, find_place
+from trainer_lib.trainer.checkpoints.resume import ResumePoint, checkpoint_at, find_resume_point
 from trainer_lib.trainer.checks import at_construction, before_fit
-from trainer_lib.trainer.checks.foreign_calls import in_our_terms, missing_member
+from trainer_lib.trainer.checks.foreign_calls import explains_foreign_calls, missing_member
 from trainer_lib.trainer.data import validation_split
 from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED, EvaluationSet, Evaluator
 from trainer_lib.trainer.evaluation.eval_sets import metrics_over_sets, named_sets, sets_at_intervals
@@ -223,13 +223,13 @@ class Trainer:
             trainer: The trainer of Hugging Face.
             **options: What is said otherwise than there.
         """
-        from trainer_lib.trainer.huggingface.trainer_conversion import options_of
+        from trainer_lib.trainer.huggingface.trainer_conversion import trainer_options
 
-        return cls(**options_of(trainer, cls, options))
+        return cls(**trainer_options(trainer, cls, options))
 
     # -- what one calls ------------------------------------------------------------------------------------------
 
-    @in_our_terms
+    @explains_foreign_calls
     def fit(self, resume: str | AnyPath | None = None) -> FitResult:
         """Train.
 
@@ -244,24 +244,24 @@ class Trainer:
             UnsavedError: If it trained to its end and the last checkpoint could not be written.
         """
         before_fit.check(self)
-        place, lease = find_place(
+        place, lease = find_resume_point(
             self.args.output_folder,
             self.args.run_name,
             str(self.args.resume) if resume is None else str(CHECKS["resume"]("resume", resume)),
             self.accelerator.group,
-            defaults.what_is_trained(self),
+            defaults.run_fingerprint(self),
         )
         with lease:
             return self._fit_at(place, lease)
 
-    def _fit_at(self, place: Place, lease: Lease) -> FitResult:
+    def _fit_at(self, place: ResumePoint, lease: Lease) -> FitResult:
         self._run_folder = None if place.folder is None else place.folder.path
         if self._has_fitted:  # weights stay, all else begins anew
             self.accelerator.free_memory()
             self.prepared = None
         self._has_fitted = True
         self.averages.clear()
-        if place.is_through and place.folder is not None:
+        if place.is_finished and place.folder is not None:
             with numerics(self.args):
                 return load_finished(self, place.folder, place.checkpoint)
         signals = Signals(self.args.stop_signals, Control(), self.accelerator.is_main_process)
@@ -293,10 +293,10 @@ class Trainer:
             raise Interrupted(fitting.interruption, result)
         signals.hand_on()
         if result.status == "unsaved":
-            raise fitting.saves.unsaved(result)
+            raise fitting.saves.unsaved_error(result)
         return result
 
-    @in_our_terms
+    @explains_foreign_calls
     def evaluate(self, dataset: Any = None, prefix: str = "eval", **generation_kwargs: Any) -> dict[str, float]:
         """Evaluate; the metrics are the same on all processes.
 
@@ -310,7 +310,7 @@ class Trainer:
         given, told_as = (self.eval_dataset, "eval_dataset") if dataset is None else (dataset, "evaluate(dataset)")
         if given is None:
             raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
-        loaders = before_fit.loaders_of(self, given, told_as)
+        loaders = before_fit.eval_loaders(self, given, told_as)
         self.prepare_models()
         sets = {name: self._set(name, loader) for name, loader in loaders.items()}
         with self._generating(generation_kwargs):
@@ -319,7 +319,7 @@ class Trainer:
             _logger.warning_once(NOTHING_MEASURED)
         return metrics
 
-    @in_our_terms
+    @explains_foreign_calls
     def predict(
         self, dataset: Any, to: str | Path | None = None, prefix: str = "predict", **generation_kwargs: Any
     ) -> Predictions:
@@ -334,7 +334,7 @@ class Trainer:
         """
         if dataset is None:
             raise ConfigurationError("predict() needs data: predict(dataset).")
-        (given,) = before_fit.loaders_of(self, dataset, "predict(dataset)", is_one=True).values()
+        (given,) = before_fit.eval_loaders(self, dataset, "predict(dataset)", is_one=True).values()
         self.prepare_models()
         loader = self._prepared_for_evaluation(given)
         target = None if to is None else local_path(to, "predict(to=…)")

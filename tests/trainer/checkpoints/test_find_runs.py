@@ -16,7 +16,7 @@ from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib.commands.main import main
 from trainer_lib.events import Callback, Run
 from trainer_lib.runs import find_runs
-from trainer_lib.trainer.defaults import what_is_trained
+from trainer_lib.trainer.defaults import run_fingerprint
 
 
 class Begins(Callback):
@@ -65,7 +65,7 @@ def test_auto_says_which_checkpoints_it_does_not_take_up_and_why(
 
 
 def test_every_bit_of_run_json_is_checked_and_a_checkpoint_replaces_it(unfinished: Path) -> None:
-    what = what_is_trained(trainer())
+    what = run_fingerprint(trainer())
     file = unfinished / "run.json"
     content = file.read_bytes()
     chance = random.Random(0)

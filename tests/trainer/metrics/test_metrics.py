@@ -340,7 +340,7 @@ class TestTorchMetrics:
         def make() -> dict[str, Any]:
             return {"rows": Rows(), "unsaid": Unsaid(), "averaged": Averaged(), "parent": Parent()}
 
-        handed_round = {name: metric.is_handed_round for name, metric in as_metrics(make()).items()}
+        handed_round = {name: metric.needs_all_rows for name, metric in as_metrics(make()).items()}
         assert handed_round == {"rows": False, "unsaid": True, "averaged": True, "parent": True}
         found = measured(make, processes=3, run=run_forked)
         assert [found[name] for name in ("rows", "unsaid", "parent")] == [SAMPLES] * 3

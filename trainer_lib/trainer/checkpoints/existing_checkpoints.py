@@ -10,7 +10,7 @@ from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.runs import RunFolder
 
 
-def checkpoints_there(
+def existing_checkpoints(
     listed: Sequence[Mapping[str, Any]], folder: RunFolder | None, up_to: int
 ) -> list[dict[str, Any]]:
     """Return the entries of the checkpoints that are there, the oldest first.

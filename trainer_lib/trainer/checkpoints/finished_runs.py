@@ -6,7 +6,7 @@ from trainer_lib.events import Control, Modifier, RunState
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import FoundRun, RunFolder
-from trainer_lib.trainer.checkpoints.existing_checkpoints import checkpoints_there
+from trainer_lib.trainer.checkpoints.existing_checkpoints import existing_checkpoints
 from trainer_lib.trainer.checkpoints.run_records import report_of
 from trainer_lib.trainer.fit.session import Fitting
 from trainer_lib.trainer.optim import optimizer_modes
@@ -40,7 +40,7 @@ def final_checkpoint(run: RunFolder) -> AnyPath | None:
     return path_at(chosen[-1]["path"]) if chosen else None
 
 
-def told_of_others(found: list[FoundRun], what: dict[str, Any]) -> str | None:
+def describe_other_runs(found: list[FoundRun], what: dict[str, Any]) -> str | None:
     """Return what to say where a new run begins although there are checkpoints: whose, why, and how to resume them."""
     told: list[str] = []
     for candidate in reversed(found):
@@ -85,4 +85,4 @@ def _fire(fitting: Fitting, event: str) -> None:
 
 def _entries(run: RunFolder) -> list[dict[str, Any]]:
     state = run.facts["state"]
-    return checkpoints_there(state["checkpoints"], run, state["step"])
+    return existing_checkpoints(state["checkpoints"], run, state["step"])

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 
-def facts_of(trainer: "Trainer", run: Run, reasons: Collection[str]) -> dict[str, Any]:
+def manifest_facts(trainer: "Trainer", run: Run, reasons: Collection[str]) -> dict[str, Any]:
     """Return the facts, as `register_state_facts` takes them.
 
     Args:
@@ -28,11 +28,11 @@ def facts_of(trainer: "Trainer", run: Run, reasons: Collection[str]) -> dict[str
         "items": None if trainer.has_own_step else state.items + trainer.averages.items,
         "arguments": run.args.to_dict(unwritable="leave out"),
         "reasons": sorted(reasons) or ["asked"],
-        "metrics": numbers_in(here[-1]["metrics"]) if here else {},
+        "metrics": numeric_metrics(here[-1]["metrics"]) if here else {},
         "best": None if state.best is None else asdict(state.best),
     }
 
 
-def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numeric_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return those metrics that are numbers; of others a manifest is no place."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}

@@ -29,7 +29,7 @@ _SHOWN = 3  # names in a message
 Looks = dict[str, int]
 
 
-class Adapters:
+class PeftCheckpoints:
     """Keeps the weights below adapters out of checkpoints, and puts them back when one is loaded.
 
     Args:
@@ -39,7 +39,7 @@ class Adapters:
     def __init__(self, accelerator: "Accelerator") -> None:
         self._accelerator = accelerator
 
-    def leave_out(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+    def exclude_base_weights(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """Take them out of what is about to be saved, and note what they look like."""
         accelerator = self._accelerator
         if accelerator.strategy.hands_out:  # no process has whole weights to look at
@@ -59,7 +59,7 @@ class Adapters:
             except OSError as error:
                 raise UnwritableError(f"{folder} could not be written: {error.strerror or error}.") from error
 
-    def put_back(self, models: list[nn.Module], folder: str) -> None:
+    def restore_base_weights(self, models: list[nn.Module], folder: str) -> None:
         """Load the models that lack them in a checkpoint, with those that they were made with."""
         noted = _noted(Path(folder))
         if noted and self._accelerator.strategy.hands_out:

@@ -20,7 +20,7 @@ from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import CHECKPOINTS, RUN_FILE, FoundRun, RunFolder, find_runs, new_run, read_run
 from trainer_lib.runs.run_lease import Lease
-from trainer_lib.trainer.checkpoints.finished_runs import final_checkpoint, is_finished, told_of_others
+from trainer_lib.trainer.checkpoints.finished_runs import describe_other_runs, final_checkpoint, is_finished
 
 _logger = get_logger(__name__)
 
@@ -47,32 +47,32 @@ def checkpoint_at(path: str | AnyPath) -> AnyPath:
 
 
 @dataclass(frozen=True)
-class Place:
+class ResumePoint:
     """Where a run stands before it begins.
 
     Attributes:
         folder: Its folder; `None`: nothing is written.
         checkpoint: The checkpoint to resume from, or of a finished run the one to load; `None`: it begins.
-        is_through: It ended before, and there is nothing to train.
+        is_finished: It ended before, and there is nothing to train.
         is_new: Whether its folder is that of a new run, which nobody else knows.
         notes: What to warn of, once this is where the run stands.
     """
 
     folder: RunFolder | None
     checkpoint: AnyPath | None = None
-    is_through: bool = False
+    is_finished: bool = False
     is_new: bool = False
     notes: tuple[str, ...] = ()
 
     @property
     def needs_lease(self) -> bool:
         """Whether it is a run that is there, and is written to."""
-        return self.folder is not None and not self.is_new and not self.is_through
+        return self.folder is not None and not self.is_new and not self.is_finished
 
 
-def find_place(
+def find_resume_point(
     root: AnyPath | None, name: str | None, resume: str, group: ProcessGroup, what: Any
-) -> tuple[Place, Lease]:
+) -> tuple[ResumePoint, Lease]:
     """Return where a run stands, every byte of its checkpoint checked, and the lease of its folder.
 
     All processes get the same place; the first of them holds the lease.
@@ -94,10 +94,10 @@ def find_place(
     with ExitStack() as on_error:
         lease = Lease(None)
         while True:
-            place = _agreed_place(root, name, resume, group, what)
+            place = _agreed_resume_point(root, name, resume, group, what)
             if place.folder is not None and place.needs_lease and place.folder.path != lease.folder:
                 lease.release()
-                lease = on_error.enter_context(_leased(place.folder, group))
+                lease = on_error.enter_context(_acquired_lease(place.folder, group))
                 continue  # another program may have moved it on meanwhile
             if place.checkpoint is None:
                 break
@@ -116,13 +116,13 @@ def find_place(
         _logger.warning("%s Going on from %s.", " ".join(damage), place.checkpoint or "the beginning")
     if not place.needs_lease:  # a new run is leased when it begins, and its folder is made
         lease.release()
-        lease = Lease(None if place.folder is None or place.is_through else place.folder.path)
+        lease = Lease(None if place.folder is None or place.is_finished else place.folder.path)
     elif group.rank == 0 and place.folder is not None:
         _delete_debris(place.folder.path / CHECKPOINTS)
     return place, lease
 
 
-def _leased(folder: RunFolder, group: ProcessGroup) -> Lease:
+def _acquired_lease(folder: RunFolder, group: ProcessGroup) -> Lease:
     """Return the lease of a run that is there, held by the first process; or raise on all why it cannot be had."""
     lease, refusal = Lease(folder.path), None
     if group.rank == 0:
@@ -136,11 +136,13 @@ def _leased(folder: RunFolder, group: ProcessGroup) -> Lease:
     return lease
 
 
-def _agreed_place(root: AnyPath | None, name: str | None, resume: str, group: ProcessGroup, what: Any) -> Place:
+def _agreed_resume_point(
+    root: AnyPath | None, name: str | None, resume: str, group: ProcessGroup, what: Any
+) -> ResumePoint:
     found: list[Any] = [None]
     if group.rank == 0:
         try:
-            found = [_look(root, name, resume, what)]
+            found = [_look_for_run(root, name, resume, what)]
         except Exception as error:  # noqa: BLE001 - the others wait for an answer
             found = [error]
     (answer,) = group.broadcast_objects(found)
@@ -149,38 +151,38 @@ def _agreed_place(root: AnyPath | None, name: str | None, resume: str, group: Pr
     return answer
 
 
-def _look(root: AnyPath | None, name: str | None, resume: str, what: Any) -> Place:
+def _look_for_run(root: AnyPath | None, name: str | None, resume: str, what: Any) -> ResumePoint:
     checkpoint = None if resume in ("never", "auto", "extend") else checkpoint_at(resume)
     if root is None:
         if resume in ("auto", "extend"):
             raise ConfigurationError(f'resume="{resume}" looks for a run in output_dir. Give output_dir.')
-        return Place(None, checkpoint)
+        return ResumePoint(None, checkpoint)
     _check_writable(root)
     found = find_runs(root)
     number = 1 + max((candidate.run.facts.get("number", 0) for candidate in found), default=0)
     if checkpoint is not None:
         run = _continued(checkpoint, root, what)
-        return Place(run or new_run(root, name, what, number), checkpoint, is_new=run is None)
+        return ResumePoint(run or new_run(root, name, what, number), checkpoint, is_new=run is None)
     runs = [candidate.run for candidate in found if candidate.mismatch(what) is None]
     unfinished = [run for run in runs if not is_finished(run) and run.newest_checkpoint() is not None]
     notes: list[str | None] = []
-    place = Place(new_run(root, name, what, number), is_new=True)
+    place = ResumePoint(new_run(root, name, what, number), is_new=True)
     if resume == "never":
-        notes.append(_told_of_unfinished(unfinished))
+        notes.append(_describe_unfinished(unfinished))
     elif runs and is_finished(runs[-1]) and resume == "extend":
-        place = Place(runs[-1], _checkpoint_of_finished(runs[-1]))
+        place = ResumePoint(runs[-1], _checkpoint_of_finished(runs[-1]))
     elif runs and is_finished(runs[-1]):
-        place = Place(runs[-1], final_checkpoint(runs[-1]), is_through=True)
-        notes.append(_told_of_finished(runs[-1], unfinished))
+        place = ResumePoint(runs[-1], final_checkpoint(runs[-1]), is_finished=True)
+        notes.append(_describe_finished(runs[-1], unfinished))
     elif unfinished:
-        place = Place(unfinished[-1], unfinished[-1].newest_checkpoint())
-        notes.append(_told_of_rebuilt(found, unfinished[-1]))
+        place = ResumePoint(unfinished[-1], unfinished[-1].newest_checkpoint())
+        notes.append(_describe_rebuilt(found, unfinished[-1]))
     else:
-        notes.append(told_of_others(found, what))
+        notes.append(describe_other_runs(found, what))
     return replace(place, notes=tuple(note for note in notes if note is not None))
 
 
-def _told_of_finished(run: RunFolder, unfinished: list[RunFolder]) -> str:
+def _describe_finished(run: RunFolder, unfinished: list[RunFolder]) -> str:
     older = f" An older run is not finished: resume={str(unfinished[-1].path)!r} continues it." if unfinished else ""
     return (
         f'The run {run.path} is finished: there is nothing to train. To train it further, give resume="extend" and '
@@ -188,13 +190,13 @@ def _told_of_finished(run: RunFolder, unfinished: list[RunFolder]) -> str:
     )
 
 
-def _told_of_unfinished(unfinished: list[RunFolder]) -> str | None:
+def _describe_unfinished(unfinished: list[RunFolder]) -> str | None:
     if not unfinished:
         return None
     return f'The run {unfinished[-1].path} is not finished. This is a new one; resume="auto" would resume that one.'
 
 
-def _told_of_rebuilt(found: list[FoundRun], run: RunFolder) -> str | None:
+def _describe_rebuilt(found: list[FoundRun], run: RunFolder) -> str | None:
     """Return what to say where the file of the run to resume could not be used."""
     problem = next(candidate.problem for candidate in found if candidate.run is run)
     if problem is None:

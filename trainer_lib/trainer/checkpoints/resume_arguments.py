@@ -80,7 +80,7 @@ def changed_arguments(args: TrainingArguments, checkpoint: AnyPath, group: Proce
     return {name: Difference(saved[name], now[name]) for name in both}
 
 
-def tell(changed: Mapping[str, Difference], checkpoint: AnyPath) -> None:
+def warn_of_changes(changed: Mapping[str, Difference], checkpoint: AnyPath) -> None:
     """List what changed, in one entry of the log.
 
     Raises:
@@ -102,13 +102,13 @@ def tell(changed: Mapping[str, Difference], checkpoint: AnyPath) -> None:
         _logger.warning("Going on from %s with other arguments:%s", checkpoint, "".join(lines))
 
 
-def worth_a_word(changed: Mapping[str, Difference]) -> dict[str, list[Any]]:
+def visible_changes(changed: Mapping[str, Difference]) -> dict[str, list[Any]]:
     """Return the old and the new value of what changed, without what is never told."""
     return {name: list(one) for name, one in changed.items() if POLICIES.get(name) is not Policy.ASIDE}
 
 
 @contextmanager
-def told_of_groups(changed: Mapping[str, Difference]) -> Generator[None]:
+def naming_group_arguments(changed: Mapping[str, Difference]) -> Generator[None]:
     """Name the arguments that make groups of parameters where a state does not fit into them any more."""
     try:
         yield

@@ -18,7 +18,7 @@ _OF_SCHEDULES = ("num_train_epochs", "max_steps", "schedule_steps", "warmup", "l
 _OWN = ("params", "param_names", "lr", "initial_lr")
 
 
-class Fresh:
+class FreshOptimizers:
     """The optimizers and schedules as the arguments of now made them, before a checkpoint is loaded into them.
 
     Args:

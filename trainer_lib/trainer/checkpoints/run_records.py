@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
-def description(args: "TrainingArguments") -> dict[str, Any]:
+def describe_run(args: "TrainingArguments") -> dict[str, Any]:
     """Return the arguments, the environment and the process of a run, without the secrets among them."""
     from trainer_lib.runs.run_environment import describe_environment, describe_process
     from trainer_lib.tracking.secrets import masked, masked_command

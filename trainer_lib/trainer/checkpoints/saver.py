@@ -8,7 +8,7 @@ from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import CheckpointError, RunInUseError, UnsavedError, UnwritableError
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import RunFolder
-from trainer_lib.trainer.checkpoints.existing_checkpoints import checkpoints_there
+from trainer_lib.trainer.checkpoints.existing_checkpoints import existing_checkpoints
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.fit.session import Fitting
@@ -19,7 +19,7 @@ _logger = get_logger(__name__)
 _SHOWN = 4  # names in a message
 
 
-class Saves:
+class CheckpointSaver:
     """Saves checkpoints, one at a time.
 
     Args:
@@ -41,8 +41,8 @@ class Saves:
         self.failure: str | None = None  # not the error, whose traceback would keep the process group alive
 
     def save(self, target: AnyPath, metrics: dict[str, float]) -> None:
-        """Save a checkpoint; in the background it is told of later, by `settle`."""
-        self.settle()
+        """Save a checkpoint; in the background it is told of later, by `flush`."""
+        self.flush()
         if self.pending is not None:  # it hangs
             return
         self._began, self.failure = time.monotonic(), None
@@ -63,22 +63,22 @@ class Saves:
             state.checkpoints = there
         self.pending, self._has_asked = entry, False
         if not run.args.save_in_background:
-            self.settle()
+            self.flush()
 
     def find(self, folder: RunFolder | None) -> None:
         """Have the list of a run that goes on be what is there, as one process sees it."""
         run = self._fitting.run
-        there = [checkpoints_there(run.state.checkpoints, folder, run.state.step)] if run.is_main_process else [None]
+        there = [existing_checkpoints(run.state.checkpoints, folder, run.state.step)] if run.is_main_process else [None]
         (run.state.checkpoints,) = run.accelerator.group.broadcast_objects(there)
 
-    def ask_when_written(self) -> None:
-        """Ask for `settle`, once, when the checkpoint in the background is written."""
+    def request_flush(self) -> None:
+        """Ask for `flush`, once, when the checkpoint in the background is written."""
         run = self._fitting.run
-        if not (self._has_asked or run.control.is_due("settle") or run.accelerator.is_saving):
+        if not (self._has_asked or run.control.is_due("flush") or run.accelerator.is_saving):
             self._has_asked = True
-            run.control.ask("settle")
+            run.control.ask("flush")
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for the checkpoint in the background, if there is one, and tell that it is there.
 
         One that hangs on any rank stays pending, on all of them.
@@ -97,7 +97,7 @@ class Saves:
             self._fitting.events.fire("on_save_end", self._fitting.run, path_at(entry["path"]))
             self._fitting.upload_logs()
 
-    def unsaved(self, result: "FitResult") -> UnsavedError:
+    def unsaved_error(self, result: "FitResult") -> UnsavedError:
         """Return the error of a run that trained to its end and whose last checkpoint could not be written."""
         checkpoints = result.state.checkpoints
         newest = f"step {checkpoints[-1]['step']}, {checkpoints[-1]['path']}" if checkpoints else "none"

@@ -13,7 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError, SignatureError, di
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_calls import check_overrides
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, RENAMED
-from trainer_lib.trainer.huggingface.callback_adapter import adapted, is_transformers_kind
+from trainer_lib.trainer.huggingface.callback_adapter import adapt_callback, is_transformers_kind
 from trainer_lib.trainer.losses.loss_result import summed
 from trainer_lib.trainer.safety.deadline import check_ahead
 
@@ -122,7 +122,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
     if isinstance(callbacks, (list, tuple)):
-        made = {id(one): adapted(one) for one in callbacks}
+        made = {id(one): adapt_callback(one) for one in callbacks}
         return [made[id(one)] for one in callbacks]  # the same object twice stays the same
     hint = f" Give [{type(callbacks).__name__}(…)]." if not isinstance(callbacks, (Mapping, str)) else ""
     raise ConfigurationError(f"callbacks must be a list of callbacks, got a {type(callbacks).__name__}.{hint}")

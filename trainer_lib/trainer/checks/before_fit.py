@@ -85,7 +85,7 @@ def check_order(group: ProcessGroup, loader: PreparedLoader) -> None:
         check_same(group, {"the samples that a pass begins with": first and first[:_SHOWN]})
 
 
-def loaders_of(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
+def eval_loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
     """Return the loaders of sets that are evaluated, if all processes have them.
 
     Args:

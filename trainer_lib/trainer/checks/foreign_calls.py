@@ -44,7 +44,7 @@ _SYNONYMS = {"evaluate": {"metric_key_prefix": "prefix"}, "predict": {"metric_ke
 _NEAR = 0.85
 
 
-def in_our_terms(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def explains_foreign_calls(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Have a method of the trainer answer a call that another trainer would take with the call to make here."""
     name, parameters = method.__name__, list(inspect.signature(method).parameters.values())[1:]
     known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]

@@ -19,7 +19,7 @@ _SMALLER = "Give a smaller per_device_eval_batch_size, or a smaller model."
 Step = Callable[[Any, Any], EvaluationOutput]
 
 
-class Passage:
+class EvalBatches:
     """Goes through the batches of sets.
 
     Args:

@@ -15,10 +15,10 @@ from trainer_lib.foundation.errors import (
     ConfigurationError,
     DistributedOperationException,
 )
-from trainer_lib.trainer.evaluation.eval_batches import Passage, Step
-from trainer_lib.trainer.evaluation.eval_mode import undisturbed
-from trainer_lib.trainer.evaluation.gather_batches import Relay
-from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationLeft
+from trainer_lib.trainer.evaluation.eval_batches import EvalBatches, Step
+from trainer_lib.trainer.evaluation.eval_mode import eval_mode
+from trainer_lib.trainer.evaluation.gather_batches import BatchGatherer
+from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationInterrupted
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import MANIFEST, check_free
 from trainer_lib.trainer.evaluation.prediction_results import Collector, ComputedMetrics, Predictions, Writer, computed
@@ -71,7 +71,7 @@ class Evaluator:
     def __init__(self, accelerator: "Accelerator", dispatcher: Dispatcher, step: Step) -> None:
         self._accelerator, self._dispatcher = accelerator, dispatcher
         in_lockstep = accelerator.strategy.needs_lockstep and accelerator.group.size > 1
-        self._passage = Passage(dispatcher, step, in_lockstep)
+        self._batches = EvalBatches(dispatcher, step, in_lockstep)
 
     def evaluate(
         self, run: Run, model: Models, sets: Mapping[str, EvaluationSet], prefix: str, over_sets: Sequence[str] = ()
@@ -88,18 +88,18 @@ class Evaluator:
         Raises:
             ConfigurationError: If a set is empty.
             DistributedOperationException: If processes evaluate different things.
-            EvaluationLeft: If `run.control.leaves` says so on one of them.
+            EvaluationInterrupted: If `run.control.leaves` says so on one of them.
         """
         measured = {name: _all_metrics(one) for name, one in sets.items()}
         self._agree(measured)
         metrics: dict[str, float] = {}
-        with undisturbed(run, _listed(model), self._accelerator.device), self._dispatcher.eval_weights(run):
+        with eval_mode(run, _listed(model), self._accelerator.device), self._dispatcher.eval_weights(run):
             self._dispatcher.fire("on_evaluate_begin", run)
             evaluated = self._evaluated(model)
             for name, one in sets.items():
                 batches = self._length(one.loader, one.limit)
                 self._dispatcher.fire("on_evaluate_set_begin", run, name, batches)
-                outputs = self._passage.outputs(run, evaluated, one.loader, one.limit, "on_evaluate", told_as(name))
+                outputs = self._batches.outputs(run, evaluated, one.loader, one.limit, "on_evaluate", told_as(name))
                 values = self._measure(name, outputs, measured[name])
                 of_set = _prefixed(prefix, name, zip(measured[name], values, strict=True))
                 if (bad := one.loader.quarantine) is not None:
@@ -145,9 +145,9 @@ class Evaluator:
         if to is not None:
             self._on_main_process(f"Predictions in {to}", lambda: check_free(to))
         used = self._dispatcher.eval_weights(run)
-        with undisturbed(run, _listed(model), self._accelerator.device), used, _abandoned_on_error(collector):
+        with eval_mode(run, _listed(model), self._accelerator.device), used, _abandoned_on_error(collector):
             self._dispatcher.fire("on_predict_begin", run, self._length(loader, limit))
-            outputs = self._passage.outputs(run, self._evaluated(model), loader, limit, "on_predict", "the prediction")
+            outputs = self._batches.outputs(run, self._evaluated(model), loader, limit, "on_predict", "the prediction")
             if not has_labels:
                 outputs = ([EvaluationOutput(predictions=part.predictions) for part in parts] for parts in outputs)
             collected, *values = self._measure("", outputs, metrics)
@@ -169,8 +169,8 @@ class Evaluator:
     def _measure(self, name: str, outputs: Iterator[list[EvaluationOutput]], metrics: Sequence[Metric]) -> list[Any]:
         """Return the values of the metrics, over all processes."""
         accelerator = self._accelerator
-        own = [metric for metric in metrics if not metric.is_handed_round]
-        relay = Relay(accelerator.group, metrics)
+        own = [metric for metric in metrics if not metric.needs_all_rows]
+        gatherer = BatchGatherer(accelerator.group, metrics)
         for metric in metrics:
             metric.begin(accelerator.device)
         batches = 0
@@ -180,14 +180,14 @@ class Evaluator:
                 for metric in own:
                     with _naming(metric, name, batches):
                         metric.update(part)
-            relay.put(parts)
-        is_left = self._passage.is_left
-        relay.close(is_left)
+            gatherer.put(parts)
+        is_left = self._batches.is_left
+        gatherer.close(is_left)
         is_main, there = accelerator.is_main_process, [] if is_left else metrics
         states = [metric.state() if (is_main if metric.main_process_only else batches) else None for metric in there]
         told = [_Told(*one) for one in exchange((batches, states, is_left))]
         if any(one.is_left for one in told):
-            raise EvaluationLeft
+            raise EvaluationInterrupted
         if not any(one.batches for one in told):
             raise ConfigurationError(f"The set{name and f' {name!r}'} has no samples, so there is nothing to evaluate.")
         return [

@@ -14,7 +14,7 @@ _OF_A_BATCH = ("batch", "outputs", "loss_sum", "weight")
 
 
 @contextmanager
-def undisturbed(run: Run, models: Sequence[nn.Module], device: torch.device) -> Generator[None]:
+def eval_mode(run: Run, models: Sequence[nn.Module], device: torch.device) -> Generator[None]:
     """Return the context in which models evaluate, without gradients, and after which training goes on as before.
 
     Args:

@@ -11,14 +11,14 @@ from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.foundation.pytree import leaves, map_leaves, map_tensors
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
-from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationLeft
+from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationInterrupted
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 
 _BYTES = 32 * 2**20  # of a process, that travel at once
 _BATCHES = 64
 
 
-class Relay:
+class BatchGatherer:
     """Hands the batches of all processes to the metrics that take them.
 
     The processes meet each time that each of those who have more has gathered as many batches; nothing is kept beyond.
@@ -30,7 +30,7 @@ class Relay:
 
     def __init__(self, group: ProcessGroup, metrics: Sequence[Metric]) -> None:
         self._group = group
-        self._metrics = [metric for metric in metrics if metric.is_handed_round]
+        self._metrics = [metric for metric in metrics if metric.needs_all_rows]
         self._waiting: list[_Batch] = []
         self._at_once = 1  # until it is known how large they are
 
@@ -49,7 +49,7 @@ class Relay:
             is_left: Whether that was not the last one, as this process leaves the evaluation.
 
         Raises:
-            EvaluationLeft: On all processes, if one leaves it.
+            EvaluationInterrupted: On all processes, if one leaves it.
         """
         while self._metrics and not self._hand_round(is_through=True, is_left=is_left):
             pass
@@ -60,7 +60,7 @@ class Relay:
         parcels = self._exchanged(own)
         self._waiting = []
         if any(parcel.is_left for parcel in parcels):
-            raise EvaluationLeft
+            raise EvaluationInterrupted
         for index in range(max(len(parcel.batches) for parcel in parcels)):
             for parcel in parcels:
                 if index < len(parcel.batches):

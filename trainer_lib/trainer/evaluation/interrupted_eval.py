@@ -10,11 +10,11 @@ from trainer_lib.process_group import ProcessGroup
 _BATCHES_APART = 8  # where processes have to agree before each batch that one leaves out
 
 
-class EvaluationLeft(Exception):  # noqa: N818 - it went as it should
+class EvaluationInterrupted(Exception):  # noqa: N818 - it went as it should
     """An evaluation was left before its end, on all processes; it comes to nothing."""
 
 
-class Leaving:
+class EvalInterruption:
     """Whether to leave an evaluation; asked before each batch.
 
     Processes that evaluate each for itself leave on their own, and the others hear of it where they meet next: when

@@ -37,7 +37,7 @@ class Metric(ABC):
     """
 
     # Whether batches are handed round, for those to take who need all of them, in the order of the dataset.
-    is_handed_round: bool = False
+    needs_all_rows: bool = False
     # Whether, of these, only the main process takes them, and tells the others what came out.
     main_process_only: bool = False
 

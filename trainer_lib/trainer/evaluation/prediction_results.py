@@ -11,7 +11,7 @@ import torch
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, read_predictions
-from trainer_lib.trainer.evaluation.row_buffers import Columns
+from trainer_lib.trainer.evaluation.row_buffers import RowBuffers
 from trainer_lib.trainer.metrics.metric_adapters import Failure
 
 
@@ -84,11 +84,11 @@ class EvaluationPrediction:
 class Collector(Metric):
     """Collects all rows, on every process or on the main one."""
 
-    is_handed_round = True
+    needs_all_rows = True
 
     def begin(self, device: torch.device) -> None:
         """Start over."""
-        self._predictions, self._labels = Columns("predictions"), Columns("labels")
+        self._predictions, self._labels = RowBuffers("predictions"), RowBuffers("labels")
 
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
@@ -167,7 +167,7 @@ class Writer(Metric):
         folder: Where to.
     """
 
-    is_handed_round = True
+    needs_all_rows = True
     main_process_only = True
 
     def __init__(self, folder: Path) -> None:

@@ -55,7 +55,7 @@ class Structure:
         return map_leaves(lambda leaf: next(remaining), self._first)
 
 
-class Columns:
+class RowBuffers:
     """The rows of many batches, put together once.
 
     Args:

@@ -34,21 +34,21 @@ from trainer_lib.runs import HISTORY_FILE, IDENTITY_FILE, RunFolder
 from trainer_lib.runs.run_lease import Lease
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer.checkpoints import resume_arguments, run_records
-from trainer_lib.trainer.checkpoints.manifest_facts import facts_of
-from trainer_lib.trainer.checkpoints.peft import Adapters
-from trainer_lib.trainer.checkpoints.resume_schedules import Fresh
-from trainer_lib.trainer.checkpoints.saver import Saves
+from trainer_lib.trainer.checkpoints.manifest_facts import manifest_facts
+from trainer_lib.trainer.checkpoints.peft import PeftCheckpoints
+from trainer_lib.trainer.checkpoints.resume_schedules import FreshOptimizers
+from trainer_lib.trainer.checkpoints.saver import CheckpointSaver
 from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.data import rank_data_check
 from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED
 from trainer_lib.trainer.evaluation.eval_sets import ChosenSets, metrics_over_sets, named_sets, sets_at_intervals
-from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationLeft, Leaving
+from trainer_lib.trainer.evaluation.interrupted_eval import EvalInterruption, EvaluationInterrupted
 from trainer_lib.trainer.fit import start_banner
 from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
 from trainer_lib.trainer.fit.triggers import Cadences
 from trainer_lib.trainer.optim import optimizer_modes
 from trainer_lib.trainer.optim.schedules import is_metric_driven, moves_each_update
-from trainer_lib.trainer.publish.save_pretrained import write_beside
+from trainer_lib.trainer.publish.save_pretrained import write_companion_files
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.safety.bad_samples import BadSamples
 from trainer_lib.trainer.safety.deadline import AUTO, Deadline, check_ahead, deadline_in
@@ -143,14 +143,14 @@ class Fitting:
         self.bad_samples, self.splitting = BadSamples(self), Splitting(self)
         accelerator.register_for_checkpointing(_Saved(self))
         accelerator.infinite_buffers = _infinite_buffers(trainer)
-        adapters = Adapters(accelerator)
+        adapters = PeftCheckpoints(accelerator)
         self._handles = [
             accelerator.register_save_state_pre_hook(self._write_beside),
-            accelerator.register_save_state_pre_hook(adapters.leave_out),
-            accelerator.register_load_state_pre_hook(adapters.put_back),
-            accelerator.register_state_facts(lambda: facts_of(self.trainer, self.run, self.saves.reasons)),
+            accelerator.register_save_state_pre_hook(adapters.exclude_base_weights),
+            accelerator.register_load_state_pre_hook(adapters.restore_base_weights),
+            accelerator.register_state_facts(lambda: manifest_facts(self.trainer, self.run, self.saves.reasons)),
         ]
-        self.saves = Saves(self)
+        self.saves = CheckpointSaver(self)
         self._saved_at = -1
         self.evaluated = Evaluated()
         self._began = time.monotonic()
@@ -203,7 +203,7 @@ class Fitting:
         self._watching.enter_context(watched(run, args.seconds_until_hung, here))
         start_banner.show(self)
         self.events.fire("on_fit_begin", run)
-        if told := resume_arguments.worth_a_word(self.changed):
+        if told := resume_arguments.visible_changes(self.changed):
             run.record_event("arguments", changed=told)
         if args.eval_on_start and not run.state.step:
             self.evaluate()  # left early only by a run that then ends before its first step
@@ -300,7 +300,7 @@ class Fitting:
         began = time.monotonic()
         try:
             metrics = self.trainer.evaluate() if all(run.eval_sets.values()) else self.trainer.evaluate(chosen)
-        except EvaluationLeft:
+        except EvaluationInterrupted:
             return False
         finally:
             run.control.leaves = None
@@ -368,7 +368,7 @@ class Fitting:
 
     def go_back(self, first: int) -> None:
         """Go on from the last checkpoint, and leave out the samples from `first` to where the run stands."""
-        self.saves.settle()
+        self.saves.flush()
         state, good = self.run.state, self._good_checkpoints()
         if not good:
             raise NonFiniteError("There is no checkpoint with finite weights to go back to.")
@@ -410,9 +410,9 @@ class Fitting:
         self.changed = changed = resume_arguments.changed_arguments(
             self.trainer.args, checkpoint, self.run.accelerator.group
         )
-        resume_arguments.tell(changed, checkpoint)
-        fresh = Fresh(self.run)
-        with resume_arguments.told_of_groups(changed):
+        resume_arguments.warn_of_changes(changed, checkpoint)
+        fresh = FreshOptimizers(self.run)
+        with resume_arguments.naming_group_arguments(changed):
             self.run.accelerator.load_state(checkpoint)
         optimizer_modes.train(self.run.optimizers.values())
         if self.folder is not None:  # another one than the checkpoint's, if that is of another run
@@ -436,7 +436,7 @@ class Fitting:
         if self.folder is not None and self.trainer.args.save_interval is not None and state.step:
             run.control.save_reasons.add("interruption")
             self.save()
-        self.saves.settle()
+        self.saves.flush()
         self.events.fire("on_interrupt", run)
         last = state.checkpoints[-1] if state.checkpoints else None
         _logger.warning(
@@ -476,7 +476,7 @@ class Fitting:
         run.control.save_reasons.add("exception")
         try:
             self.save()
-            self.saves.settle()
+            self.saves.flush()
         except Exception as failure:  # noqa: BLE001 - the first error is the one to be told
             _logger.warning("After an error the state of step %d could not be saved: %s", state.step, failure)
             return
@@ -512,7 +512,7 @@ class Fitting:
         saves_the_end = self.folder is not None and (trainer.args.save_interval is not None or is_best)
         if saves_the_end:
             self.save()
-        self.saves.settle()
+        self.saves.flush()
         if saves_the_end and self.saves.failure is not None:
             state.status = "unsaved"
         if trainer.args.load_best_at_end and state.best is not None:
@@ -573,9 +573,9 @@ class Fitting:
     def _good_checkpoints(self) -> list[dict[str, Any]]:
         return [entry for entry in self.run.state.checkpoints if not entry.get("nonfinite")]
 
-    def _leaving(self) -> Leaving:
+    def _leaving(self) -> EvalInterruption:
         accelerator = self.run.accelerator
-        return Leaving(
+        return EvalInterruption(
             self.run.control,
             accelerator.group,
             accelerator.device,
@@ -583,7 +583,7 @@ class Fitting:
             look=None if self.deadline is None else self.deadline.look,
         )
 
-    def _count_anew(self, fresh: Fresh, changed: Collection[str]) -> None:
+    def _count_anew(self, fresh: FreshOptimizers, changed: Collection[str]) -> None:
         """Count in the updates of now, if they are of another size than those of the checkpoint."""
         state, saved, args = self.run.state, self.saved_state, self.trainer.args
         moved, length = 0, state.steps_per_epoch
@@ -619,7 +619,7 @@ class Fitting:
 
     def _tell_running(self, folder: RunFolder, is_new: bool) -> None:
         try:
-            folder.write(status="running", **run_records.description(self.trainer.args))
+            folder.write(status="running", **run_records.describe_run(self.trainer.args))
         except OSError as error:
             if is_new:  # nobody would find it
                 raise UnwritableError(f"{folder.path} could not be written: {error.strerror or error}.") from error
@@ -629,7 +629,7 @@ class Fitting:
         del models, weights
         if self.run.is_main_process:
             try:
-                write_beside(self.trainer, Path(folder))
+                write_companion_files(self.trainer, Path(folder))
                 if self.folder is not None:
                     Path(folder, IDENTITY_FILE).write_bytes(self.folder.identity())
             except OSError as error:

@@ -286,7 +286,7 @@ class Loop:
             self.finish_pass()
         self.fitting.cadences.ask(run)
         if self.fitting.saves.pending is not None:
-            self.fitting.saves.ask_when_written()
+            self.fitting.saves.request_flush()
         if self.is_alone:
             run.control.agree_alone()
         self.is_settled = True
@@ -315,8 +315,8 @@ class Loop:
     def act(self) -> None:
         """Do what was asked for."""
         fitting, control = self.fitting, self.run.control
-        if control.take("settle"):
-            fitting.saves.settle()
+        if control.take("flush"):
+            fitting.saves.flush()
         if control.take("log") or control.is_due("stop") or self.is_over:
             fitting.log()
         if any(map(control.is_due, _EVALUATIONS)) and not control.is_due("interrupt"):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
-from trainer_lib.trainer.huggingface.callback_views import arguments_seen, new_state, update_state
+from trainer_lib.trainer.huggingface.callback_views import arguments_view, new_state, update_state
 
 _logger = get_logger(__name__)
 
@@ -23,7 +23,7 @@ _FLAGS = {
 }
 
 
-def adapted(callback: Any) -> Any:
+def adapt_callback(callback: Any) -> Any:
     """Return a callback of Hugging Face's Trainer as one of ours, and anything else as it is.
 
     Raises:
@@ -141,7 +141,7 @@ class AdaptedCallback(Modifier):
     # -- private -------------------------------------------------------------------------------------------------
 
     def _look_at(self, run: Run) -> None:
-        self._args, self._state = arguments_seen(run), new_state(run)
+        self._args, self._state = arguments_view(run), new_state(run)
 
     def _tell(
         self,

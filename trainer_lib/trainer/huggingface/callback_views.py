@@ -73,7 +73,7 @@ def update_state(
         )
 
 
-def arguments_seen(run: Run) -> Any:
+def arguments_view(run: Run) -> Any:
     """Return a `transformers.TrainingArguments` that says what a run's arguments say, as far as it has names for it."""
     kind = _arguments_class()
     args = object.__new__(kind)  # its constructor would set up devices

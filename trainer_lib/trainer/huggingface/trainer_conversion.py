@@ -47,7 +47,7 @@ _OWN_FLOW = (
 )
 
 
-def options_of(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def trainer_options(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `ours(**options)` takes to train what a trainer of Hugging Face would.
 
     Args:

@@ -32,7 +32,7 @@ class ObjectMetric(Metric):
 
     def __init__(self, name: str, thing: Any, merge: Merge | None) -> None:
         super().__init__(name)
-        self.is_handed_round = merge is None
+        self.needs_all_rows = merge is None
         self._merge = merge
         self._has_reset = callable(getattr(thing, "reset", None))
         self._metric: Any = thing
@@ -56,7 +56,7 @@ class ObjectMetric(Metric):
 
     def state(self) -> Any:
         """Return the object, where it has to travel."""
-        if self.is_handed_round:
+        if self.needs_all_rows:
             return None
         # Tensors of a device are of no use to a process that has another one.
         return copy.deepcopy(self._metric).to("cpu") if _is_movable(self._metric) else self._metric
@@ -82,7 +82,7 @@ class ModuleMetric(Metric):
         module: The metric.
     """
 
-    is_handed_round = True
+    needs_all_rows = True
     main_process_only = True
 
     def __init__(self, name: str, module: Any) -> None:
@@ -180,7 +180,7 @@ class TorchMetric(ObjectMetric):
 
     def state(self) -> Any:
         """Return what it has counted; the object itself may be of a class that others do not find."""
-        return None if self.is_handed_round else dict(self._metric.metric_state)
+        return None if self.needs_all_rows else dict(self._metric.metric_state)
 
     def result(self, states: Sequence[Any]) -> Any:
         """Return the value, of all processes."""

@@ -44,7 +44,7 @@ def save_model(trainer: "Trainer", folder: AnyPath) -> None:
     accelerator.wait_for_everyone()
 
 
-def write_beside(trainer: "Trainer", folder: Path) -> None:
+def write_companion_files(trainer: "Trainer", folder: Path) -> None:
     """Write what a checkpoint needs to be read alone: the arguments, the model's configuration, the processor."""
     trainer.args.to_file(folder / ARGUMENTS_FILE, unwritable="leave out")
     beside: list[Any] = [getattr(trainer.unwrapped_model, "config", None), trainer.processing_class]

@@ -16,7 +16,7 @@ from trainer_lib.options.base import check_count
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.value_types import AUTO
 from trainer_lib.trainer.data.datasets import as_dataset, length_of
-from trainer_lib.trainer.tools.sandbox import check_may_rehearse, short_rehearsal
+from trainer_lib.trainer.tools.sandbox import check_can_sandbox, short_sandbox
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -29,7 +29,7 @@ def find_batch_size(trainer: "Trainer", largest: int, updates: int) -> int:
     """Do what `Trainer.find_batch_size` says."""
     check_count("largest", largest)
     check_count("updates", updates, at_least=2)  # the first one makes the optimizer's state, which the second one has
-    check_may_rehearse(trainer, _TOOL)
+    check_can_sandbox(trainer, _TOOL)
     _check(trainer)
     world = trainer.accelerator.num_processes
     samples = length_of(as_dataset(trainer.train_dataset, "train_dataset"))
@@ -55,7 +55,7 @@ def _fitting(trainer: "Trainer", size: int, updates: int) -> int:
         "gradient_accumulation_steps": 2 if accumulates else 1,  # gradients are there while the second one computes
         "max_steps": updates,
     }
-    with short_rehearsal(trainer, _TOOL, [watch], without=_SAVING, **changes):
+    with short_sandbox(trainer, _TOOL, [watch], without=_SAVING, **changes):
         vars(trainer)["train_dataloader"] = _loader(trainer, size)
         Trainer.fit(trainer)
     # What this size took is to be free for the next; on a CPU there is plenty, and cycles go by themselves.

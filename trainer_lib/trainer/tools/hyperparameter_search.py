@@ -29,7 +29,7 @@ from trainer_lib.options.base import check_count
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.together import together
-from trainer_lib.trainer.tools.sandbox import check_may_rehearse, copies, rehearsal
+from trainer_lib.trainer.tools.sandbox import check_can_sandbox, copy_callbacks, sandbox
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -90,7 +90,7 @@ def search(
 ) -> SearchResult:
     """Do what `Trainer.search` says."""
     check_count("n", n)
-    check_may_rehearse(trainer, _TOOL)
+    check_can_sandbox(trainer, _TOOL)
     _check(trainer, metric)
     if metric is None:
         metric, greater_is_better = trainer.default_metric, trainer.args.greater_is_better
@@ -322,10 +322,12 @@ class _Trial:
         args = dataclasses.replace(trainer.args, **{**self._params, **of_search})
         kept = [one for one in trainer.events if not isinstance(one, (*_SHOWING, JsonlLog))]
         listening = [
-            one for one in defaults.callbacks(args, copies(trainer, _TOOL, kept)) if not isinstance(one, _SHOWING)
+            one
+            for one in defaults.callbacks(args, copy_callbacks(trainer, _TOOL, kept))
+            if not isinstance(one, _SHOWING)
         ]
         try:
-            with rehearsal(trainer, _TOOL, args, [*listening, self._reporting]):
+            with sandbox(trainer, _TOOL, args, [*listening, self._reporting]):
                 trainer.fit()
                 self._note(trainer.run)
         except Exception as error:

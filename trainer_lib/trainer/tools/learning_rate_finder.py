@@ -12,7 +12,7 @@ from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, NonFiniteError
 from trainer_lib.foundation.imports import require
 from trainer_lib.options.base import check_count, check_positive
-from trainer_lib.trainer.tools.sandbox import short_rehearsal
+from trainer_lib.trainer.tools.sandbox import short_sandbox
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -102,7 +102,7 @@ def find_learning_rate(trainer: "Trainer", lowest: float, highest: float, update
     from trainer_lib.trainer.trainer import Trainer
 
     sweep = _Sweep(np.geomspace(lowest, highest, updates).tolist())
-    with short_rehearsal(trainer, _TOOL, [sweep], max_steps=updates):
+    with short_sandbox(trainer, _TOOL, [sweep], max_steps=updates):
         try:
             Trainer.fit(trainer)
         except NonFiniteError:

@@ -22,7 +22,7 @@ from trainer_lib.trainer.fit.session import Fitting
 from trainer_lib.trainer.fit.train_loop import Loop
 from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.safety.signals import Signals
-from trainer_lib.trainer.tools.sandbox import short_rehearsal
+from trainer_lib.trainer.tools.sandbox import short_sandbox
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -124,7 +124,7 @@ class Preview:
 def preview(trainer: "Trainer", batches: int) -> Preview:
     """Do what `Trainer.preview` says."""
     check_count("batches", batches)
-    with short_rehearsal(trainer, _TOOL, max_steps=batches):
+    with short_sandbox(trainer, _TOOL, max_steps=batches):
         changing = [
             type(one).__name__
             for one in trainer.events

@@ -1,4 +1,4 @@
-"""This file is a rehearsal: the trainer's own loop, run to find something out, after which all is as it was before."""
+"""This file is a sandbox: the trainer's own loop, run to find something out, after which all is as it was before."""
 
 import copy
 import dataclasses
@@ -25,7 +25,7 @@ from trainer_lib.trainer.safety.module_buffers import Buffers
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
-# What a short rehearsal leaves out of a run: all but the updates themselves.
+# What a short sandbox leaves out of a run: all but the updates themselves.
 _SHORT: Mapping[str, Any] = {
     "output_dir": None,
     "resume": "never",
@@ -54,7 +54,7 @@ _NO_PART = (AdaptedCallback, LiveControl)
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def check_may_rehearse(trainer: "Trainer", tool: str) -> None:
+def check_can_sandbox(trainer: "Trainer", tool: str) -> None:
     """Check that there is something to rehearse, and that it can be done twice.
 
     Raises:
@@ -74,8 +74,8 @@ def check_may_rehearse(trainer: "Trainer", tool: str) -> None:
 
 
 @contextmanager
-def rehearsal(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks: Sequence[Callback]) -> Generator[None]:
-    """Return the context in which `fit` is a rehearsal.
+def sandbox(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks: Sequence[Callback]) -> Generator[None]:
+    """Return the context in which `fit` is a sandbox.
 
     After it weights, running statistics, gradients, optimizers, the engine, the generators and the trainer's
     attributes are as they were, to the bit; only that the models are prepared by then, as after an evaluation. What a
@@ -85,9 +85,9 @@ def rehearsal(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks:
         trainer: The trainer; all processes have to rehearse.
         tool: The verb that does, for errors.
         args: The arguments to go by.
-        callbacks: Who listens. Callbacks that change training are to be copies: see `copies`.
+        callbacks: Who listens. Callbacks that change training are to be copies: see `copy_callbacks`.
     """
-    check_may_rehearse(trainer, tool)
+    check_can_sandbox(trainer, tool)
     before_fit.check(trainer)
     accelerator = trainer.accelerator
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def rehearsal(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks:
 
 
 @contextmanager
-def short_rehearsal(
+def short_sandbox(
     trainer: "Trainer",
     tool: str,
     listening: Sequence[Callback] = (),
@@ -121,17 +121,17 @@ def short_rehearsal(
         without: Which callbacks do not take part.
         **changes: Other arguments than the trainer's.
     """
-    check_may_rehearse(trainer, tool)
+    check_can_sandbox(trainer, tool)
     args = dataclasses.replace(trainer.args, **{**_SHORT, **changes})
     left_out = (*_NO_PART, *without)
     taking_part = (one for one in trainer.events if isinstance(one, Modifier) and not isinstance(one, left_out))
-    with rehearsal(trainer, tool, args, [*copies(trainer, tool, taking_part), *listening]):
+    with sandbox(trainer, tool, args, [*copy_callbacks(trainer, tool, taking_part), *listening]):
         trainer.eval_dataset = None
         vars(trainer)["configure_scheduler"] = _no_schedule
         yield
 
 
-def copies(trainer: "Trainer", tool: str, callbacks: Iterable[Callback]) -> list[Callback]:
+def copy_callbacks(trainer: "Trainer", tool: str, callbacks: Iterable[Callback]) -> list[Callback]:
     """Return copies of callbacks, which know the same trainer, models and data.
 
     Raises:
