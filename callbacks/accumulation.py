@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.events import Modifier, Run
+from trainer_lib.events.callback import UpdatePlan
 from trainer_lib.foundation.errors import ConfigurationError
 
 
@@ -37,6 +38,9 @@ class AccumulationSchedule(Modifier):
         self.steps = dict(sorted(steps.items()))
         self._base = 1
         self._run: Run | None = None
+
+    def update_plan(self) -> UpdatePlan:
+        return self
 
     def begin(self, base: int) -> int:
         """Take note of the arguments' steps, and return those of the first pass."""

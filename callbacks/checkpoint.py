@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer_lib.checkpointing.save.retention import delete_older, steps_at_intervals
 from trainer_lib.events import Callback, Run
@@ -33,6 +33,8 @@ class Checkpoint(Callback):
     Example:
         >>> checkpoint = Checkpoint(every="30 minutes", keep_last=2, keep_best=3, metric="eval_accuracy")
     """
+
+    saves_checkpoints: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -64,6 +66,14 @@ class Checkpoint(Callback):
             self.on_step_end = self.on_epoch_end = self._ask_when_due
         if metric is not None and keep_best:
             self.on_evaluate_end = self._ask_when_best
+
+    @property
+    def monitored_metric(self) -> str | None:
+        return self.metric
+
+    @property
+    def save_interval(self) -> Every | None:
+        return self.every
 
     def on_best(self, run: Run, metric: str, value: float) -> None:
         # With a metric of one's own, `_ask_when_best` sees to it.

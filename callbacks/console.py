@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.runs.report.sparkline import shows_sparklines, sparkline
@@ -22,6 +22,7 @@ class Printer(Callback):
     """
 
     order = 100  # after those who add to what is logged
+    is_display: ClassVar[bool] = True
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file

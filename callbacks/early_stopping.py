@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError
@@ -35,6 +35,8 @@ class EarlyStopping(Callback):
         (True, 'eval_accuracy was not better than 0.8 in 2 evaluations')
     """
 
+    needs_evaluation: ClassVar[bool] = True
+
     def __init__(
         self,
         metric: str = "eval_loss",
@@ -60,6 +62,10 @@ class EarlyStopping(Callback):
         self.check_finite = check_finite
         self.best: float | None = None
         self.bad_evaluations = 0
+
+    @property
+    def monitored_metric(self) -> str:
+        return self.metric
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         if run.state.status != "running" or run.leaves_out(self.metric):

@@ -1,6 +1,6 @@
 """This file is weights that are left as they are for a part of a run."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
@@ -36,6 +36,8 @@ class Freeze(Modifier):
     Example:
         >>> head_first = Freeze("encoder.*", "embeddings.*", until="1 epoch")
     """
+
+    saves_memory: ClassVar[bool] = True  # frozen weights have no gradients
 
     def __init__(self, *patterns: str, until: Any = None, after: Any = None) -> None:
         if until is None and after is None:

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer_lib.checkpointing.format.manifest import library_versions
 from trainer_lib.events import Callback, Run
@@ -43,6 +43,7 @@ class JsonlLog(Callback):
     """
 
     order = 100  # after those who add to what is logged
+    writes_history: ClassVar[bool] = True
 
     def __init__(self, path: str | Path, skipped_steps: bool = False) -> None:
         self.path = Path(path).expanduser()

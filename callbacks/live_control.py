@@ -55,6 +55,7 @@ class LiveControl(Modifier):
 
     order = -100  # its mark is gone before others look at what is logged
     exclusive_group: ClassVar[str | None] = "be asked from outside"
+    runs_in_sandbox: ClassVar[bool] = False  # requests are meant for the run itself
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 import html
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer_lib.callbacks.console import line_of
 from trainer_lib.events import Callback, Run
@@ -31,6 +31,7 @@ class NotebookChart(Callback):
     """
 
     order = 100  # after those who add to what is logged
+    is_display: ClassVar[bool] = True
 
     def __init__(self, seconds: float = 1.0) -> None:
         self._seconds = seconds

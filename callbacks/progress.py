@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from contextlib import ExitStack
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from trainer_lib.callbacks.console import line_of, print_curves
 from trainer_lib.events import Callback, Run
@@ -34,6 +34,7 @@ class ProgressBar(Callback):
     """
 
     order = 100  # after those who add to what is logged
+    is_display: ClassVar[bool] = True
 
     def __init__(self, file: TextIO | None = None, seconds_per_line: float = 30.0) -> None:
         self._file, self._seconds_per_line = file, seconds_per_line

@@ -2,7 +2,7 @@
 
 import math
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ class SAM(Modifier):
     """
 
     order = -50  # before gradients are clipped
+    supports_batch_splitting: ClassVar[bool] = False  # it computes each batch twice
 
     def __init__(self, radius: float = 0.05, adaptive: bool = False) -> None:
         if isinstance(radius, bool) or not isinstance(radius, (int, float)) or not 0 < radius < math.inf:

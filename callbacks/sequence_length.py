@@ -1,7 +1,7 @@
 """This file is sequences that are short at first, and grow to their length."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ class SequenceLengthWarmup(Modifier):
     Example:
         >>> warmup = SequenceLengthWarmup(64, 1024, until="1000 steps")
     """
+
+    saves_memory: ClassVar[bool] = True  # short sequences come first
 
     def __init__(self, start: int, full: int, until: Any, multiple_of: int = 8, names: Sequence[str] = ()) -> None:
         for name, value in {"start": start, "full": full, "multiple_of": multiple_of}.items():

@@ -88,7 +88,9 @@ class TrackerCallback(Callback):
         self._isolation: Isolation = isolation
         self._options = options
         kind = tracker_class(self.tracker) if isinstance(self.tracker, str) else type(self.tracker)
-        self.tracker_name = self.tracker if isinstance(self.tracker, str) else str(getattr(kind, "name", kind.__name__))
+        self._tracker_name = (
+            self.tracker if isinstance(self.tracker, str) else str(getattr(kind, "name", kind.__name__))
+        )
         self.key = type(self).__name__ if type(self).name else f"TrackerCallback-{self.tracker_name}"
         if artifact not in (None, "model", "checkpoint"):
             raise ConfigurationError(f'artifact={artifact!r} must be "model", "checkpoint" or None.')
@@ -99,6 +101,10 @@ class TrackerCallback(Callback):
         self._kind = kind
         self._token = uuid.uuid4().hex
         self._group: TrackerGroup | None = None
+
+    @property
+    def tracker_name(self) -> str:
+        return self._tracker_name
 
     @property
     def needs_folder(self) -> bool:

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainer_lib.callbacks.console import Printer
-from trainer_lib.callbacks.progress import ProgressBar
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnsupportedError
 from trainer_lib.foundation.imports import require
@@ -159,7 +157,7 @@ class _Estimator(BaseEstimator):
         loss_fn = type(self)._loss if self.loss_fn is None else self.loss_fn
         trainer = kind(module, args, loss_fn=loss_fn, callbacks=callbacks, **options)
         for one in [] if self.verbose else list(trainer.events):
-            if isinstance(one, (Printer, ProgressBar)) and not any(one is given for given in callbacks):
+            if one.is_display and not any(one is given for given in callbacks):
                 trainer.events.remove(one)
         return trainer
 

@@ -3,9 +3,22 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from trainer_lib.events.run import Run
+from trainer_lib.foundation.duration import Every
+
+
+class UpdatePlan(Protocol):
+    """How many batches make an update, epoch by epoch."""
+
+    def begin(self, base: int) -> int:
+        """Store the arguments' accumulation steps, and return those of the first epoch."""
+        ...
+
+    def updates(self, batches: int, epochs: float) -> int:
+        """Return the number of updates in `epochs` epochs of `batches` batches."""
+        ...
 
 
 class Callback:
@@ -22,6 +35,14 @@ class Callback:
         order: Callbacks of a lower order are called first; those of the same in the order given.
         key: The name under which `state_dict` is saved; by default that of the class.
         exclusive_group: What no other callback of the run may do besides, in words; `None`: there may be any number.
+        is_display: Whether it shows the run in a terminal or a notebook. A run without a display prints no banner.
+        writes_history: Whether it writes a run's history file; the trainer then adds no writer of its own.
+        saves_checkpoints: Whether it asks for checkpoints, which need an `output_dir`.
+        needs_evaluation: Whether the run has to evaluate; its `monitored_metric` is then checked before training.
+        supports_batch_splitting: Whether it works with batches that are split because they do not fit into memory.
+        saves_memory: Whether parts of the run need less memory with it than the rest; the search for a batch size
+            leaves it out.
+        runs_in_sandbox: Whether tools such as the learning-rate finder train with a copy of it, if it is a `Modifier`.
 
     Example:
         >>> class StopAtStep(Callback):
@@ -33,6 +54,32 @@ class Callback:
     key: str | None = None
     exclusive_group: ClassVar[str | None] = None
     may_change_training: ClassVar[bool] = False
+    is_display: ClassVar[bool] = False
+    writes_history: ClassVar[bool] = False
+    saves_checkpoints: ClassVar[bool] = False
+    needs_evaluation: ClassVar[bool] = False
+    supports_batch_splitting: ClassVar[bool] = True
+    saves_memory: ClassVar[bool] = False
+    runs_in_sandbox: ClassVar[bool] = True
+
+    @property
+    def monitored_metric(self) -> str | None:
+        """The evaluation metric it goes by; `None`: none, or the trainer's."""
+        return None
+
+    @property
+    def save_interval(self) -> Every | None:
+        """The interval at which it asks for checkpoints."""
+        return None
+
+    @property
+    def tracker_name(self) -> str | None:
+        """The tracker it logs to; `report_to` adds no second callback for that tracker."""
+        return None
+
+    def update_plan(self) -> UpdatePlan | None:
+        """Return the plan of how many batches make an update, if it changes during the run."""
+        return None
 
     # -- a run ---------------------------------------------------------------------------------------------------
 

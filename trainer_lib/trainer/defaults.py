@@ -64,10 +64,10 @@ def _reporting(args: TrainingArguments, given: Sequence[Callback]) -> list[Callb
     """Return the callbacks of the trackers that `report_to` names, but for those that are given."""
     if not args.report_to:
         return []
-    from trainer_lib.callbacks.trackers import TrackerCallback, callback_for
+    from trainer_lib.callbacks.trackers import callback_for
     from trainer_lib.tracking.registry import resolve
 
-    there = [one.tracker_name for one in given if isinstance(one, TrackerCallback)]
+    there = [callback.tracker_name for callback in given]
     names = [str(name) for name in resolve(list(args.report_to), "report_to") if name not in there]
     made = [callback_for(name) for name in names]
     for one in made:

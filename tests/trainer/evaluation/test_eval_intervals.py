@@ -337,7 +337,9 @@ def test_names_that_do_not_fit_the_sets_are_refused(every: Any, data: Any, optio
 
 def test_callbacks_that_go_by_a_set_that_is_never_evaluated_are_refused() -> None:
     every = {"dev": 2, "test": "never"}
-    with pytest.raises(ConfigurationError, match=r"EarlyStopping\('eval_test_loss'\) needs evaluations of the set"):
+    with pytest.raises(
+        ConfigurationError, match=r"EarlyStopping\(metric='eval_test_loss'\) needs evaluations of the set"
+    ):
         trainer(arguments(eval_every=every), eval_dataset=SETS, callbacks=[EarlyStopping("eval_test_loss")]).fit()
 
 

@@ -100,7 +100,7 @@ def test_what_cannot_be_tried_is_refused() -> None:
         (trainer(), {"updates": 1}, "updates must be a whole number of at least 2"),
         (trainer(train_dataset=DataLoader(points()[0])), {}, "those of a DataLoader are made already"),  # type: ignore[arg-type]
         (Stepping(nn.Linear(6, 2), arguments(), train_dataset=points()), {}, "what your training_step does besides"),
-        (trainer(callbacks=[SAM()]), {}, "SAM knows no batches in parts"),
+        (trainer(callbacks=[SAM()]), {}, "SAM does not support split batches"),
     ):
         with pytest.raises(ConfigurationError, match=told):
             one.find_batch_size(**options)

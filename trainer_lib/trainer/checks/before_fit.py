@@ -10,8 +10,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer_lib.callbacks.checkpoint import Checkpoint
-from trainer_lib.callbacks.early_stopping import EarlyStopping
 from trainer_lib.data_loader.order.epoch_order import iterates_as
 from trainer_lib.data_loader.prepare import check_can_seed
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
@@ -209,9 +207,10 @@ def _check_optimizer(trainer: "Trainer") -> None:
 
 def _check_folder(trainer: "Trainer") -> None:
     args = trainer.args
-    if args.output_dir is None and not args.dry_run and any(isinstance(one, Checkpoint) for one in trainer.events):
+    savers = [type(callback).__name__ for callback in trainer.events if callback.saves_checkpoints]
+    if args.output_dir is None and not args.dry_run and savers:
         raise ConfigurationError(
-            "Checkpoint says when to save, and nothing says where. Give TrainingArguments(output_dir=…)."
+            f"{savers[0]} saves checkpoints and needs a folder for them. Give TrainingArguments(output_dir=…)."
         )
 
 
@@ -268,8 +267,8 @@ def _check_not_asked_for(trainer: "Trainer") -> None:
         asked = "load_best_at_end=True"
     elif args.metric_for_best is not None:
         asked = f"metric_for_best={args.metric_for_best!r}"
-    elif any(isinstance(one, EarlyStopping) for one in trainer.events):
-        asked = "EarlyStopping"
+    elif callback := next((callback for callback in trainer.events if callback.needs_evaluation), None):
+        asked = type(callback).__name__
     elif args.eval_every is None and (trainer.metrics is not None or trainer.compute_metrics is not None):
         given = "metrics" if trainer.metrics is not None else "compute_metrics"
         raise ConfigurationError(
@@ -285,11 +284,17 @@ def _check_not_asked_for(trainer: "Trainer") -> None:
 
 def _check_best(trainer: "Trainer") -> None:
     """Check the names of metrics that something goes by, as far as it is known what there will be."""
-    asked = [(one.metric, f"EarlyStopping({one.metric!r})") for one in trainer.events if isinstance(one, EarlyStopping)]
+    monitored = [
+        (metric, f"{type(callback).__name__}(metric={metric!r})", callback.needs_evaluation)
+        for callback in trainer.events
+        if (metric := callback.monitored_metric) is not None
+    ]
+    asked = [(metric, source) for metric, source, needs_evaluation in monitored if needs_evaluation]
     if trainer.args.metric_for_best is not None and trainer.default_metric is not None:
         asked.append((trainer.default_metric, f"metric_for_best={trainer.args.metric_for_best!r}"))
-    own = [(one.metric, f"Checkpoint(metric={one.metric!r})") for one in trainer.events if isinstance(one, Checkpoint)]
-    for name, told in asked + [(name, told) for name, told in own if name is not None]:
+    for name, told in asked + [
+        (metric, source) for metric, source, needs_evaluation in monitored if not needs_evaluation
+    ]:
         check_has_interval(trainer, name, told)
     known, stems = _metric_names(trainer)
     for name, told in asked:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainer_lib.callbacks.accumulation import AccumulationSchedule
 from trainer_lib.callbacks.jsonl import JsonlLog
 from trainer_lib.events import Best, Run, RunState
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
@@ -101,11 +100,11 @@ class Fitting:
         self.deadline: Deadline | None = None
         args, accelerator = trainer.args, trainer.accelerator
         self.trainer, self.folder, self.events = trainer, folder, trainer.events
-        if folder is not None and not any(isinstance(one, JsonlLog) for one in self.events):
+        if folder is not None and not any(callback.writes_history for callback in self.events):
             skips = accelerator.mixed_precision == "fp16"
             self.events.add(JsonlLog(folder.history_file, skipped_steps=skips))
         steps = accumulation_steps(args, accelerator.num_processes)
-        self._plan = next((one for one in self.events if isinstance(one, AccumulationSchedule)), None)
+        self._plan = next((plan for callback in self.events if (plan := callback.update_plan())), None)
         accelerator.gradient_accumulation_steps = steps if self._plan is None else self._plan.begin(steps)
         if args.seed is not None:
             set_seed(args.seed)

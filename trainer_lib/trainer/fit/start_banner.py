@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trainer_lib.callbacks.checkpoint import Checkpoint
-from trainer_lib.callbacks.console import Printer
-from trainer_lib.callbacks.progress import ProgressBar
 from trainer_lib.foundation.duration import Every
 from trainer_lib.processes.exit_codes import is_interactive
 from trainer_lib.trainer.optim.schedules import peak_first_last
@@ -59,7 +56,7 @@ def _wrapped(label: str, line: str, columns: int | None) -> str:
 
 def show(fitting: "Fitting") -> None:
     """Write the banner, on the main process; a rehearsal has none, and neither has a run that nothing shows."""
-    shows = any(isinstance(one, (Printer, ProgressBar)) for one in fitting.events)
+    shows = any(callback.is_display for callback in fitting.events)
     if fitting.run.is_main_process and shows and not fitting.trainer.is_rehearsing:
         file = sys.stdout if is_interactive() else sys.stderr  # which notebooks show in red
         columns = shutil.get_terminal_size().columns if file.isatty() else None
@@ -150,7 +147,7 @@ def _output(fitting: "Fitting") -> str:
     if fitting.folder is None:
         return "none: give output_dir to keep checkpoints"
     intervals = [fitting.trainer.args.save_interval]
-    intervals += [callback.every for callback in fitting.events if isinstance(callback, Checkpoint)]
+    intervals += [callback.save_interval for callback in fitting.events]
     told = list(dict.fromkeys(f"every {_interval(interval)}" for interval in intervals if interval is not None))
     return f"{fitting.folder.path}, " + (f"a checkpoint {' and '.join(told)}" if told else "no checkpoints")
 

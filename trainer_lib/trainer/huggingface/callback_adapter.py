@@ -53,6 +53,8 @@ class AdaptedCallback(Modifier):
         callback: The callback.
     """
 
+    runs_in_sandbox: ClassVar[bool] = False  # what it does is unknown, and most only observe
+
     def __init__(self, callback: Any) -> None:
         from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl
 

@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from trainer_lib.callbacks.freezing import Freeze
-from trainer_lib.callbacks.sam import SAM
-from trainer_lib.callbacks.sequence_length import SequenceLengthWarmup
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.memory.release_memory import clear_device_cache
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _TOOL = "find_batch_size"
-_SAVING = (Freeze, SequenceLengthWarmup)  # they spare memory for a while
 
 
 def find_batch_size(trainer: "Trainer", largest: int, updates: int) -> int:
@@ -55,7 +51,7 @@ def _fitting(trainer: "Trainer", size: int, updates: int) -> int:
         "gradient_accumulation_steps": 2 if accumulates else 1,  # gradients are there while the second one computes
         "max_steps": updates,
     }
-    with short_sandbox(trainer, _TOOL, [watch], without=_SAVING, **changes):
+    with short_sandbox(trainer, _TOOL, [watch], takes_part=lambda callback: not callback.saves_memory, **changes):
         vars(trainer)["train_dataloader"] = _loader(trainer, size)
         Trainer.fit(trainer)
     # What this size took is to be free for the next; on a CPU there is plenty, and cycles go by themselves.
@@ -101,10 +97,10 @@ def _check(trainer: "Trainer") -> None:
             f"{_TOOL}() computes what does not fit in parts, and what your training_step does besides would be done "
             "for each. Override compute_loss instead."
         )
-    if any(isinstance(one, SAM) for one in trainer.events):
+    if callback := next((callback for callback in trainer.events if not callback.supports_batch_splitting), None):
         raise ConfigurationError(
-            f"{_TOOL}() computes what does not fit in parts, and SAM knows no batches in parts. Look for the size "
-            "without it, which needs about as much memory."
+            f"{_TOOL}() splits batches that do not fit into memory, and {type(callback).__name__} does not support "
+            "split batches. Search without it: the memory needed is about the same."
         )
     if trainer.accelerator.strategy.needs_lockstep and trainer.accelerator.num_processes > 1:
         raise UnsupportedError(

@@ -10,10 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from trainer_lib.callbacks.console import Printer
-from trainer_lib.callbacks.jsonl import JsonlLog
-from trainer_lib.callbacks.notebook import NotebookChart
-from trainer_lib.callbacks.progress import ProgressBar
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import (
     ConfigurationError,
@@ -45,7 +41,6 @@ _OF_ALL = {
     **dict.fromkeys(("output_dir", "run_name", "resume", "dry_run"), "is said by the search"),
     **dict.fromkeys(("metric_for_best", "greater_is_better"), "is what the search goes by"),
 }
-_SHOWING = (ProgressBar, Printer, NotebookChart)
 _PLAIN = (bool, int, float, str, type(None))
 
 Space = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
@@ -320,12 +315,9 @@ class _Trial:
             "greater_is_better": is_more,
         }
         args = dataclasses.replace(trainer.args, **{**self._params, **of_search})
-        kept = [one for one in trainer.events if not isinstance(one, (*_SHOWING, JsonlLog))]
-        listening = [
-            one
-            for one in defaults.callbacks(args, copy_callbacks(trainer, _TOOL, kept))
-            if not isinstance(one, _SHOWING)
-        ]
+        kept = [callback for callback in trainer.events if not (callback.is_display or callback.writes_history)]
+        callbacks = defaults.callbacks(args, copy_callbacks(trainer, _TOOL, kept))
+        listening = [callback for callback in callbacks if not callback.is_display]
         try:
             with sandbox(trainer, _TOOL, args, [*listening, self._reporting]):
                 trainer.fit()

@@ -12,14 +12,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
-from trainer_lib.callbacks.live_control import LiveControl
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.evaluation.eval_loop import Evaluator
-from trainer_lib.trainer.huggingface.callback_adapter import AdaptedCallback
 from trainer_lib.trainer.safety.module_buffers import Buffers
 
 if TYPE_CHECKING:
@@ -49,8 +47,6 @@ _SHORT: Mapping[str, Any] = {
     "dry_run": False,
     "report_to": (),
 }
-# What these do is not known, and most look on; or it is somebody outside who asks them.
-_NO_PART = (AdaptedCallback, LiveControl)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -107,7 +103,7 @@ def short_sandbox(
     trainer: "Trainer",
     tool: str,
     listening: Sequence[Callback] = (),
-    without: tuple[type[Callback], ...] = (),
+    takes_part: Callable[[Callback], bool] = lambda callback: True,
     **changes: Any,
 ) -> Generator[None]:
     """Return the context in which `fit` makes some updates and nothing besides: it writes, shows and evaluates nothing.
@@ -118,14 +114,13 @@ def short_sandbox(
         trainer: The trainer.
         tool: The verb that rehearses.
         listening: Who listens too.
-        without: Which callbacks do not take part.
+        takes_part: Which of the trainer's modifiers take part.
         **changes: Other arguments than the trainer's.
     """
     check_can_sandbox(trainer, tool)
     args = dataclasses.replace(trainer.args, **{**_SHORT, **changes})
-    left_out = (*_NO_PART, *without)
-    taking_part = (one for one in trainer.events if isinstance(one, Modifier) and not isinstance(one, left_out))
-    with sandbox(trainer, tool, args, [*copy_callbacks(trainer, tool, taking_part), *listening]):
+    modifiers = (callback for callback in trainer.events if isinstance(callback, Modifier) and callback.runs_in_sandbox)
+    with sandbox(trainer, tool, args, [*copy_callbacks(trainer, tool, filter(takes_part, modifiers)), *listening]):
         trainer.eval_dataset = None
         vars(trainer)["configure_scheduler"] = _no_schedule
         yield
