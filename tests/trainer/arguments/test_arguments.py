@@ -1,4 +1,4 @@
-"""Arguments: what is allowed, what the errors say, and what is derived."""
+"""Arguments: allowed values, errors, and derived values."""
 
 import copy
 import dataclasses
@@ -26,16 +26,16 @@ from trainer_lib.trainer.arguments.value_types import amount, interval, reports,
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
 
 
-def made(**given: Any) -> TrainingArguments:
-    """Return arguments, of whatever type their values are."""
-    return TrainingArguments(**given)
+def arguments(**values: Any) -> TrainingArguments:
+    """Return arguments with values of any type."""
+    return TrainingArguments(**values)
 
 
-def refusal(**given: Any) -> str:
-    """Return what is said about arguments that are refused."""
-    with pytest.raises(ConfigurationError) as refused:
-        made(**given)
-    return str(refused.value)
+def error_of(**values: Any) -> str:
+    """Return the error that arguments raise."""
+    with pytest.raises(ConfigurationError) as caught:
+        arguments(**values)
+    return str(caught.value)
 
 
 # -- values ------------------------------------------------------------------------------------------------------
@@ -45,17 +45,17 @@ def test_every_argument_is_checked() -> None:
     fields = [field.name for field in dataclasses.fields(TrainingArguments)]
     assert list(CHECKS) == fields
     for name in fields:
-        # No argument takes just any object.
+        # Every argument refuses an arbitrary object.
         with pytest.raises((ConfigurationError, UnsupportedError), match=rf"\b{name}\b"):
-            made(**{name: object()})
+            arguments(**{name: object()})
 
 
-def test_the_page_has_them_all() -> None:
+def test_the_documentation_lists_every_argument() -> None:
     page = (Path(__file__).parents[3] / "docs" / "arguments.md").read_text()
-    said = descriptions(TrainingArguments)
+    texts = descriptions(TrainingArguments)
     for field in dataclasses.fields(TrainingArguments):
         default = getattr(TrainingArguments(), field.name)
-        assert f"\n| `{field.name}` | `{default!r}` | {said[field.name]} |\n" in page
+        assert f"\n| `{field.name}` | `{default!r}` | {texts[field.name]} |\n" in page
 
 
 @pytest.mark.parametrize(
@@ -76,36 +76,36 @@ def test_the_page_has_them_all() -> None:
 )
 @pytest.mark.parametrize("value", [0, -1, True, 2.5, "many", float("nan"), [3]])
 def test_counts_are_whole_and_at_least_one(name: str, value: Any) -> None:
-    assert refusal(**{name: value}).startswith(f"{name} must be a whole number of at least 1, got {value!r}.")
+    assert error_of(**{name: value}).startswith(f"{name} must be a whole number of at least 1, got {value!r}.")
 
 
 @pytest.mark.parametrize("name", ["seed", "data_seed", "keep_best", "num_workers"])
 @pytest.mark.parametrize("value", [-1, False, 0.5, "0x"])
-def test_counts_from_nothing_on(name: str, value: Any) -> None:
-    assert refusal(**{name: value}).startswith(f"{name} must be a whole number of at least 0")
-    assert getattr(made(**{name: 0}), name) == 0
+def test_some_counts_may_be_zero(name: str, value: Any) -> None:
+    assert error_of(**{name: value}).startswith(f"{name} must be a whole number of at least 0")
+    assert getattr(arguments(**{name: 0}), name) == 0
 
 
-def test_seeds_end_where_those_of_numpy_do() -> None:
+def test_seeds_are_below_numpys_limit() -> None:
     assert TrainingArguments(seed=2**32 - 1, data_seed=None).seed == 2**32 - 1
-    assert refusal(seed=2**32) == ("seed must be a whole number of at least 0 and below 4294967296, got 4294967296.")
+    assert error_of(seed=2**32) == ("seed must be a whole number of at least 0 and below 4294967296, got 4294967296.")
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
 @pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf"), True, "fast", None, 1j])
-def test_rates_are_finite_and_not_below_nothing(name: str, value: Any) -> None:
-    assert refusal(**{name: value}) == f"{name} must be a finite number of at least 0, got {value!r}."
-    assert getattr(made(**{name: 0.0}), name) == 0
+def test_rates_are_finite_and_not_negative(name: str, value: Any) -> None:
+    assert error_of(**{name: value}) == f"{name} must be a finite number of at least 0, got {value!r}."
+    assert getattr(arguments(**{name: 0.0}), name) == 0
 
 
 @pytest.mark.parametrize("name", ["num_train_epochs", "max_grad_norm"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), True, "x"])
-def test_amounts_are_finite_and_above_nothing(name: str, value: Any) -> None:
-    assert refusal(**{name: value}).startswith(f"{name} must be a finite number above 0, got {value!r}.")
+def test_amounts_are_finite_and_positive(name: str, value: Any) -> None:
+    assert error_of(**{name: value}).startswith(f"{name} must be a finite number above 0, got {value!r}.")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("values", "message"),
     [
         ({"max_steps": "100"}, "at least 1, got '100'. Give max_steps=100."),
         ({"max_steps": 1e4}, "at least 1, got 10000.0. Give max_steps=10000."),
@@ -128,21 +128,21 @@ def test_amounts_are_finite_and_above_nothing(name: str, value: Any) -> None:
         ({"optimizer": "adamv"}, "Unknown optimizer 'adamv'. Known: adadelta"),
         ({"optimizer": "adamv"}, "Did you mean 'adam'? Or give a dotted path."),
         ({"optimizer": "adamw_torch_fused"}, 'is given here as optimizer="adamw".'),
-        ({"optimizer": torch.optim.SGD}, "An object goes to the Trainer: Trainer(…, optimizer=…)."),
+        ({"optimizer": torch.optim.SGD}, "Give an object to the Trainer: Trainer(…, optimizer=…)."),
         ({"lr_scheduler": "linaer"}, "Unknown lr_scheduler 'linaer'. Known: constant"),
         ({"lr_scheduler": "linaer"}, "Did you mean 'linear'? Or give a dotted path."),
         ({"lr_scheduler": "warmup_stable_decay"}, 'is given here as lr_scheduler="wsd"'),
-        ({"lr_scheduler": 3}, "An object goes to the Trainer: Trainer(…, scheduler=…)."),
+        ({"lr_scheduler": 3}, "Give an object to the Trainer: Trainer(…, scheduler=…)."),
         ({"optimizer_kwargs": "x"}, "optimizer_kwargs must be a dict of arguments by name, got 'x'."),
         ({"generation_kwargs": {1: 2}}, "generation_kwargs must be a dict of arguments by name, got {1: 2}."),
         ({"label_names": "labels"}, "must be a list of texts, got 'labels'. Give label_names=['labels']."),
         ({"label_names": [1]}, "label_names must be a list of texts, got [1]."),
-        ({"run_name": " "}, "run_name must be a text, got ' '."),
+        ({"run_name": " "}, "run_name must be a text that is not blank, got ' '."),
         ({"output_dir": ""}, "output_dir must be a path, got ''."),
-        ({"output_dir": __file__}, "is a file. Give a folder; it is made if it is not there."),
+        ({"output_dir": __file__}, "is a file. Give a folder; it is created if it does not exist."),
         ({"resume": True}, 'must be "never", "auto" or a path, got True. Give resume="auto".'),
         ({"resume": False}, 'Give resume="never".'),
-        ({"resume": "latest"}, "got 'latest'. For the newest: resume=\"auto\"."),
+        ({"resume": "latest"}, "got 'latest'. Give resume=\"auto\" to resume the newest run."),
         (
             {"parameter_groups": ParameterGroup("x", frozen=True)},
             "must be a list of ParameterGroup, got ParameterGroup",
@@ -157,7 +157,7 @@ def test_amounts_are_finite_and_above_nothing(name: str, value: Any) -> None:
         ),
         (
             {"compile": "max-autotune"},
-            "compile='max-autotune' is a mode. Give compile=TorchDynamoPlugin(backend=\"inductor\", "
+            "compile='max-autotune' is a mode, not a backend. Give compile=TorchDynamoPlugin(backend=\"inductor\", "
             'mode="max-autotune").',
         ),
         ({"compile": 1}, "compile must be True, False, the name of a backend or a TorchDynamoPlugin, got 1."),
@@ -169,28 +169,30 @@ def test_amounts_are_finite_and_above_nothing(name: str, value: Any) -> None:
         ({"sample_weights": [1.0, math.nan, 1, 1, 1, 1]}, "got [1.0, nan, 1, Ellipsis]."),
     ],
 )
-def test_what_is_said_about_values(given: dict[str, Any], said: str) -> None:
-    assert said in refusal(**given)
+def test_errors_name_the_value_and_what_is_allowed(values: dict[str, Any], message: str) -> None:
+    assert message in error_of(**values)
 
 
-def test_a_batch_size_that_fits_is_found_where_batches_make_updates() -> None:
+def test_an_automatic_batch_size_divides_the_global_batch_size() -> None:
     args = TrainingArguments(per_device_train_batch_size="auto")
     assert (args.train_batch_size_for(4), args.eval_batch_size) == (64, 64)
     for samples, processes, size in ((96, 1, 48), (96, 2, 48), (7, 1, 7), (2 * 67, 2, 67), (2 * 67, 1, 67)):
         args = TrainingArguments(per_device_train_batch_size="Auto", global_batch_size=samples)  # type: ignore[arg-type]
         assert args.train_batch_size_for(processes) == size
-    with pytest.raises(ConfigurationError, match="global_batch_size=7 is no multiple of the 2 processes"):
+    with pytest.raises(
+        ConfigurationError, match=r"global_batch_size=7 must be a multiple of the number of ranks \(2\). Give 8,"
+    ):
         TrainingArguments(per_device_train_batch_size="auto", global_batch_size=7).train_batch_size_for(2)
 
 
-def test_trackers_are_named_as_they_are_known() -> None:
-    assert made(report_to="wandb").report_to == ("wandb",)
-    assert made(report_to=["tensorboard", "comet"]).report_to == ("tensorboard", "comet_ml")
-    assert made(report_to="all").report_to == ("all",)
+def test_trackers_have_aliases() -> None:
+    assert arguments(report_to="wandb").report_to == ("wandb",)
+    assert arguments(report_to=["tensorboard", "comet"]).report_to == ("tensorboard", "comet_ml")
+    assert arguments(report_to="all").report_to == ("all",)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("wandbb", "Unknown tracker 'wandbb'"),
         ("aim", "The tracker aim is not supported"),
@@ -201,23 +203,23 @@ def test_trackers_are_named_as_they_are_known() -> None:
         ({"mlflow": {}}, "report_to must be the name of a tracker"),
     ],
 )
-def test_trackers_that_there_are_not(value: Any, said: str) -> None:
-    assert said in refusal(report_to=value)
+def test_unknown_trackers_are_refused(value: Any, message: str) -> None:
+    assert message in error_of(report_to=value)
 
 
 @pytest.mark.parametrize("value", [(), [], "none", ["none"]])
-def test_reporting_nowhere_may_be_said_in_many_ways(value: Any) -> None:
-    assert made(report_to=value).report_to == ()
+def test_an_empty_list_or_none_turns_trackers_off(value: Any) -> None:
+    assert arguments(report_to=value).report_to == ()
     assert reports("report_to", value) == ()
 
 
-def test_backends_that_are_gone_are_refused() -> None:
+def test_backends_that_torch_removed_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="nvFuser has left torch"):
         TrainingArguments(compile="aot_ts_nvfuser")
 
 
-def test_values_are_kept_in_plain_form() -> None:
-    args = made(
+def test_values_are_stored_in_plain_form() -> None:
+    args = arguments(
         output_dir=Path("runs"),
         resume=Path("runs/checkpoint"),
         max_steps=np.int64(5),
@@ -234,7 +236,7 @@ def test_values_are_kept_in_plain_form() -> None:
     )
     assert (args.output_dir, args.resume) == ("runs", "runs/checkpoint")
     assert (args.max_steps, args.learning_rate, args.warmup) == (5, 0.5, 3)
-    assert [type(one) for one in (args.max_steps, args.learning_rate, args.warmup)] == [int, float, int]
+    assert [type(value) for value in (args.max_steps, args.learning_rate, args.warmup)] == [int, float, int]
     assert (args.max_time, args.log_every, args.save_every, args.gc_every) == (
         "120 seconds",
         "2 epochs",
@@ -245,22 +247,22 @@ def test_values_are_kept_in_plain_form() -> None:
     assert (args.label_names, args.sample_weights) == (["labels", "labels_2"], [1.0, 2.0])
 
 
-def test_dicts_are_not_shared_with_what_was_given() -> None:
-    given = {"momentum": 0.9}
-    args = TrainingArguments(optimizer_kwargs=given)
-    given["momentum"] = 0.1
+def test_arguments_do_not_share_the_dicts_you_pass() -> None:
+    values = {"momentum": 0.9}
+    args = TrainingArguments(optimizer_kwargs=values)
+    values["momentum"] = 0.1
     assert args.optimizer_kwargs == {"momentum": 0.9}
     assert TrainingArguments().optimizer_kwargs is not TrainingArguments().optimizer_kwargs
 
 
-def test_objects_are_taken_as_they_are() -> None:
+def test_objects_are_stored_as_they_are() -> None:
     objects: dict[str, Any] = {
         "compile": TorchDynamoPlugin(backend="eager"),
         "fsdp": FullyShardedDataParallelPlugin(),
         "parallelism": ParallelismConfig(dp_shard_size=2),
     }
-    args = made(**objects)
-    assert all(getattr(args, name) is one for name, one in objects.items())
+    args = arguments(**objects)
+    assert all(getattr(args, name) is value for name, value in objects.items())
     ddp = DistributedDataParallelKwargs(static_graph=True)
     assert TrainingArguments(ddp=ddp, compile="eager").ddp is ddp
     group = ParameterGroup("*.bias", frozen=True)
@@ -271,29 +273,29 @@ def test_objects_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("lerning_rate", 0.1, "TrainingArguments has no argument 'lerning_rate' (given: 0.1). Did you mean"),
         ("epochs", 3, "has no argument 'epochs' (given: 3). Did you mean 'num_train_epochs'?"),
         ("lr", 0.1, "Did you mean 'learning_rate'?"),
         ("batch_size", 4, "Did you mean 'per_device_train_batch_size'?"),
         ("fast_dev_run", True, "Did you mean 'dry_run'?"),
-        ("xyzzy", 1, "has no argument 'xyzzy' (given: 1). The nearest are dry_run, "),
+        ("xyzzy", 1, "has no argument 'xyzzy' (given: 1). The nearest names are dry_run, "),
     ],
 )
-def test_unknown_names_are_refused_with_the_nearest(name: str, value: Any, said: str) -> None:
-    assert said in refusal(**{name: value})
+def test_unknown_names_are_refused_with_the_nearest(name: str, value: Any, message: str) -> None:
+    assert message in error_of(**{name: value})
 
 
-def test_all_wrong_names_are_told_at_once() -> None:
-    lines = refusal(max_step=1, save_steps=5, learning_rate=-1, eval_strategy="epoch").splitlines()
+def test_one_error_lists_all_unknown_names() -> None:
+    lines = error_of(max_step=1, save_steps=5, learning_rate=-1, eval_strategy="epoch").splitlines()
     assert len(lines) == 3
     assert "'max_step'" in lines[0]
     assert "save_steps=5" in lines[1]
     assert 'eval_strategy="epoch"' in lines[2]
 
 
-def test_arguments_go_by_name() -> None:
+def test_arguments_are_keyword_only() -> None:
     message = "TrainingArguments takes arguments by name only, got 'out'. Give output_dir='out'."
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         TrainingArguments("out")  # type: ignore[misc]
@@ -303,21 +305,21 @@ def test_arguments_go_by_name() -> None:
 
 def test_names_of_subclasses_are_known() -> None:
     @dataclasses.dataclass(kw_only=True)
-    class Own(TrainingArguments):
+    class Derived(TrainingArguments):
         temperature: float = 1.0
 
-    assert Own(temperature=2.0, max_steps=3).temperature == 2.0
+    assert Derived(temperature=2.0, max_steps=3).temperature == 2.0
     with pytest.raises(
         ConfigurationError, match=r"no argument 'temprature' .given: 2\.0.\. Did you mean 'temperature'"
     ):
-        Own(temprature=2.0)  # type: ignore[call-arg]
+        Derived(temprature=2.0)  # type: ignore[call-arg]
     with pytest.raises(ConfigurationError, match="learning_rate must be"):
-        Own(learning_rate=-1)
+        Derived(learning_rate=-1)
     with pytest.raises(ConfigurationError, match="no argument 'temperature'"):
         TrainingArguments(temperature=1.0)  # type: ignore[call-arg]
 
 
-def test_copies_are_equal_and_changes_checked() -> None:
+def test_copies_are_equal_and_replaced_values_are_checked() -> None:
     args = TrainingArguments(max_steps=3, fsdp=FullyShardedDataParallelPlugin(), optimizer_kwargs={"eps": 1e-6})
     assert copy.deepcopy(args) == pickle.loads(pickle.dumps(args)) == copy.copy(args) == args
     assert dataclasses.replace(args, max_steps=4).max_steps == 4
@@ -327,65 +329,80 @@ def test_copies_are_equal_and_changes_checked() -> None:
         dataclasses.replace(args, max_step=0)  # type: ignore[call-arg]
 
 
-# -- what contradicts --------------------------------------------------------------------------------------------
+# -- contradictions ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("values", "message"),
     [
         (
             {"gradient_accumulation_steps": 2, "global_batch_size": 16},
-            "gradient_accumulation_steps=2 and global_batch_size=16 say the same in two ways. Give one of them.",
+            "gradient_accumulation_steps=2 and global_batch_size=16 set the same thing. Give one of them.",
         ),
         (
             {"per_device_train_batch_size": 6, "global_batch_size": 20},
-            "global_batch_size=20 is no multiple of per_device_train_batch_size=6. Give 18 or 24,",
+            "global_batch_size=20 must be a multiple of per_device_train_batch_size=6. Give 18 or 24,",
         ),
-        ({"global_batch_size": 4}, "global_batch_size=4 is no multiple of per_device_train_batch_size=8. Give 8,"),
-        ({"resume": "auto"}, 'resume="auto" looks for a run in output_dir, and there is none. Give output_dir.'),
-        ({"save_every": "1 epoch"}, "save_every='1 epoch' says when, and nothing says where. Give output_dir."),
-        ({"load_best_at_end": True}, "load_best_at_end=True loads a checkpoint, and without output_dir none is saved."),
+        ({"global_batch_size": 4}, "global_batch_size=4 must be a multiple of per_device_train_batch_size=8. Give 8,"),
+        ({"resume": "auto"}, 'resume="auto" looks for a run in output_dir, which is not set. Give output_dir.'),
+        ({"save_every": "1 epoch"}, "save_every='1 epoch' saves checkpoints in output_dir, which is not set."),
+        ({"load_best_at_end": True}, "load_best_at_end=True loads a checkpoint of output_dir, which is not set."),
         (
             {"load_best_at_end": True, "output_dir": "runs", "keep_best": 0},
-            "load_best_at_end=True and keep_best=0: the best is not kept.",
+            "load_best_at_end=True needs the best checkpoint, and keep_best=0 deletes it.",
         ),
         (
             {"load_best_at_end": True, "output_dir": "runs", "eval_every": "never"},
-            'load_best_at_end=True and eval_every="never": nothing tells which is the best.',
+            'load_best_at_end=True needs evaluations to rank checkpoints, and eval_every="never" makes none.',
         ),
-        ({"greater_is_better": False}, "greater_is_better=False says nothing without metric_for_best."),
-        ({"optimizer_kwargs": {"lr": 1}}, "optimizer_kwargs has 'lr', which is said by learning_rate."),
-        ({"optimizer_kwargs": {"weight_decay": 1}}, "has 'weight_decay', which is said by weight_decay."),
-        ({"lr_scheduler_kwargs": {"num_warmup_steps": 1}}, "has 'num_warmup_steps', which is said by warmup."),
-        ({"warmup": 11, "schedule_steps": 10}, "warmup=11 is longer than all of schedule_steps=10."),
-        ({"warmup": "11 steps", "max_steps": 10}, "warmup='11 steps' is longer than all of max_steps=10."),
-        ({"group_by_length": True, "sample_weights": [1]}, "each choose the samples of a batch."),
-        ({"group_by_length": True, "shuffle": False}, "shuffle=False keeps the order, and group_by_length chooses"),
-        ({"sample_weights": [1], "shuffle": False}, "shuffle=False keeps the order, and sample_weights chooses"),
-        ({"overfit_batches": 1, "limit_train_batches": 1}, "says which batches are taken, and so does limit_train"),
-        ({"overfit_batches": 1, "limit_eval_batches": 1}, "and so does limit_eval_batches."),
-        ({"overfit_batches": 1, "group_by_length": True}, "and so does group_by_length."),
-        ({"prefetch_factor": 2}, "prefetch_factor=2 is about workers, and num_workers=0 has none."),
-        ({"persistent_workers": True}, "persistent_workers=True is about workers, and num_workers=0 has none."),
-        ({"use_cpu": True, "tf32": True}, "tf32=True is about accelerators, and use_cpu=True takes none."),
-        ({"use_cpu": True, "pin_memory": True}, "pin_memory=True is about accelerators"),
+        ({"greater_is_better": False}, "greater_is_better=False has no effect without metric_for_best."),
+        ({"optimizer_kwargs": {"lr": 1}}, "optimizer_kwargs has 'lr', which learning_rate sets. Give learning_rate,"),
+        ({"optimizer_kwargs": {"weight_decay": 1}}, "has 'weight_decay', which weight_decay sets."),
+        ({"lr_scheduler_kwargs": {"num_warmup_steps": 1}}, "has 'num_warmup_steps', which warmup sets."),
+        ({"warmup": 11, "schedule_steps": 10}, "warmup=11 must not be longer than schedule_steps=10."),
+        ({"warmup": "11 steps", "max_steps": 10}, "warmup='11 steps' must not be longer than max_steps=10."),
+        ({"group_by_length": True, "sample_weights": [1]}, "both choose the samples of a batch."),
+        (
+            {"group_by_length": True, "shuffle": False},
+            "shuffle=False keeps the order of the data, which group_by_length changes.",
+        ),
+        (
+            {"sample_weights": [1], "shuffle": False},
+            "shuffle=False keeps the order of the data, which sample_weights changes.",
+        ),
+        (
+            {"overfit_batches": 1, "limit_train_batches": 1},
+            "overfit_batches=1 and limit_train_batches both choose the batches.",
+        ),
+        (
+            {"overfit_batches": 1, "limit_eval_batches": 1},
+            "overfit_batches=1 and limit_eval_batches both choose the batches.",
+        ),
+        (
+            {"overfit_batches": 1, "group_by_length": True},
+            "overfit_batches=1 and group_by_length both choose the batches.",
+        ),
+        ({"prefetch_factor": 2}, "prefetch_factor=2 has no effect with num_workers=0."),
+        ({"persistent_workers": True}, "persistent_workers=True has no effect with num_workers=0."),
+        ({"use_cpu": True, "tf32": True}, "tf32=True has no effect with use_cpu=True."),
+        ({"use_cpu": True, "pin_memory": True}, "pin_memory=True has no effect with use_cpu=True."),
         ({"fsdp": True, "ddp": DistributedDataParallelKwargs()}, "fsdp and ddp are both given"),
         (
             {
                 "fsdp": FullyShardedDataParallelPlugin(activation_checkpointing=True),
                 "gradient_checkpointing": True,
             },
-            "gradient_checkpointing=True and fsdp.activation_checkpointing=True say the same",
+            "gradient_checkpointing=True and fsdp.activation_checkpointing=True set the same",
         ),
-        ({"generation_kwargs": {"num_beams": 2}}, "predict_with_generate=False never does."),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has no effect with predict_with_generate=False."),
     ],
 )
-def test_contradictions_are_refused(given: dict[str, Any], said: str) -> None:
-    assert said in refusal(**given)
+def test_contradictions_are_refused(values: dict[str, Any], message: str) -> None:
+    assert message in error_of(**values)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [
         {"resume": "auto", "output_dir": "runs"},
         {"save_every": "never"},
@@ -404,15 +421,15 @@ def test_contradictions_are_refused(given: dict[str, Any], said: str) -> None:
         {"optimizer": "torch.optim.AdamW", "lr_scheduler": "some.schedule"},
     ],
 )
-def test_what_goes_together(given: dict[str, Any]) -> None:
-    args = made(**given)
-    assert all(getattr(args, name) == value for name, value in given.items())
+def test_consistent_arguments_are_accepted(values: dict[str, Any]) -> None:
+    args = arguments(**values)
+    assert all(getattr(args, name) == value for name, value in values.items())
 
 
 # -- amounts of training -----------------------------------------------------------------------------------------
 
 
-def test_intervals_by_default() -> None:
+def test_default_intervals() -> None:
     args = TrainingArguments()
     assert args.log_interval == Every(50, "steps")
     assert args.eval_interval == Every(1, "epochs")
@@ -421,7 +438,7 @@ def test_intervals_by_default() -> None:
     assert TrainingArguments(output_dir="runs").save_interval == Every(1, "epochs")
 
 
-def test_intervals_as_given() -> None:
+def test_intervals_are_parsed() -> None:
     args = TrainingArguments(
         output_dir="runs", log_every=10, eval_every="0.5 epochs", save_every="2 hours", gc_every="100 steps"
     )
@@ -432,34 +449,37 @@ def test_intervals_as_given() -> None:
     assert args.gc_interval == Every(100, "steps")
 
 
-def test_never() -> None:
+def test_never_turns_intervals_off() -> None:
     args = TrainingArguments(output_dir="runs", log_every="never", eval_every="never", save_every="never")
     assert (args.log_interval, args.eval_interval, args.save_interval) == (None, None, None)
 
 
 @pytest.mark.parametrize("value", [False, "no", "none", "off", "False", "Never"])
-def test_never_has_one_word(value: Any) -> None:
-    assert refusal(eval_every=value) == f'eval_every={value!r}: for never, give eval_every="never".'
-    assert refusal(log_every=None) == 'log_every=None: for never, give log_every="never".'
+def test_only_the_word_never_turns_an_interval_off(value: Any) -> None:
+    assert (
+        error_of(eval_every=value)
+        == f'eval_every={value!r} is not an interval. To turn it off, give eval_every="never".'
+    )
+    assert error_of(log_every=None) == 'log_every=None is not an interval. To turn it off, give log_every="never".'
 
 
 @pytest.mark.parametrize("value", ["epoch", "steps", "Epochs"])
-def test_units_alone_are_no_interval(value: str) -> None:
+def test_a_unit_without_a_number_is_refused(value: str) -> None:
     unit = value.lower().removesuffix("s")
-    assert refusal(log_every=value) == f'log_every={value!r} has no number. Give log_every="1 {unit}".'
+    assert error_of(log_every=value) == f'log_every={value!r} has no number. Give log_every="1 {unit}".'
 
 
 def test_other_intervals_are_refused_by_name() -> None:
-    assert refusal(log_every="5 lines").startswith("log_every='5 lines': unknown unit 'lines'")
-    assert refusal(output_dir="x", save_every=0) == "save_every=0 must be more than nothing, and finite."
-    assert refusal(gc_every="never").startswith("gc_every='never' is no amount of training.")
+    assert error_of(log_every="5 lines").startswith("log_every='5 lines': unknown unit 'lines'")
+    assert error_of(output_dir="x", save_every=0) == "save_every=0 must be more than nothing, and finite."
+    assert error_of(gc_every="never").startswith("gc_every='never' is no amount of training.")
     assert interval("x", "never") == "never"
     with pytest.raises(ConfigurationError, match="is no amount of training"):
         amount("x", "never")
 
 
 @pytest.mark.parametrize(
-    ("given", "kept", "seconds"),
+    ("value", "kept", "seconds"),
     [
         (90, 90, 90.0),
         (1.5, 1.5, 1.5),
@@ -469,21 +489,21 @@ def test_other_intervals_are_refused_by_name() -> None:
         (timedelta(seconds=1.5), "1.5 seconds", 1.5),
     ],
 )
-def test_time_limits(given: Any, kept: Any, seconds: float) -> None:
-    args = made(max_time=given)
+def test_time_limits(value: Any, kept: Any, seconds: float) -> None:
+    args = arguments(max_time=value)
     assert args.max_time == kept
     assert args.time_limit == seconds
     assert TrainingArguments().time_limit is None
 
 
 @pytest.mark.parametrize("value", ["500 steps", Every(3, "epochs")])
-def test_other_amounts_are_no_time(value: Any) -> None:
-    assert refusal(max_time=value).startswith(f'max_time={value!r} is no time. Give one, such as "90 minutes"')
+def test_amounts_in_steps_are_not_times(value: Any) -> None:
+    assert error_of(max_time=value).startswith(f'max_time={value!r} is not a time. Give one, such as "90 minutes"')
 
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), True, "soon", timedelta(0)])
-def test_time_limits_that_are_none(value: Any) -> None:
-    assert refusal(max_time=value).startswith(f"max_time={value!r} ")
+def test_invalid_time_limits_are_refused(value: Any) -> None:
+    assert error_of(max_time=value).startswith(f"max_time={value!r} ")
 
 
 @pytest.mark.parametrize(
@@ -502,20 +522,24 @@ def test_time_limits_that_are_none(value: Any) -> None:
     ],
 )
 def test_warmup(warmup: Any, total: int | None, steps: int) -> None:
-    assert made(warmup=warmup).warmup_steps_for(total) == steps
+    assert arguments(warmup=warmup).warmup_steps_for(total) == steps
 
 
 @pytest.mark.parametrize("value", [-1, -0.1, 1.0, 1.5, True, "100%", "-1%", "x%", "1 epoch", "2 minutes", [1]])
-def test_what_is_no_warmup(value: Any) -> None:
-    assert refusal(warmup=value).startswith(f'warmup={value!r} is no warm-up. Give steps ("100 steps" or 100), or a')
+def test_invalid_warmups_are_refused(value: Any) -> None:
+    assert error_of(warmup=value).startswith(
+        f'warmup={value!r} is not a warm-up. Give steps ("100 steps" or 100), or a'
+    )
 
 
-def test_a_part_of_steps_that_are_not_known() -> None:
-    with pytest.raises(ConfigurationError, match=r"warmup='5%' is a part of all steps, .* Give max_steps or schedule_"):
+def test_a_relative_warmup_needs_the_number_of_steps() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"warmup='5%' is a fraction of all steps, .* Give max_steps or schedule_"
+    ):
         TrainingArguments(warmup="5%").warmup_steps_for(None)
 
 
-def test_the_length_of_a_run() -> None:
+def test_a_run_without_a_limit_has_three_epochs() -> None:
     assert TrainingArguments().epoch_limit == 3.0
     assert TrainingArguments(max_steps=5).epoch_limit is None
     assert TrainingArguments(max_time=5).epoch_limit is None
@@ -533,7 +557,7 @@ def test_other_derived_values() -> None:
 
 def test_whole_numbers_below_a_limit() -> None:
     check = whole(at_least=2, below=5)
-    assert [check("x", one) for one in (2, 4)] == [2, 4]
+    assert [check("x", value) for value in (2, 4)] == [2, 4]
     for value in (1, 5):
         with pytest.raises(ConfigurationError, match="at least 2 and below 5"):
             check("x", value)
@@ -542,7 +566,7 @@ def test_whole_numbers_below_a_limit() -> None:
 # -- a dry run ---------------------------------------------------------------------------------------------------
 
 
-def test_without_a_dry_run_arguments_are_effective_as_they_are() -> None:
+def test_effective_returns_the_arguments_themselves_without_a_dry_run() -> None:
     args = TrainingArguments(overfit_batches=3, max_steps=7)
     assert args.effective() is args
 
@@ -588,7 +612,7 @@ def test_a_dry_run_keeps_the_schedule_of_the_whole_run() -> None:
     assert TrainingArguments(dry_run=True, warmup=0.1).effective().warmup == 0.1
 
 
-def test_a_dry_run_over_few_batches() -> None:
+def test_a_dry_run_lowers_limits_to_two_batches_at_most() -> None:
     dry = TrainingArguments(dry_run=True, overfit_batches=5).effective()
     assert (dry.overfit_batches, dry.limit_train_batches, dry.limit_eval_batches) == (2, None, None)
     dry = TrainingArguments(dry_run=True, limit_train_batches=1).effective()

@@ -27,7 +27,7 @@ print(args.max_steps, args.learning_rate, args.save_every, args.optimizer_kwargs
 
 
 def run(*options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script with options, as people do."""
+    """Run a script with options in a new interpreter."""
     (folder / "train.py").write_text(SCRIPT)
     return subprocess.run(
         [sys.executable, "train.py", *options],
@@ -56,20 +56,20 @@ def test_help_describes_every_argument(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit) as caught:
         parse("--help", max_steps=7)
     assert caught.value.code == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for field in dataclasses.fields(TrainingArguments):
-        assert f"\n  --{field.name} " in told
-    assert "Updates. (default: 7)" in told
-    assert "--gc_every N|TEXT" in told
-    assert '(0.05 or "5%"), in' in told
+        assert f"\n  --{field.name} " in output
+    assert "no limit. (default: 7)" in output
+    assert "--gc_every N|TEXT" in output
+    assert '(0.05 or "5%"); None' in " ".join(output.split())
 
 
 def parse(*options: str, **defaults: Any) -> TrainingArguments:
-    """Return the arguments that options give."""
+    """Return the arguments that the options set."""
     return TrainingArguments.from_cli(options, **defaults)
 
 
-def test_without_options_it_is_the_defaults() -> None:
+def test_no_options_mean_the_defaults() -> None:
     assert parse() == TrainingArguments()
     assert parse(max_steps=3) == TrainingArguments(max_steps=3)
 
@@ -103,7 +103,7 @@ def test_options_of_all_kinds() -> None:
     )
 
 
-def test_flags_stand_alone_or_have_a_value() -> None:
+def test_flags_need_no_value() -> None:
     assert parse("--compile", "--use-cpu", "--max_steps", "1") == TrainingArguments(
         compile=True, use_cpu=True, max_steps=1
     )
@@ -113,7 +113,7 @@ def test_flags_stand_alone_or_have_a_value() -> None:
     assert parse("--warmup", "5%").warmup == "5%"
 
 
-def test_options_count_before_files_and_files_before_defaults(tmp_path: Path) -> None:
+def test_options_override_files_and_files_override_defaults(tmp_path: Path) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.json"
     first.write_text("seed: 1\nmax_steps: 1\nkeep_last: 1\n")
     second.write_text('{"max_steps": 2, "keep_last": 2}')
@@ -124,7 +124,7 @@ def test_options_count_before_files_and_files_before_defaults(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--epochs", "3"], "has no argument 'epochs' (given: '3'). Did you mean 'num_train_epochs'?"),
         (["--lerning-rate=3"], "has no argument 'lerning_rate' (given: '3'). Did you mean 'learning_rate'?"),
@@ -139,19 +139,19 @@ def test_options_count_before_files_and_files_before_defaults(tmp_path: Path) ->
         (["--config", "missing.yaml"], "missing.yaml cannot be read"),
     ],
 )
-def test_errors_are_told_as_other_programs_do(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_errors_end_the_program_with_code_two(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(*options)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_arguments_of_subclasses() -> None:
     @dataclasses.dataclass(kw_only=True)
-    class Own(TrainingArguments):
-        """My own.
+    class Derived(TrainingArguments):
+        """Arguments of a subclass.
 
         Args:
             temperature: How hot.
@@ -159,9 +159,9 @@ def test_arguments_of_subclasses() -> None:
 
         temperature: float = 1.0
 
-    assert Own.from_cli(["--temperature", "2", "--max_steps", "3"]) == Own(temperature=2.0, max_steps=3)
-    assert descriptions(Own)["temperature"] == "How hot."
-    assert descriptions(Own)["max_steps"] == "Updates."
+    assert Derived.from_cli(["--temperature", "2", "--max_steps", "3"]) == Derived(temperature=2.0, max_steps=3)
+    assert descriptions(Derived)["temperature"] == "How hot."
+    assert descriptions(Derived)["max_steps"] == descriptions(TrainingArguments)["max_steps"]
 
 
 def test_every_argument_is_described_and_grouped() -> None:

@@ -1,4 +1,4 @@
-"""Tests of what an editor, `help()` and completion show of the public classes."""
+"""What editors, `help()` and completion show of the public classes."""
 
 import inspect
 import pydoc
@@ -59,11 +59,11 @@ def test_the_types_of_enumerated_arguments_are_what_the_checks_allow() -> None:
         assert all(choice in str(caught.value) for choice in choices)
 
 
-def test_predict_says_what_it_returns() -> None:
+def test_the_annotation_of_predict_names_its_result() -> None:
     assert typing.get_type_hints(Trainer.predict)["return"] is Predictions
 
 
-def test_completion_offers_what_you_call_and_override() -> None:
+def test_completion_offers_public_methods_only() -> None:
     offered = dir(trainer())
     assert {"fit", "evaluate", "predict", "compute_loss", "train_dataloader", "state", "args"} <= set(offered)
     assert not {"prepare_models", "as_result", "weighs_nothing", "guard", "averages"} & set(offered)

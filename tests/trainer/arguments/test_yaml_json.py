@@ -1,4 +1,4 @@
-"""Arguments as plain values, and in files."""
+"""Arguments as plain values and in files."""
 
 import functools
 import json
@@ -60,9 +60,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("given", SETTINGS)
-def test_plain_values_and_back(given: dict[str, Any]) -> None:
-    args = TrainingArguments(**given)
+@pytest.mark.parametrize("values", SETTINGS)
+def test_plain_values_round_trip(values: dict[str, Any]) -> None:
+    args = TrainingArguments(**values)
     plain = args.to_dict()
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain | {"report_to": []}
     assert TrainingArguments.from_dict(plain) == args
@@ -70,9 +70,9 @@ def test_plain_values_and_back(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ending", ["json", "yaml", "yml", "YAML"])
-@pytest.mark.parametrize("given", SETTINGS)
-def test_files_and_back(given: dict[str, Any], ending: str, tmp_path: Path) -> None:
-    args = TrainingArguments(**given)
+@pytest.mark.parametrize("values", SETTINGS)
+def test_files_round_trip(values: dict[str, Any], ending: str, tmp_path: Path) -> None:
+    args = TrainingArguments(**values)
     file = tmp_path / "new folder" / f"run.{ending}"
     args.to_file(file)
     assert TrainingArguments.from_file(file) == args
@@ -81,7 +81,7 @@ def test_files_and_back(given: dict[str, Any], ending: str, tmp_path: Path) -> N
         assert yaml.safe_load(file.read_text())["optimizer"] == args.optimizer
 
 
-def test_what_people_write(tmp_path: Path) -> None:
+def test_a_yaml_file_as_people_write_it(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "# a first try\n"
@@ -108,13 +108,13 @@ def test_what_people_write(tmp_path: Path) -> None:
     )
 
 
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("# nothing yet\n")
     assert TrainingArguments.from_file(tmp_path / "run.yaml") == TrainingArguments()
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         (
             "a.yaml",
@@ -125,31 +125,31 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("a.yaml", "seed: 1\nmax_steps: -3\n", "a.yaml, line 2: max_steps must be a whole number"),
         ("a.yaml", "seed: 1\nresume: auto\n", 'a.yaml, line 2: resume="auto" looks for a run'),
         ("a.yaml", "seed: 1\nfsdp: {ofload: true}\n", "a.yaml, line 2: Unknown field of fsdp 'ofload'. Known: "),
-        ("a.yaml", "seed: 1\nseed: 2\n", "a.yaml, line 2: seed is given twice."),
-        ("a.json", '{"seed": 1, "seed": 2}', "a.json: seed is given twice."),
-        ("a.yaml", "seed: [1\nmax_steps: 2\n", "a.yaml, line 2: no plain YAML: "),
+        ("a.yaml", "seed: 1\nseed: 2\n", "a.yaml, line 2: seed is given twice. Give it once."),
+        ("a.json", '{"seed": 1, "seed": 2}', "a.json: seed is given twice. Give it once."),
+        ("a.yaml", "seed: [1\nmax_steps: 2\n", "a.yaml, line 2: invalid YAML: "),
         (
             "a.yaml",
             "seed: !!python/object/apply:os.getpid []\n",
-            "a.yaml, line 1: no plain YAML: could not determine a",
+            "a.yaml, line 1: invalid YAML: could not determine a",
         ),
-        ("a.json", '{"seed": 1,\n}', "a.json, line 2: no JSON: "),
-        ("a.yaml", "- 1\n", "a.yaml must hold arguments by name, and holds a list."),
-        ("a.json", "3", "a.json must hold arguments by name, and holds a int."),
-        ("a.yaml", "1: 2\n", "Arguments must be a mapping of values by name, got a dict."),
-        ("a.toml", "seed = 1\n", "Unknown ending '.toml'. Known: .json, .yaml, .yml."),
+        ("a.json", '{"seed": 1,\n}', "a.json, line 2: invalid JSON: "),
+        ("a.yaml", "- 1\n", "a.yaml must hold a mapping from argument names to values, and holds a list."),
+        ("a.json", "3", "a.json must hold a mapping from argument names to values, and holds a int."),
+        ("a.yaml", "1: 2\n", "Arguments must be a mapping from names to values, got a dict."),
+        ("a.toml", "seed = 1\n", "Unknown file extension '.toml'. Known: .json, .yaml, .yml."),
         ("a.json", '{"learning_rate": NaN}', "learning_rate must be a finite number of at least 0, got nan."),
     ],
 )
-def test_errors_name_the_file_and_the_line(name: str, text: str, said: str, tmp_path: Path) -> None:
+def test_errors_name_the_file_and_the_line(name: str, text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigurationError) as refused:
         TrainingArguments.from_file(tmp_path / name)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert str(tmp_path / name) in str(refused.value)
 
 
-def test_errors_of_other_kinds_stay_what_they_are(tmp_path: Path) -> None:
+def test_errors_keep_their_class(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("parallelism: {tp_size: 2}\n")
     with pytest.raises(UnsupportedError, match=r"run\.yaml, line 1: .*tp_size=2"):
         TrainingArguments.from_file(tmp_path / "run.yaml")
@@ -159,12 +159,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"run\.yaml cannot be read: No such file or directory\."):
         TrainingArguments.from_file(tmp_path / "run.yaml")
     (tmp_path / "run.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigurationError, match=r"run\.json is no text: "):
+    with pytest.raises(ConfigurationError, match=r"run\.json is not a text file in UTF-8: "):
         TrainingArguments.from_file(tmp_path / "run.json")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("values", "message"),
     [
         ({"optimizer_kwargs": {"a": [1, torch.ones(1)]}}, "optimizer_kwargs.a[1] is tensor([1.]), which cannot be"),
         ({"lr_scheduler_kwargs": {"a": float("inf")}}, "lr_scheduler_kwargs.a is inf, which cannot be"),
@@ -173,41 +173,41 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             {"fsdp": FullyShardedDataParallelPlugin(auto_wrap_policy=functools.partial(print))},
             "fsdp.auto_wrap_policy is functools.partial(",
         ),
-        ({"optimizer_kwargs": {"a": {1: 2}}}, "optimizer_kwargs.a is {1: 2}, which cannot be written down"),
+        ({"optimizer_kwargs": {"a": {1: 2}}}, "optimizer_kwargs.a is {1: 2}, which cannot be saved"),
     ],
 )
-def test_what_cannot_be_written_down_is_named(given: dict[str, Any], said: str) -> None:
+def test_values_without_a_plain_form_are_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        TrainingArguments(**given).to_dict()
-    assert said in str(refused.value)
-    assert str(refused.value).endswith(" Leave it out there, and give it in the program.")
+        TrainingArguments(**values).to_dict()
+    assert message in str(refused.value)
+    assert str(refused.value).endswith(" Leave it out here, and set it in the program.")
 
 
-def test_what_cannot_be_written_down_may_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_without_a_plain_form_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = TrainingArguments(max_steps=3, compile=TorchDynamoPlugin(backend=print))
-    for _ in range(2):  # told once, however many files
+    for _ in range(2):  # warns once for any number of files
         args.to_file(tmp_path / "run.json", unwritable="leave out")
     assert TrainingArguments.from_file(tmp_path / "run.json") == TrainingArguments(max_steps=3)
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
-        "compile.backend is <built-in function print>, which cannot be written down: files hold numbers, texts, lists "
-        "and mappings. So compile is left out there: give it again where the run goes on."
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "compile.backend is <built-in function print>, which cannot be saved: files hold numbers, texts, lists and "
+        "mappings. compile is not saved: give it again when you resume the run."
     ]
     with pytest.raises(ConfigurationError, match="Unknown unwritable 'skip'"):
         args.to_dict(unwritable="skip")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("values", "message"),
     [
-        ([("seed", 1)], "Arguments must be a mapping of values by name, got a list."),
+        ([("seed", 1)], "Arguments must be a mapping from names to values, got a list."),
         ({"parameter_groups": [{"patern": "x"}]}, "Unknown field of parameter_groups[0] 'patern'."),
-        ({"parameter_groups": [{"frozen": True}]}, "parameter_groups[0] does not make a ParameterGroup: "),
+        ({"parameter_groups": [{"frozen": True}]}, "parameter_groups[0] is not a valid ParameterGroup: "),
         ({"ddp": {"bucket_cap_mb": 0}}, "bucket_cap_mb must be a finite number above 0, got 0."),
         ({"steps": 3}, "TrainingArguments has no argument 'steps' (given: 3). Did you mean 'max_steps'?"),
     ],
 )
-def test_what_no_arguments_are_made_from(given: Any, said: str) -> None:
+def test_invalid_mappings_are_refused(values: Any, message: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        TrainingArguments.from_dict(given)
-    assert said in str(refused.value)
+        TrainingArguments.from_dict(values)
+    assert message in str(refused.value)

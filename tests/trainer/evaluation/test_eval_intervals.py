@@ -299,7 +299,10 @@ def test_tokens_of_one_set_are_counted() -> None:
     [
         ({}, r"eval_every must be an interval, or intervals by the names of sets"),
         ({"dev": "soon"}, r"eval_every\['dev'\]='soon' is no amount of training"),
-        ({"dev": None}, r"""eval_every\['dev'\]=None: for never, give eval_every\['dev'\]="never"."""),
+        (
+            {"dev": None},
+            r"""eval_every\['dev'\]=None is not an interval. To turn it off, give eval_every\['dev'\]="never".""",
+        ),
         ({"dev": "never"}, r'evaluates no set. Give eval_every="never".'),
         ({1: "5 steps"}, r"eval_every must be an interval, or intervals by the names"),
     ],

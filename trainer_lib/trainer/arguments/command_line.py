@@ -1,4 +1,4 @@
-"""This file is `TrainingArguments` on the command line, parsed by jsonargparse (the extra `cli`)."""
+"""The command line of `TrainingArguments`, parsed by jsonargparse (the extra `cli`)."""
 
 import dataclasses
 import inspect
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="TrainingArguments")
 
-# The groups of --help, each by its first argument.
+# The groups of --help, keyed by the first argument of each.
 GROUPS = {
-    "output_dir": "the run",
-    "num_train_epochs": "its length: the first limit reached ends it",
+    "output_dir": "run",
+    "num_train_epochs": "length: the first limit reached ends the run",
     "per_device_train_batch_size": "batches",
     "learning_rate": "optimizer and schedule",
-    "mixed_precision": "precision, memory, several processes",
+    "mixed_precision": "precision, memory, distributed training",
     "log_every": "logs, evaluations, checkpoints",
     "shuffle": "data",
-    "limit_train_batches": "trying out",
+    "limit_train_batches": "debugging",
     "predict_with_generate": "generation",
-    "progress_bar": "reports",
+    "progress_bar": "progress and trackers",
 }
 _METAVARS: dict[Any, str] = {bool: "true|false", int: "N", float: "NUMBER", list: "[...]", dict: "{...}"}
 _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8,}.+)*)", re.MULTILINE)
 
 
 def parse(cls: type[T], argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> T:
-    """Return the arguments that the command line gives."""
+    """Return the arguments given on the command line."""
     parser = _parser(cls, defaults)
-    words = _normal(list(sys.argv[1:] if argv is None else argv), _flags(cls))
+    words = _normalize(list(sys.argv[1:] if argv is None else argv), _flags(cls))
     try:
         _check_options(cls, words)
-        given = parser.parse_args(words, defaults=False).as_dict()
+        options = parser.parse_args(words, defaults=False).as_dict()
         values = dict(defaults)
-        for file in given.pop("config", None) or []:
+        for file in options.pop("config", None) or []:
             values |= read_values(file)[0]
-        return cls.from_dict(values | given)
+        return cls.from_dict(values | options)
     except TrainerLibError as error:
         cast("ArgumentParser", parser).error(str(error))
 
@@ -61,7 +61,7 @@ def _parser(cls: type["TrainingArguments"], defaults: Mapping[str, Any]) -> Any:
     parser = jsonargparse.ArgumentParser(
         formatter_class=HelpFormatter,
         usage="%(prog)s [--config FILE] [--ARGUMENT VALUE ...]",
-        description="Values are written as in YAML, None as null. Options count before the files of --config.",
+        description="Write values as in YAML, None as null. Options override the files of --config.",
         default_env=False,
     )
     parser.add_argument("--config", action="append", metavar="FILE", help="Arguments in a .yaml or .json file.")
@@ -76,7 +76,7 @@ def _parser(cls: type["TrainingArguments"], defaults: Mapping[str, Any]) -> Any:
         shown = "" if default in (None, dataclasses.MISSING, ()) else f" (default: {default})"
         group.add_argument(
             f"--{field.name}",
-            type=Union[(*kinds, str)],  # any text passes, so that errors are in the words of the checks
+            type=Union[(*kinds, str)],  # accepts any text: the checks of TrainingArguments raise the errors
             metavar=_metavar(kinds, _choices(hints[field.name])),
             help=(texts.get(field.name, "") + shown).replace("%", "%%"),
         )
@@ -84,48 +84,48 @@ def _parser(cls: type["TrainingArguments"], defaults: Mapping[str, Any]) -> Any:
 
 
 def descriptions(cls: type) -> dict[str, str]:
-    """Return what the docstrings of a class and its bases say about each argument."""
-    found: dict[str, str] = {}
+    """Return the description of each argument, from the docstrings of a class and its bases."""
+    texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        text = inspect.cleandoc(base.__doc__ or "") if dataclasses.is_dataclass(base) else ""
-        _, _, arguments = text.partition("Args:\n")
-        for name, said in _ENTRY.findall(arguments.partition("\nExample:")[0]):
-            found[name] = " ".join(said.replace("`", "").split())
-    return found
+        docstring = inspect.cleandoc(base.__doc__ or "") if dataclasses.is_dataclass(base) else ""
+        _, _, arguments = docstring.partition("Args:\n")
+        for name, text in _ENTRY.findall(arguments.partition("\nExample:")[0]):
+            texts[name] = " ".join(text.replace("`", "").split())
+    return texts
 
 
 def _check_options(cls: type, words: Sequence[str]) -> None:
-    """Raise for options that are no arguments, with what to give in their place."""
-    given: dict[str, Any] = {}
+    """Raise for options that are not arguments, with what to give instead."""
+    options: dict[str, Any] = {}
     for index, word in enumerate(words):
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name.partition(".")[0] in ("config", "help", "print_config"):
             continue
         following = words[index + 1] if index + 1 < len(words) else "--"
-        said = value if equals else "true" if following.startswith("--") else following
-        given[name.partition(".")[0]] = _read(said) if is_foreign(name) else said
-    check_names(cls, (), given)
+        text = value if equals else "true" if following.startswith("--") else following
+        options[name.partition(".")[0]] = _parse_value(text) if is_foreign(name) else text
+    check_names(cls, (), options)
 
 
-def _read(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
 
 
-def _normal(words: list[str], flags: Iterable[str]) -> list[str]:
-    """Return options by our names (`--max-steps` is `--max_steps`), and flags with their value (`--dry_run`)."""
+def _normalize(words: list[str], flags: Iterable[str]) -> list[str]:
+    """Return options with underscores (`--max-steps` is `--max_steps`), and flags with a value (`--dry_run=true`)."""
     known = set(flags)
-    normal: list[str] = []
+    normalized: list[str] = []
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             name = "--" + name[2:].replace("-", "_")
             is_alone = not equals and (index + 1 == len(words) or words[index + 1].startswith("--"))
             word = f"{name}=true" if is_alone and name[2:] in known else f"{name}{equals}{value}"
-        normal.append(word)
-    return normal
+        normalized.append(word)
+    return normalized
 
 
 def _flags(cls: type) -> list[str]:
@@ -139,15 +139,15 @@ def _metavar(kinds: Iterable[Any], choices: Sequence[str]) -> str:
 
 
 def _choices(hint: Any) -> list[str]:
-    """Return the texts that an argument is one of."""
+    """Return the texts that an argument allows."""
     literals = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is typing.Literal]
     return [text for literal in literals for text in typing.get_args(literal)]
 
 
 def _kinds(hint: Any) -> list[Any]:
-    """Return the kinds of values that can be written on a command line: plain ones, and objects by their fields."""
+    """Return the types that a command line can express: plain values, and objects as dicts of their fields."""
     if typing.get_origin(hint) in (Union, types.UnionType):
-        return list(dict.fromkeys(kind for one in typing.get_args(hint) for kind in _kinds(one)))
+        return list(dict.fromkeys(kind for member in typing.get_args(hint) for kind in _kinds(member)))
     if hint is None or hint is types.NoneType:
         return [types.NoneType]
     origin = typing.get_origin(hint)
@@ -155,5 +155,5 @@ def _kinds(hint: Any) -> list[Any]:
         return [types.GenericAlias(list, (_kinds(typing.get_args(hint)[0])[0],))]
     if hint in (bool, int, float):
         return [hint]
-    is_of_fields = dataclasses.is_dataclass(hint) and hint is not Every
-    return [dict[str, Any]] if is_of_fields or (isinstance(origin, type) and issubclass(origin, Mapping)) else [str]
+    has_fields = dataclasses.is_dataclass(hint) and hint is not Every
+    return [dict[str, Any]] if has_fields or (isinstance(origin, type) and issubclass(origin, Mapping)) else [str]

@@ -1,4 +1,4 @@
-"""This file is classes and functions by their dotted paths, as settings name them."""
+"""Classes and functions from dotted paths, and their keyword arguments."""
 
 import importlib
 import inspect
@@ -13,10 +13,10 @@ def load(path: str, option: str) -> Callable[..., Any]:
 
     Args:
         path: Such as "package.module.Class".
-        option: What the path was given for.
+        option: The name of the setting that holds the path, for errors.
 
     Raises:
-        ConfigurationError: If there is nothing there that can be called.
+        ConfigurationError: If the path does not lead to something callable.
 
     Example:
         >>> load("torch.optim.SGD", "optimizer")
@@ -26,42 +26,44 @@ def load(path: str, option: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        raise ConfigurationError(f"{option}={path!r}: {module_name} cannot be imported ({error}).") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        names = [one for one in dir(module) if callable(getattr(module, one))]
-        raise ConfigurationError(f"{option}={path!r}: {module_name} has no class {name}.{did_you_mean(name, names)}")
-    return found
+        raise ConfigurationError(f"{option}={path!r}: module {module_name!r} cannot be imported ({error}).") from error
+    loaded = getattr(module, name, None)
+    if not callable(loaded):
+        names = [attribute for attribute in dir(module) if callable(getattr(module, attribute))]
+        raise ConfigurationError(
+            f"{option}={path!r}: {module_name} has no class or function {name!r}.{did_you_mean(name, names)}"
+        )
+    return loaded
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters that can be given by name."""
+    """Return the parameters of a function that you can give by name."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters
     return {name: parameter for name, parameter in parameters.items() if parameter.kind in by_name}
 
 
-def takes_anything(function: Callable[..., Any]) -> bool:
-    """Whether a function takes any keyword."""
-    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
+    """Whether a function has a `**kwargs` parameter."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values())
 
 
-def check_options(told_as: str, given: Mapping[str, Any], known: Iterable[str], instead: Mapping[str, str]) -> None:
-    """Raise for an option that is not known.
+def check_options(owner: str, options: Mapping[str, Any], known: Iterable[str], arguments: Mapping[str, str]) -> None:
+    """Raise for an unknown option of an optimizer, schedule or the like.
 
     Args:
-        told_as: Whose options they are.
-        given: What was given.
-        known: The names of options there are.
-        instead: Where to say what some names stand for.
+        owner: What the options belong to, for errors.
+        options: The options by name.
+        known: The names of all options.
+        arguments: For options that an argument of the trainer sets: the name of that argument.
 
     Raises:
-        ConfigurationError: With all names that are known.
+        ConfigurationError: With the known names.
     """
-    names = [name for name in known if name not in instead]
-    for name in given:
-        if name in instead:
-            raise ConfigurationError(f"{told_as}: {name} is not set by an option of its own but by {instead[name]}.")
+    names = [name for name in known if name not in arguments]
+    for name in options:
+        if name in arguments:
+            raise ConfigurationError(f"{owner}: the option {name!r} is set by {arguments[name]}. Leave the option out.")
         if name not in names:
-            takes = f"It takes: {', '.join(names)}." if names else "It takes none."
-            raise ConfigurationError(f"{told_as} has no option {name!r}. {takes}{did_you_mean(name, names)}")
+            allowed = f"Known: {', '.join(names)}." if names else "It has no options."
+            raise ConfigurationError(f"{owner} has no option {name!r}. {allowed}{did_you_mean(name, names)}")

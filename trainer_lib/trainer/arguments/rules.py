@@ -1,4 +1,4 @@
-"""This file is what `TrainingArguments` allows: for each argument its kind of values, and which of them contradict."""
+"""The checks of `TrainingArguments`: the values each argument allows, and arguments that contradict each other."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -27,17 +27,19 @@ _NO_LIMIT = " For no limit, leave it out."
 
 def _optimizer(name: str, value: Any) -> str:
     kept = values.name_of("optimizer")(name, value)
-    # "lbfgs" is known, and refused with a reason where it is made.
+    # "lbfgs" passes here: building the optimizer refuses it with a reason.
     if "." in kept or kept.lower() in (*optimizer_names(), "lbfgs"):
         return kept
-    raise ConfigurationError(_as_foreign("optim", kept, name) or _unknown_name(name, kept, optimizer_names()))
+    raise ConfigurationError(_hugging_face_hint("optim", kept, name) or _unknown_name(name, kept, optimizer_names()))
 
 
 def _schedule_name(name: str, value: Any) -> str:
     kept = values.name_of("scheduler")(name, value)
     if "." in kept or kept in SCHEDULES:
         return kept
-    raise ConfigurationError(_as_foreign("lr_scheduler_type", kept, name) or _unknown_name(name, kept, SCHEDULES))
+    raise ConfigurationError(
+        _hugging_face_hint("lr_scheduler_type", kept, name) or _unknown_name(name, kept, SCHEDULES)
+    )
 
 
 def _precision(name: str, value: Any) -> str:
@@ -50,8 +52,8 @@ def _sharding_plugin(name: str, value: Any) -> Any:
     return values.kind(FullyShardedDataParallelPlugin, or_flag=True)(name, value)
 
 
-def _as_foreign(theirs: str, value: str, ours: str) -> str | None:
-    """Return what to give for a name that Hugging Face has for it; none, if that has none either."""
+def _hugging_face_hint(theirs: str, value: str, ours: str) -> str | None:
+    """Return what to give instead of a name of Hugging Face's; `None` if it is not one of theirs either."""
     converted, _ = convert({theirs: value}, set())
     return None if converted.get(ours, value) == value else explain({theirs: value})[0]
 
@@ -142,41 +144,41 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def check_names(cls: type, positional: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Raise for names that are no arguments of `cls`, each with what to say in its place."""
+def check_names(cls: type, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Raise for names that are not arguments of `cls`, each with what to give instead."""
     known = [field.name for field in dataclasses.fields(cls) if field.init]
     if positional:
         raise ConfigurationError(
             f"{cls.__name__} takes arguments by name only, got {positional[0]!r}."
             + (f" Give output_dir={positional[0]!r}." if isinstance(positional[0], str) else "")
         )
-    strange = {name: value for name, value in given.items() if name not in known}
-    said = [_unknown(cls, name, value, known) for name, value in strange.items() if not is_foreign(name)]
-    foreign = [name for name in strange if is_foreign(name)]
-    if strange:
-        raise ConfigurationError("\n".join([*said, *explain(given, foreign)]))
+    unknown_names = {name: value for name, value in named.items() if name not in known}
+    messages = [_unknown(cls, name, value, known) for name, value in unknown_names.items() if not is_foreign(name)]
+    foreign = [name for name in unknown_names if is_foreign(name)]
+    if unknown_names:
+        raise ConfigurationError("\n".join([*messages, *explain(named, foreign)]))
 
 
 def check_values(arguments: Any) -> None:
-    """Raise for a value that is not allowed, and keep each in its plain form."""
+    """Raise for a value that is not allowed, and store each value in its plain form."""
     for name, check in CHECKS.items():
         setattr(arguments, name, check(name, getattr(arguments, name)))
 
 
-def check_agreement(arguments: "TrainingArguments") -> None:
-    """Raise where arguments contradict each other, or say something about what another one rules out."""
-    for check in _AGREEMENTS:
+def check_consistency(arguments: "TrainingArguments") -> None:
+    """Raise if arguments contradict each other, or if one has no effect because of another."""
+    for check in _CONSISTENCY_CHECKS:
         check(arguments)
 
 
 def _unknown(cls: type, name: str, value: Any, known: list[str]) -> str:
-    said = f"{cls.__name__} has no argument {name!r} (given: {shown(value)})."
+    message = f"{cls.__name__} has no argument {name!r} (given: {shown(value)})."
     if name in OF_LAUNCHERS:
-        return f"{said} It is for the launcher, before the script: trainer-lib launch --num_processes N script.py."
+        return f"{message} Give it to the launcher, before the script: trainer-lib launch --num_processes N script.py."
     closest = renamed(name)
     hint = f" Did you mean {closest!r}?" if closest else did_you_mean(name, known)
     near = ", ".join(nearest(name, known))
-    return said + (hint or f" The nearest are {near}; help({cls.__name__}) lists all {len(known)}.")
+    return message + (hint or f" The nearest names are {near}; help({cls.__name__}) lists all {len(known)}.")
 
 
 def _batch_size(args: "TrainingArguments") -> None:
@@ -185,13 +187,13 @@ def _batch_size(args: "TrainingArguments") -> None:
         return
     if args.gradient_accumulation_steps is not None:
         raise ConfigurationError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and global_batch_size={whole} say the "
-            "same in two ways. Give one of them."
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and global_batch_size={whole} set the "
+            "same thing. Give one of them."
         )
     if isinstance(size, int) and whole % size:
         below, above = whole // size * size, (whole // size + 1) * size
         raise ConfigurationError(
-            f"global_batch_size={whole} is no multiple of per_device_train_batch_size={size}. Give "
+            f"global_batch_size={whole} must be a multiple of per_device_train_batch_size={size}. Give "
             f"{f'{below} or {above}' if below else above}, or another per_device_train_batch_size."
         )
 
@@ -199,54 +201,58 @@ def _batch_size(args: "TrainingArguments") -> None:
 def _files(args: "TrainingArguments") -> None:
     if args.keep_every is not None and args.keep_last is None:
         raise ConfigurationError(
-            f"keep_every={args.keep_every!r} says nothing where keep_last=None keeps all. Give one of them."
+            f"keep_every={args.keep_every!r} has no effect with keep_last=None, which keeps all. Give one of them."
         )
     if args.output_dir is not None:
         return
     if args.resume in ("auto", "extend"):
         raise ConfigurationError(
-            f'resume="{args.resume}" looks for a run in output_dir, and there is none. Give output_dir.'
+            f'resume="{args.resume}" looks for a run in output_dir, which is not set. Give output_dir.'
         )
     if args.save_every not in (None, NEVER):
-        raise ConfigurationError(f"save_every={args.save_every!r} says when, and nothing says where. Give output_dir.")
+        raise ConfigurationError(
+            f"save_every={args.save_every!r} saves checkpoints in output_dir, which is not set. Give output_dir."
+        )
     if args.load_best_at_end:
         raise ConfigurationError(
-            "load_best_at_end=True loads a checkpoint, and without output_dir none is saved. Give output_dir."
+            "load_best_at_end=True loads a checkpoint of output_dir, which is not set. Give output_dir."
         )
 
 
 def _delay(args: "TrainingArguments") -> None:
     if args.eval_delay is not None and args.eval_every == NEVER:
         raise ConfigurationError(
-            f'eval_delay={args.eval_delay!r} delays evaluations, and eval_every="never" makes none. Leave one of them '
-            "out."
+            f'eval_delay={args.eval_delay!r} has no effect with eval_every="never". Leave one of them out.'
         )
 
 
 def _best(args: "TrainingArguments") -> None:
     if args.load_best_at_end and args.keep_best == 0:
-        raise ConfigurationError("load_best_at_end=True and keep_best=0: the best is not kept. Leave keep_best out.")
+        raise ConfigurationError(
+            "load_best_at_end=True needs the best checkpoint, and keep_best=0 deletes it. Leave keep_best out."
+        )
     if args.load_best_at_end and args.eval_every == NEVER and not args.eval_on_start:
         raise ConfigurationError(
-            'load_best_at_end=True and eval_every="never": nothing tells which is the best. Leave eval_every out.'
+            'load_best_at_end=True needs evaluations to rank checkpoints, and eval_every="never" makes none. Leave '
+            "eval_every out."
         )
     if args.metric_for_best is not None:
         greater_is_better_for(args.metric_for_best, args.greater_is_better)
     elif args.greater_is_better is not None:
         raise ConfigurationError(
-            f"greater_is_better={args.greater_is_better} says nothing without metric_for_best. Give "
+            f"greater_is_better={args.greater_is_better} has no effect without metric_for_best. Give "
             'metric_for_best="eval_…".'
         )
 
 
-def _one_knob(args: "TrainingArguments") -> None:
-    for name, elsewhere in (
+def _optimizer_options(args: "TrainingArguments") -> None:
+    for name, arguments in (
         ("optimizer_kwargs", {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "parameter_groups"}),
         ("lr_scheduler_kwargs", {"num_warmup_steps": "warmup", "num_training_steps": "schedule_steps"}),
     ):
-        for key in set(getattr(args, name)) & set(elsewhere):
+        for key in set(getattr(args, name)) & set(arguments):
             raise ConfigurationError(
-                f"{name} has {key!r}, which is said by {elsewhere[key]}. Give {elsewhere[key]}, and leave it out there."
+                f"{name} has {key!r}, which {arguments[key]} sets. Give {arguments[key]}, and leave it out of {name}."
             )
 
 
@@ -254,27 +260,32 @@ def _schedule(args: "TrainingArguments") -> None:
     name = "max_steps" if args.schedule_steps is None else "schedule_steps"
     steps = getattr(args, name)
     if steps is not None and args.warmup_steps_for(steps) > steps:
-        raise ConfigurationError(f"warmup={args.warmup!r} is longer than all of {name}={steps}.")
+        raise ConfigurationError(
+            f"warmup={args.warmup!r} must not be longer than {name}={steps}. Give a shorter warmup or more steps."
+        )
 
 
 def _order(args: "TrainingArguments") -> None:
-    told = [name for name in ("group_by_length", "sample_weights") if getattr(args, name)]
-    if len(told) == 2:
-        raise ConfigurationError("group_by_length and sample_weights each choose the samples of a batch. Give one.")
+    chosen = [name for name in ("group_by_length", "sample_weights") if getattr(args, name)]
+    if len(chosen) == 2:
+        raise ConfigurationError(
+            "group_by_length and sample_weights both choose the samples of a batch. Give one of them."
+        )
     if args.validation_split is not None and args.sample_weights:
         raise ConfigurationError(
-            "validation_split takes rows out of train_dataset, and sample_weights has a weight for each row. Split the "
-            "data, and give eval_dataset."
+            "validation_split removes rows from train_dataset, and sample_weights has a weight for each row. Split the "
+            "data yourself, and give eval_dataset."
         )
-    if told and not args.shuffle:
-        raise ConfigurationError(f"shuffle=False keeps the order, and {told[0]} chooses another. Give one of them.")
+    if chosen and not args.shuffle:
+        raise ConfigurationError(
+            f"shuffle=False keeps the order of the data, which {chosen[0]} changes. Give one of them."
+        )
     if args.overfit_batches is None:
         return
-    for name in ("limit_train_batches", "limit_eval_batches", *told):
+    for name in ("limit_train_batches", "limit_eval_batches", *chosen):
         if getattr(args, name) is not None:
             raise ConfigurationError(
-                f"overfit_batches={args.overfit_batches} says which batches are taken, and so does {name}. Give one of "
-                "them."
+                f"overfit_batches={args.overfit_batches} and {name} both choose the batches. Give one of them."
             )
 
 
@@ -282,28 +293,27 @@ def _workers(args: "TrainingArguments") -> None:
     for name, unset in (("prefetch_factor", None), ("persistent_workers", False)):
         if args.num_workers == 0 and getattr(args, name) != unset:
             raise ConfigurationError(
-                f"{name}={getattr(args, name)} is about workers, and num_workers=0 has none. Give num_workers=1 or "
-                "more."
+                f"{name}={getattr(args, name)} has no effect with num_workers=0. Give num_workers=1 or more."
             )
 
 
 def _device(args: "TrainingArguments") -> None:
     for name in ("tf32", "pin_memory"):
         if args.use_cpu and getattr(args, name):
-            raise ConfigurationError(f"{name}=True is about accelerators, and use_cpu=True takes none. Give one.")
+            raise ConfigurationError(f"{name}=True has no effect with use_cpu=True. Give one of them.")
 
 
 def _splitting(args: "TrainingArguments") -> None:
     if args.per_device_train_batch_size != values.AUTO:
         return
-    for given, why in (
-        (args.fsdp and "fsdp", "the processes of a sharded model compute all together"),
-        (args.sync_batchnorm and "sync_batchnorm=True", "BatchNorm waits for the other processes in each forward"),
+    for setting, reason in (
+        (args.fsdp and "fsdp", "all ranks of a sharded model compute together"),
+        (args.sync_batchnorm and "sync_batchnorm=True", "BatchNorm waits for the other ranks in each forward pass"),
     ):
-        if given:
+        if setting:
             raise ConfigurationError(
-                f'per_device_train_batch_size="auto" has each process compute its batch in parts of its own, and with '
-                f"{given} {why}. Give a number."
+                f'per_device_train_batch_size="auto" splits the batches of each rank separately, which {setting} does '
+                f"not allow: {reason}. Give a number."
             )
 
 
@@ -311,27 +321,28 @@ def _sharding(args: "TrainingArguments") -> None:
     if not args.fsdp:
         return
     if args.ddp is not None:
-        raise ConfigurationError("fsdp and ddp are both given: a model is sharded or replicated. Give one of them.")
+        raise ConfigurationError(
+            "fsdp and ddp are both given: a model is either sharded or replicated. Give one of them."
+        )
     if args.gradient_checkpointing and getattr(args.fsdp, "activation_checkpointing", False):
         raise ConfigurationError(
-            "gradient_checkpointing=True and fsdp.activation_checkpointing=True say the same in two ways. Give one."
+            "gradient_checkpointing=True and fsdp.activation_checkpointing=True set the same thing. Give one of them."
         )
 
 
 def _generation(args: "TrainingArguments") -> None:
     if args.generation_kwargs and not args.predict_with_generate:
         raise ConfigurationError(
-            "generation_kwargs says how to generate, and predict_with_generate=False never does. Give "
-            "predict_with_generate=True."
+            "generation_kwargs has no effect with predict_with_generate=False. Give predict_with_generate=True."
         )
 
 
-_AGREEMENTS: tuple[Callable[["TrainingArguments"], None], ...] = (
+_CONSISTENCY_CHECKS: tuple[Callable[["TrainingArguments"], None], ...] = (
     _batch_size,
     _files,
     _delay,
     _best,
-    _one_knob,
+    _optimizer_options,
     _schedule,
     _order,
     _workers,

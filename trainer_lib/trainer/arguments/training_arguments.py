@@ -1,4 +1,4 @@
-"""This file is `TrainingArguments`: everything that can be said about a run without an object."""
+"""`TrainingArguments`: the settings of a run, with their defaults and checks."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.processes.exit_codes import STOP_SIGNALS
-from trainer_lib.trainer.arguments.rules import check_agreement, check_names, check_values
+from trainer_lib.trainer.arguments.rules import check_consistency, check_names, check_values
 from trainer_lib.trainer.arguments.value_types import NEVER, read_duration, read_tokens, read_warmup
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
 
@@ -33,120 +33,131 @@ _AUTO_SIZE = 64
 
 @dataclass(kw_only=True)
 class TrainingArguments:
-    """Everything that can be said about a run without an object, checked when it is said.
+    """All settings of a run that can be written as text or numbers, checked when you create it.
 
-    Amounts of training are texts with a unit: "500 steps", "1 epoch", "100k samples", "10 minutes"; a bare number is
-    steps. Arguments of Hugging Face's Trainer that mean the same have the same names; the others are refused with what
-    to give in their place. Values are kept in the form in which they can be written down: paths and intervals as texts,
-    numbers as Python's.
+    Amounts of training are texts with a unit: "500 steps", "1 epoch", "100k samples", "10 minutes"; a bare number means
+    optimizer steps. Arguments with the same meaning as in Hugging Face's Trainer have the same names; for the others
+    the error says what to give instead. Values are stored in the form in which files hold them: paths and intervals as
+    texts, numbers as Python numbers.
 
     Args:
-        output_dir: The folder for runs, each in a folder of its own, or its URL, such as `s3://bucket/runs`; by default
-            nothing is written.
-        run_name: A name for people to know the run by.
-        resume: "never"; "auto": go on with the newest unfinished run in `output_dir`; "extend": with a finished one
-            too, as there are more epochs or steps now; or the path of a checkpoint.
-        seed: Seeds weights, dropout and the order of the data; `None` seeds nothing.
-        data_seed: Seeds the order of the data alone.
+        output_dir: The folder in which each run gets a folder of its own, as a path or a URL such as
+            `s3://bucket/runs`; `None` writes nothing.
+        run_name: A display name for the run.
+        resume: Which run to resume: "never" starts a new one, "auto" resumes the newest unfinished run in `output_dir`,
+            "extend" also resumes a finished one that now has more epochs or steps to train, and a path resumes that
+            checkpoint.
+        seed: The seed for weights, dropout and the order of the data; `None` seeds nothing.
+        data_seed: The seed for the order of the data alone; `None` uses `seed`.
 
-        num_train_epochs: Passes over the data. Of this and the next three the first reached ends the run; with none of
-            them it is 3 passes.
-        max_steps: Updates.
-        max_tokens: Tokens that end the run: those of `input_ids`, of all processes, without what `attention_mask` marks
-            as padding. A number, or a text such as "10B".
-        max_time: Time, over all restarts: "90 minutes", "1-12:00:00", seconds or a `timedelta`.
-        deadline: When the program has to be through, its last save included: a date and time ("2030-01-31T18:00"),
-            seconds since 1970, or "auto": what the scheduler tells (SLURM), if there is one. The run then ends with
-            exit code 75, and goes on where it was.
-        stop_signals: The signals at which a run saves and ends, by name.
+        num_train_epochs: Epochs to train, fractions allowed; the run ends at the first limit reached of this,
+            `max_steps`, `max_tokens` and `max_time`, and after 3 epochs without any of them.
+        max_steps: Optimizer steps after which the run ends; `None` sets no limit.
+        max_tokens: Tokens after which the run ends, a number or a text such as "10B": the `input_ids` of all ranks
+            without the padding that `attention_mask` marks; `None` sets no limit.
+        max_time: Training time after which the run ends, summed over restarts: "90 minutes", "1-12:00:00", seconds or a
+            `timedelta`; `None` sets no limit.
+        deadline: The time by which the program must have ended, last checkpoint included: a date and time
+            ("2030-01-31T18:00"), seconds since 1970, or "auto" for the end of the SLURM job, if there is one. The run
+            saves, exits with code 75, and resumes from there; `None` sets no deadline.
+        stop_signals: The signals, by name, at which the run saves and ends.
 
-        per_device_train_batch_size: Samples that a process computes at once. With "auto" they are 64 (or what makes up
-            `global_batch_size`), computed in parts from where they do not fit into memory; updates stay the same.
-        per_device_eval_batch_size: The same in evaluation; by default as in training.
-        gradient_accumulation_steps: Batches of a process that make one update.
-        global_batch_size: Samples of all processes that make one update, in the place of the accumulation.
+        per_device_train_batch_size: Samples in the micro-batch of a rank. "auto" takes 64 (or a divisor of
+            `global_batch_size`) and splits a micro-batch that does not fit into memory; the updates stay the same.
+        per_device_eval_batch_size: Samples in an evaluation batch of a rank; `None` uses the training batch size.
+        gradient_accumulation_steps: Micro-batches that a rank accumulates for one optimizer step; `None` means 1.
+        global_batch_size: Samples of all ranks in one optimizer step, from which the accumulation steps follow; `None`
+            uses `gradient_accumulation_steps`.
 
-        learning_rate: The learning rate after the warm-up.
-        optimizer: A name: "adamw", "sgd" and torch's others in lower case, or a dotted path.
-        optimizer_kwargs: More arguments of the optimizer, such as {"betas": [0.9, 0.95]}.
-        weight_decay: Weight decay of all but norms, biases and vectors.
-        parameter_groups: What is trained otherwise than the rest, by patterns of names.
-        lr_scheduler: The schedule by name: "linear", "cosine", "wsd", "constant", "plateau" and others.
-        lr_scheduler_kwargs: More arguments of the schedule.
-        warmup: Steps ("100 steps" or 100), or a part of all steps (0.05 or "5%"), in which the rate rises from 0.
-        schedule_steps: The updates that the schedule is made for; by default those of the run.
-        max_grad_norm: The norm to which gradients are clipped; `None` leaves them as they are.
+        learning_rate: The learning rate at the end of the warm-up.
+        optimizer: The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, or a dotted path.
+        optimizer_kwargs: Further arguments of the optimizer, such as {"betas": [0.9, 0.95]}.
+        weight_decay: The weight decay for all parameters except norms, biases and vectors.
+        parameter_groups: A list of `ParameterGroup`: learning rate, weight decay or freezing for parameters by patterns
+            of their names.
+        lr_scheduler: The learning rate schedule: "linear", "cosine", "wsd", "constant", "plateau" or another name, or
+            a dotted path.
+        lr_scheduler_kwargs: Further arguments of the schedule.
+        warmup: Steps in which the learning rate rises from 0, as a number ("100 steps" or 100) or a fraction of all
+            steps (0.05 or "5%"); `None` means no warm-up.
+        schedule_steps: Optimizer steps over which the schedule runs; `None` uses the length of the run.
+        max_grad_norm: The norm to which gradients are clipped; `None` does not clip.
 
-        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default what the launcher says.
-        compile: Whether to compile the model; or with which backend; or a `TorchDynamoPlugin`.
-        gradient_checkpointing: Compute activations again in the backward instead of keeping them.
-        fsdp: Shard the model over the processes; or how, as a plugin.
-        parallelism: How many processes replicate a model, and how many share one copy.
-        ddp: Options of DDP.
-        sync_batchnorm: Have BatchNorm take its statistics from the batches of all processes.
-        tf32: Whether accelerators may multiply in TF32; by default as torch is set.
-        deterministic: Take only algorithms that give the same result each time.
-        detect_anomaly: Name the operation whose gradient is not a number; slow.
-        gc_every: Collect garbage at this interval only, on all processes at once; by default as Python does.
-        use_cpu: Stay on the CPU even if there is an accelerator.
+        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; `None` uses what the launcher set.
+        compile: Compile the model with torch.compile: True, the name of a backend, or a `TorchDynamoPlugin`.
+        gradient_checkpointing: Recompute activations in the backward pass instead of storing them.
+        fsdp: Shard the model with FSDP2: True, or a `FullyShardedDataParallelPlugin`.
+        parallelism: A `ParallelismConfig`: how many ranks replicate the model and how many share one copy.
+        ddp: Options of DDP, as `DistributedDataParallelKwargs`.
+        sync_batchnorm: Compute BatchNorm's statistics over the batches of all ranks.
+        tf32: Whether accelerators may multiply in TF32; `None` keeps torch's setting.
+        deterministic: Use only algorithms that return the same result every time.
+        detect_anomaly: Name the operation whose gradient is NaN; this is slow.
+        gc_every: How often Python's garbage collector runs, on all ranks at once; `None` leaves it to Python.
+        use_cpu: Train on the CPU even if an accelerator is available.
 
         log_every: How often to log, or "never".
-        eval_every: How often to evaluate, or "never"; by default each epoch, if there is something to evaluate on. For
-            several sets also by their names: {"dev": "100 steps", "test": "1 epoch", "train": "never"}.
-        eval_delay: How much to train before the first evaluation that is due at its interval, such as "2 epochs".
+        eval_every: How often to evaluate, or "never"; `None` evaluates each epoch if there is an evaluation set. For
+            several sets a mapping by name: {"dev": "100 steps", "test": "1 epoch", "train": "never"}.
+        eval_delay: Training before the first scheduled evaluation, such as "2 epochs"; `None` means no delay.
         eval_on_start: Evaluate before the first step too.
-        save_every: How often to save, or "never"; by default each epoch, if there is an `output_dir`.
-        save_in_background: Whether a thread writes checkpoints, from a copy in host memory, while training goes on.
-        on_save_error: What follows when the disk does not take a checkpoint: "continue" warns, trains on and saves when
-            that is due again; "raise" ends the run.
-        on_exception: What follows when an error ends the run between two updates, such as one that the dataset raises:
-            "save" saves the state after the last update (with an `output_dir`; on several ranks if all of them raise),
-            "raise" saves nothing.
-        on_nonfinite: What follows when a loss or gradients are not finite, which never changes a weight: "raise" ends
-            the run, "skip" leaves the update out, "rewind" goes back to the last checkpoint and then leaves it out.
-        max_nonfinite: How many updates of a run may be left out.
-        loss_spike: A loss this many deviations above the median of the last 50 updates is treated in the same way.
-        hang_timeout: After how long without progress a run ends, naming the rank that hangs: seconds, or "10 minutes".
+        save_every: How often to save a checkpoint, or "never"; `None` saves each epoch if there is an `output_dir`.
+        save_in_background: Write checkpoints in a thread, from a copy in host memory, while training continues.
+        on_save_error: What to do when a checkpoint cannot be written: "continue" warns, and saves again when the next
+            checkpoint is due; "raise" ends the run.
+        on_exception: What to do when an error ends the run between two updates, such as one that the dataset raises:
+            "save" writes a checkpoint of the state after the last update (with an `output_dir`; on several ranks if
+            all of them raise), "raise" writes none.
+        on_nonfinite: What to do when a loss or gradient is NaN or Inf, which never changes a weight: "raise" ends the
+            run, "skip" skips the update, "rewind" loads the last checkpoint and skips the update then.
+        max_nonfinite: How many updates a run may skip because of NaN, Inf or loss spikes, before it ends with an error.
+        loss_spike: A loss this many deviations above the median of the last 50 updates is treated like NaN; `None`
+            ignores spikes.
+        hang_timeout: Time without progress after which the run ends and names the rank that hangs: seconds, or a text
+            such as "10 minutes"; `None` turns hang detection off.
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
-        keep_best: How many of the best checkpoints to keep besides.
-        keep_every: How often to keep one for good, such as "1000 steps": of those that are saved, the first at or after
-            each multiple.
-        metric_for_best: The metric that says which is the best; by default the loss of the evaluation. Of several sets
+        keep_best: How many of the best checkpoints to keep in addition.
+        keep_every: How often to keep a checkpoint permanently, such as "1000 steps": the first one saved at or after
+            each multiple; `None` keeps none permanently.
+        metric_for_best: The metric by which checkpoints are ranked; `None` uses the evaluation loss. With several sets,
             "mean_loss" or another "mean_…" is the mean over them.
-        greater_is_better: Whether more of it is better; known for well-known names.
-        load_best_at_end: Go back to the best checkpoint when training ends.
+        greater_is_better: Whether higher is better; inferred for common metric names.
+        load_best_at_end: Load the best checkpoint when training ends.
 
-        shuffle: Whether each pass takes the samples in a new order.
-        num_workers: Processes that load data for each process; 0 loads in the process itself.
-        pin_memory: Load into memory that accelerators can copy from; by default if there is one.
-        prefetch_factor: Batches that each worker has ready.
-        persistent_workers: Keep workers between passes.
-        seed_each_sample: Seed the random generators before each sample from seed, epoch and index (about 7 µs a
-            sample), so that a dataset which draws random numbers in workers resumes to the bit too.
-        drop_last: Drop a last batch that is not full.
-        group_by_length: Make batches of samples of about the same length.
-        remove_unused_columns: Leave columns of a dataset out of batches that the model's `forward` does not take; by
-            default they are an error. True for arguments of Hugging Face's Trainer, unless they say otherwise.
-        length_column: The column of the dataset with the lengths, if it has one.
-        sample_weights: How often each sample is drawn, relative to the others.
-        validation_split: The share of `train_dataset` to evaluate on instead of training on it, where no `eval_dataset`
-            is given: 0.1 holds out 10 % of the rows, the same ones for each seed.
-        on_bad_sample: What follows when a sample cannot be read or collated: "raise" ends the run with its index,
-            "skip" leaves it out of its batch, tells of it in the end, and lists it in `quarantine.jsonl`.
-        max_bad_samples: How many samples may be left out: a number, or below 1 a share of the data.
+        shuffle: Shuffle the samples, in a new order for each epoch.
+        num_workers: Worker processes that load data for each rank; 0 loads in the training process.
+        pin_memory: Load into page-locked memory, from which accelerators copy faster; `None` does so if there is an
+            accelerator.
+        prefetch_factor: Batches that each worker loads ahead; `None` uses torch's default.
+        persistent_workers: Keep the workers alive between epochs.
+        seed_each_sample: Seed the random generators before each sample from seed, epoch and index (about 7 µs per
+            sample), so that a dataset which draws random numbers in workers also resumes bit for bit.
+        drop_last: Drop the last batch of an epoch if it is not full.
+        group_by_length: Put samples of similar length into one batch.
+        remove_unused_columns: Drop the columns of a dataset that the model's `forward` does not take; False raises an
+            error for them. True for arguments of Hugging Face's Trainer, unless they set it.
+        length_column: The column of the dataset that holds the lengths, if there is one.
+        sample_weights: How often each sample is drawn, relative to the others; `None` draws all equally.
+        validation_split: The fraction of `train_dataset` to evaluate on instead of training on it, if no `eval_dataset`
+            is given: 0.1 holds out 10 % of the rows, the same ones for each seed; `None` holds out none.
+        on_bad_sample: What to do when a sample cannot be read or collated: "raise" ends the run with its index, "skip"
+            skips the sample, reports it at the end and lists it in `quarantine.jsonl`.
+        max_bad_samples: How many samples a run may skip before it ends with an error: a number, or a fraction of the
+            data below 1.
 
-        limit_train_batches: Batches of a pass, at most.
-        limit_eval_batches: Batches of an evaluation, at most.
-        overfit_batches: Train and evaluate on so many first batches only, in their order.
-        dry_run: Run everything once on two batches, and keep nothing.
-        label_names: The keys of a batch that are labels.
+        limit_train_batches: Batches of an epoch, at most; `None` sets no limit.
+        limit_eval_batches: Batches of an evaluation, at most; `None` sets no limit.
+        overfit_batches: Train and evaluate on this many first batches only, in a fixed order; `None` uses all.
+        dry_run: Train, evaluate and log once on two batches, and write nothing.
+        label_names: The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and
+            "y".
 
-        predict_with_generate: Have evaluations and predictions generate.
+        predict_with_generate: Call the model's `generate` in evaluations and predictions.
         generation_kwargs: Arguments of `generate`.
 
-        progress_bar: Whether to show a progress bar; by default where somebody can see it.
-        report_to: The trackers to report to, by their names: "tensorboard", "mlflow", "comet_ml", "wandb" and others;
-            "all" for those that are installed and configured.
+        progress_bar: Show a progress bar; `None` shows it in terminals and notebooks.
+        report_to: The trackers to report to, by name: "tensorboard", "mlflow", "comet_ml", "wandb" and others; "all"
+            for those that are installed and configured.
 
     Example:
         >>> args = TrainingArguments(max_steps=1000, warmup="5%", eval_every="200 steps")
@@ -248,62 +259,62 @@ class TrainingArguments:
 
     __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
 
-    # Before __init__, which would call an unknown name a TypeError, and know no better one.
-    def __new__(cls, *positional: Any, **given: Any) -> Self:
-        """Check the names."""
-        check_names(cls, positional, given)
+    # Runs before __init__, which would raise a TypeError for an unknown name and could not suggest a known one.
+    def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Check the names of the arguments."""
+        check_names(cls, positional, named)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the values, each alone and then together."""
         check_values(self)
-        check_agreement(self)
+        check_consistency(self)
 
-    # -- in parsed form ------------------------------------------------------------------------------------------
+    # -- parsed values ------------------------------------------------------------------------------------------
 
     @property
     def output_folder(self) -> AnyPath | None:
-        """Where runs are written."""
+        """The folder in which runs are written; `None`: nothing is written."""
         return None if self.output_dir is None else path_at(self.output_dir)
 
     @property
     def epoch_limit(self) -> float | None:
-        """The passes that end the run: 3, if nothing else would."""
+        """The epochs after which the run ends: 3 if no other limit is set; `None`: no limit."""
         if all(getattr(self, name) is None for name in ("num_train_epochs", "max_steps", "max_tokens", "max_time")):
             return 3.0
         return self.num_train_epochs
 
     @property
     def token_limit(self) -> int | None:
-        """The tokens that end the run."""
+        """The tokens after which the run ends; `None`: no limit."""
         return None if self.max_tokens is None else read_tokens("max_tokens", self.max_tokens)
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether something goes by the number of tokens."""
+        """Whether a limit or an interval is given in tokens."""
         intervals = (self.log_interval, self.eval_interval, self.save_interval, *self.eval_intervals.values())
         return self.max_tokens is not None or any(every is not None and every.unit == "tokens" for every in intervals)
 
     @property
     def time_limit(self) -> float | None:
-        """The seconds that end the run."""
+        """The seconds after which the run ends; `None`: no limit."""
         return None if self.max_time is None else read_duration("max_time", self.max_time)
 
     @property
-    def seconds_until_hung(self) -> float | None:
-        """The seconds without a move after which processes hang."""
+    def hang_timeout_seconds(self) -> float | None:
+        """The seconds without progress after which a rank counts as hung; `None`: no limit."""
         return None if self.hang_timeout is None else read_duration("hang_timeout", self.hang_timeout)
 
     @property
     def eval_batch_size(self) -> int:
-        """The samples that a process evaluates at once."""
+        """The samples in an evaluation batch of a rank."""
         return self.per_device_eval_batch_size or self.train_batch_size_for(1)
 
     def train_batch_size_for(self, num_processes: int) -> int:
-        """Return the samples of a process's batch; of "auto" 64, or about as many, which make up `global_batch_size`.
+        """Return the samples in a training batch of a rank; "auto" is 64, or near it a divisor of `global_batch_size`.
 
         Raises:
-            ConfigurationError: If `global_batch_size` cannot be shared out.
+            ConfigurationError: If `num_processes` does not divide `global_batch_size`.
 
         Example:
             >>> args = TrainingArguments(per_device_train_batch_size="auto", global_batch_size=192)
@@ -315,13 +326,16 @@ class TrainingArguments:
             return size
         if whole is None:
             return _AUTO_SIZE
-        own, rest = divmod(whole, num_processes)
-        if rest or not own:
-            raise ConfigurationError(f"global_batch_size={whole} is no multiple of the {num_processes} processes.")
-        sizes = [one for one in range(1, own + 1) if own % one == 0]
+        share, rest = divmod(whole, num_processes)
+        if rest or not share:
+            raise ConfigurationError(
+                f"global_batch_size={whole} must be a multiple of the number of ranks ({num_processes}). Give "
+                f"{(share + 1) * num_processes}, or run on another number of ranks."
+            )
+        sizes = [size for size in range(1, share + 1) if share % size == 0]
         below = max(size for size in sizes if size <= _AUTO_SIZE)
-        # Of a number with few divisors a larger one, which is computed in parts if need be.
-        return below if below == own or below >= _AUTO_SIZE // 4 else min(size for size in sizes if size > _AUTO_SIZE)
+        # A number with few divisors takes a larger one, which is split if it does not fit into memory.
+        return below if below == share or below >= _AUTO_SIZE // 4 else min(size for size in sizes if size > _AUTO_SIZE)
 
     @property
     def log_interval(self) -> Every | None:
@@ -332,7 +346,7 @@ class TrainingArguments:
     def eval_interval(self) -> Every | None:
         """How often to evaluate, if there is something to evaluate on; `None`: never.
 
-        Where sets have intervals of their own, this is the first of these: `eval_intervals` has all.
+        If sets have different intervals, this is the first of them: `eval_intervals` has all.
         """
         if isinstance(self.eval_every, Mapping):
             return next(interval for interval in self.eval_intervals.values() if interval is not None)
@@ -340,13 +354,13 @@ class TrainingArguments:
 
     @property
     def eval_intervals(self) -> dict[str, Every | None]:
-        """How often to evaluate each set, by its name (`None`: never); empty where all sets share `eval_interval`."""
+        """How often to evaluate each set, by name (`None`: never); empty if all sets share `eval_interval`."""
         by_set = self.eval_every if isinstance(self.eval_every, Mapping) else {}
         return {name: _interval(f"eval_every[{name!r}]", interval) for name, interval in by_set.items()}
 
     @property
     def evaluation_delay(self) -> Every | None:
-        """How much to train before the first evaluation at an interval; `None`: nothing."""
+        """How much to train before the first scheduled evaluation; `None`: no delay."""
         return None if self.eval_delay is None else Every.parse(self.eval_delay, "eval_delay")
 
     @property
@@ -358,17 +372,17 @@ class TrainingArguments:
 
     @property
     def gc_interval(self) -> Every | None:
-        """How often to collect garbage; `None`: as Python does."""
+        """How often to collect garbage; `None`: when Python does."""
         return None if self.gc_every is None else Every.parse(self.gc_every, "gc_every")
 
     def warmup_steps_for(self, total_steps: int | None) -> int:
-        """Return the steps of the warm-up of a run, or a schedule, of so many steps.
+        """Return the warm-up steps of a run or schedule of `total_steps` steps.
 
         Args:
-            total_steps: The steps; `None` where they are not known.
+            total_steps: Steps of the run or schedule; `None` if unknown.
 
         Raises:
-            ConfigurationError: If the warm-up is a part of steps that are not known.
+            ConfigurationError: If the warm-up is a fraction of the steps and these are unknown.
 
         Example:
             >>> TrainingArguments(warmup=0.1).warmup_steps_for(30)
@@ -379,18 +393,18 @@ class TrainingArguments:
             return warmup
         if total_steps is None:
             raise ConfigurationError(
-                f"warmup={self.warmup!r} is a part of all steps, and how many there are is not known. Give max_steps "
-                'or schedule_steps, or a warm-up in steps, such as "100 steps".'
+                f"warmup={self.warmup!r} is a fraction of all steps, and their number is unknown. Give max_steps or "
+                'schedule_steps, or a warm-up in steps, such as "100 steps".'
             )
         # Rounded first: 0.1 * 30 is a little more than 3.
         return math.ceil(round(warmup * total_steps, 6))
 
     def effective(self) -> "TrainingArguments":
-        """Return the arguments as a run goes by them: what `dry_run` means, said by the others.
+        """Return the arguments that a run uses: those that `dry_run` implies, if it is set.
 
-        A dry run makes one pass over two batches, evaluates on two, logs each step and writes nothing: `output_dir`
-        is left out, and what depends on it. The schedule stays that of the whole run, where its length is known from
-        `schedule_steps` or `max_steps`; where not, a warm-up in steps is left out.
+        A dry run trains one epoch of two batches, evaluates on two, logs each step and writes nothing: `output_dir`
+        and what depends on it are unset. The schedule stays that of the whole run if `schedule_steps` or `max_steps`
+        gives its length; if not, a warm-up in steps is dropped.
 
         Example:
             >>> args = TrainingArguments(dry_run=True, max_steps=1000, output_dir="runs").effective()
@@ -414,17 +428,17 @@ class TrainingArguments:
             changes["warmup"] = None
         return dataclasses.replace(self, **changes)
 
-    # -- from elsewhere, and back --------------------------------------------------------------------------------
+    # -- dicts, files, command line -------------------------------------------------------------------------------
 
     def to_dict(self, *, unwritable: Unwritable = "refuse") -> dict[str, Any]:
         """Return all arguments as plain values, which `from_dict` reads back.
 
         Args:
-            unwritable: What to do about an argument that has no plain form, such as a plugin with a function in it:
-                "refuse" it, or "leave out" that one, with a warning.
+            unwritable: What to do with an argument that has no plain form, such as a plugin that holds a function:
+                "refuse" raises an error, "leave out" omits it with a warning.
 
         Raises:
-            ConfigurationError: If there is one, and it is to be refused.
+            ConfigurationError: If an argument has no plain form and `unwritable` is "refuse".
 
         Example:
             >>> TrainingArguments.from_dict(TrainingArguments(max_steps=10).to_dict()).max_steps
@@ -436,23 +450,23 @@ class TrainingArguments:
         plain, left_out = yaml_json.to_plain(self)
         for name, reason in left_out.items():
             if unwritable == "refuse":
-                raise ConfigurationError(f"{reason} Leave it out there, and give it in the program.")
-            _logger.warning_once("%s So %s is left out there: give it again where the run goes on.", reason, name)
+                raise ConfigurationError(f"{reason} Leave it out here, and set it in the program.")
+            _logger.warning_once("%s %s is not saved: give it again when you resume the run.", reason, name)
         return plain
 
     @classmethod
     def from_dict(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the arguments that `to_dict` wrote, or some of them by name."""
+        """Return arguments made from the plain values of `to_dict`, or from some of them by name."""
         from trainer_lib.trainer.arguments import yaml_json
 
         return cls(**yaml_json.from_plain(arguments))
 
     def to_file(self, path: str | os.PathLike[str], *, unwritable: Unwritable = "refuse") -> None:
-        """Write all arguments into a file, as its ending says: .json, .yaml or .yml.
+        """Write all arguments to a .json, .yaml or .yml file.
 
         Args:
             path: The file.
-            unwritable: As `to_dict` takes it.
+            unwritable: As in `to_dict`.
         """
         from trainer_lib.trainer.arguments import yaml_json
 
@@ -460,7 +474,7 @@ class TrainingArguments:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str] | RemotePath) -> Self:
-        """Return the arguments that a file gives: .json, .yaml or .yml."""
+        """Return the arguments in a .json, .yaml or .yml file."""
         from trainer_lib.trainer.arguments import yaml_json
 
         return yaml_json.read(path, cls.from_dict)
@@ -469,15 +483,15 @@ class TrainingArguments:
     def from_cli(cls, argv: Sequence[str] | None = None, **defaults: Any) -> Self:
         """Return the arguments given on the command line: `--max_steps 1000 --config run.yaml …`.
 
-        Options count before the files of `--config`, of which later ones count before earlier ones, and these before
-        `defaults`. Bad ones end the program as they do in other programs, with a line that says what to give.
+        Options override the files of `--config`, later files override earlier ones, and files override `defaults`. An
+        invalid option ends the program with exit code 2 and a line that says what to give.
 
         Args:
-            argv: The options; by default those of the program.
-            **defaults: Arguments in the place of the usual defaults.
+            argv: The options; `None` takes those of the program.
+            **defaults: Values that replace the defaults of this class.
 
         Raises:
-            MissingPackageError: Without the extra `cli`.
+            MissingPackageError: If the extra `cli` is not installed.
         """
         from trainer_lib.trainer.arguments.command_line import parse
 
@@ -485,21 +499,21 @@ class TrainingArguments:
 
     @classmethod
     def from_transformers(cls, arguments: Any) -> Self:
-        """Return what a `transformers.TrainingArguments` says, and warn of all that has no place here.
+        """Return the arguments of a `transformers.TrainingArguments`, with a warning for those that have no equivalent.
 
-        What is at Hugging Face's default is left at the default of this class, but for `remove_unused_columns`:
-        datasets made for that trainer may count on it.
+        An argument at Hugging Face's default takes the default of this class, except `remove_unused_columns`: datasets
+        made for that trainer may need it.
 
         Args:
             arguments: The arguments of Hugging Face's Trainer.
         """
         from trainer_lib.trainer.huggingface import argument_conversion
 
-        given = argument_conversion.differing(arguments)
-        ours, lost = argument_conversion.convert(given, {one.name for one in dataclasses.fields(cls)})
+        changed = argument_conversion.differing(arguments)
+        ours, lost = argument_conversion.convert(changed, {field.name for field in dataclasses.fields(cls)})
         if lost:
             lines = "".join(f"\n  {names}: {reason}" for names, reason in lost.items())
-            _logger.warning("Of the arguments of Hugging Face's Trainer these have no place here:%s", lines)
+            _logger.warning("These arguments of Hugging Face's Trainer have no equivalent here:%s", lines)
         ours.setdefault("remove_unused_columns", bool(arguments.remove_unused_columns))
         return cls(**ours)
 

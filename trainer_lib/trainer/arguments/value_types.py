@@ -1,7 +1,7 @@
-"""This file is the kinds of values that arguments have: what is allowed, and the form in which it is kept.
+"""Checks of argument values, which return each value in the form that is stored.
 
-Each check takes the name and the value, and returns the value as it is kept: numbers of numpy become Python's, paths
-and intervals texts, so that arguments can be written down and read back as they were.
+Each check takes the name and the value. NumPy's numbers become Python's, paths and intervals become texts, so that
+arguments can be written to a file and read back unchanged.
 """
 
 import contextlib
@@ -43,9 +43,10 @@ def whole(at_least: int = 1, below: float = math.inf, hint: str = "") -> Check:
         if isinstance(value, Integral) and not isinstance(value, bool) and at_least <= int(value) < below:
             return int(value)
         allowed = f"a whole number of at least {at_least}" + ("" if below == math.inf else f" and below {below}")
-        meant = _meant(value)
-        fits = meant is not None and meant == int(meant) and at_least <= meant < below
-        raise _refusal(name, value, allowed, f" Give {name}={int(meant)}." if meant is not None and fits else hint)
+        converted = _to_number(value)
+        fits = converted is not None and converted == int(converted) and at_least <= converted < below
+        suggestion = f" Give {name}={int(converted)}." if converted is not None and fits else hint
+        raise _refusal(name, value, allowed, suggestion)
 
     return check
 
@@ -74,8 +75,9 @@ def number(at_least: float | None = None, above: float | None = None, hint: str 
     def check(name: str, value: Any) -> float:
         if (exact := _number(value)) is not None and fits(exact):
             return value if isinstance(value, int) else float(value)
-        meant = _meant(value) if isinstance(value, str) else None
-        raise _refusal(name, value, allowed, f" Give {name}={meant:g}." if meant is not None and fits(meant) else hint)
+        converted = _to_number(value) if isinstance(value, str) else None
+        can_convert = converted is not None and fits(converted)
+        raise _refusal(name, value, allowed, f" Give {name}={converted:g}." if can_convert else hint)
 
     return check
 
@@ -89,53 +91,62 @@ def share(name: str, value: Any) -> float:
 
 def flag(name: str, value: Any) -> bool:
     """True or false."""
-    meant = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if not isinstance(value, bool) and str(value).lower() in meant:
-        raise _refusal(name, value, "True or False", f" Give {name}={meant[str(value).lower()]}.")
+    spellings = {
+        "true": True,
+        "yes": True,
+        "on": True,
+        "1": True,
+        "false": False,
+        "no": False,
+        "off": False,
+        "0": False,
+    }
+    if not isinstance(value, bool) and str(value).lower() in spellings:
+        raise _refusal(name, value, "True or False", f" Give {name}={spellings[str(value).lower()]}.")
     check_flag(name, value)
     return value
 
 
 def text(name: str, value: Any) -> str:
-    """Texts that say something."""
+    """Texts that are not blank."""
     if not isinstance(value, str) or not value.strip():
-        raise _refusal(name, value, "a text")
+        raise _refusal(name, value, "a text that is not blank")
     return str(value)
 
 
 def folder_name(name: str, value: Any) -> str:
-    """Texts that can be part of the name of a folder."""
+    """Texts that can be part of a folder's name."""
     kept = text(name, value)
-    if any(one in kept for one in "/\\\0"):
-        raise _refusal(name, value, "part of the name of a folder, without slashes", " Where it is: output_dir.")
+    if any(character in kept for character in "/\\\0"):
+        raise _refusal(name, value, "part of a folder's name, without slashes", " Give the path as output_dir.")
     return kept
 
 
 def name_of(argument: str) -> Check:
-    """Names of something that can also be given to the Trainer as an object."""
+    """Names of something that the Trainer also takes as an object."""
 
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            raise _refusal(name, value, "a name", f" An object goes to the Trainer: Trainer(…, {argument}=…).")
+            raise _refusal(name, value, "a name", f" Give an object to the Trainer: Trainer(…, {argument}=…).")
         return str(value)
 
     return check
 
 
 def texts(name: str, value: Any) -> list[str]:
-    """Several texts."""
+    """Lists of texts."""
     if isinstance(value, str):
         raise _refusal(name, value, "a list of texts", f" Give {name}=[{shown(value)}].")
-    if not isinstance(value, Sequence) or not all(isinstance(one, str) and one for one in value):
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) and item for item in value):
         raise _refusal(name, value, "a list of texts")
-    return [str(one) for one in value]
+    return [str(item) for item in value]
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
-    """Values by names."""
+    """Dicts from names to values."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise _refusal(name, value, "a dict of arguments by name")
-    return {key: _lists(one) for key, one in value.items()}
+    return {key: _lists(item) for key, item in value.items()}
 
 
 def choice(*known: str) -> Check:
@@ -150,7 +161,7 @@ def choice(*known: str) -> Check:
 
 
 def kind(expected: type, or_flag: bool = False) -> Check:
-    """Objects of a class; or a flag, for such an object as it is by default or none."""
+    """Objects of a class, or a flag: True for a default object, False for none."""
 
     def check(name: str, value: Any) -> Any:
         if isinstance(value, expected) or (or_flag and isinstance(value, bool)):
@@ -163,12 +174,12 @@ def kind(expected: type, or_flag: bool = False) -> Check:
 
 
 def objects(expected: type) -> Check:
-    """Several objects of a class."""
+    """Lists of objects of a class."""
 
     def check(name: str, value: Any) -> list[Any]:
         if isinstance(value, expected):
             raise _refusal(name, value, f"a list of {expected.__name__}", f" Give {name}=[…].")
-        if not isinstance(value, Sequence) or not all(isinstance(one, expected) for one in value):
+        if not isinstance(value, Sequence) or not all(isinstance(item, expected) for item in value):
             raise _refusal(name, value, f"a list of {expected.__name__}")
         return list(value)
 
@@ -185,21 +196,21 @@ def path(name: str, value: Any) -> str:
 
 
 def folder(name: str, value: Any) -> str:
-    """Paths and URLs of folders, which need not be there yet."""
+    """Paths and URLs of folders, which may not exist yet."""
     kept = path(name, value)
     path_at(kept)
     if not is_url(kept) and path_at(kept).is_file():
-        raise ConfigurationError(f"{name}={kept!r} is a file. Give a folder; it is made if it is not there.")
+        raise ConfigurationError(f"{name}={kept!r} is a file. Give a folder; it is created if it does not exist.")
     return kept
 
 
 def resume(name: str, value: Any) -> str:
-    """Whether to go on with an earlier run, and with which."""
+    """Whether to resume an earlier run, and which one."""
     if isinstance(value, bool):
         raise _refusal(name, value, '"never", "auto" or a path', f' Give {name}="{"auto" if value else NEVER}".')
     kept = path(name, value)
     if kept.lower() in ("latest", "last", "newest", "true") and not Path(kept).exists():
-        raise _refusal(name, value, '"never", "auto" or a path', f' For the newest: {name}="auto".')
+        raise _refusal(name, value, '"never", "auto" or a path', f' Give {name}="auto" to resume the newest run.')
     return kept
 
 
@@ -208,7 +219,7 @@ def interval(name: str, value: Any) -> str | int | float:
     if isinstance(value, str) and value == NEVER:
         return NEVER
     if value is None or value is False or (isinstance(value, str) and value.lower() in _ALSO_NEVER):
-        raise ConfigurationError(f'{name}={shown(value)}: for never, give {name}="{NEVER}".')
+        raise ConfigurationError(f'{name}={shown(value)} is not an interval. To turn it off, give {name}="{NEVER}".')
     return _amount_of_training(name, value)
 
 
@@ -219,19 +230,19 @@ def intervals(name: str, value: Any) -> str | int | float | dict[str, str | int 
     by_set = cast("Mapping[Any, Any]", value)
     if not by_set or not all(isinstance(key, str) for key in by_set):
         raise _refusal(name, value, 'an interval, or intervals by the names of sets, such as {"dev": "100 steps"}')
-    kept = {key: interval(f"{name}[{key!r}]", one) for key, one in by_set.items()}
-    if all(one == NEVER for one in kept.values()):
+    kept = {key: interval(f"{name}[{key!r}]", every) for key, every in by_set.items()}
+    if all(every == NEVER for every in kept.values()):
         raise ConfigurationError(f'{name}={shown(value)} evaluates no set. Give {name}="{NEVER}".')
     return kept
 
 
 def amount(name: str, value: Any) -> str | int | float:
-    """How often: amounts of training, but for tokens."""
+    """How often: amounts of training, except tokens."""
     kept = _amount_of_training(name, value)
     if Every.parse(value, name).unit == "tokens":
         raise ConfigurationError(
-            f"{name}={shown(value)}: tokens are counted for max_tokens, log_every, eval_every and save_every. Give "
-            "steps, epochs, samples or a time."
+            f"{name}={shown(value)}: only max_tokens, log_every, eval_every and save_every count tokens. Give steps, "
+            "epochs, samples or a time."
         )
     return kept
 
@@ -244,8 +255,9 @@ def tokens(name: str, value: Any) -> str | int:
 def read_tokens(name: str, value: Any) -> int:
     """Return a number of tokens: "10B", "500_000 tokens" or a whole number."""
     if isinstance(value, str):
-        spelled = value.strip()
-        every = Every.parse(spelled if spelled.lower().endswith(("token", "tokens")) else f"{spelled} tokens", name)
+        amount_text = value.strip()
+        has_unit = amount_text.lower().endswith(("token", "tokens"))
+        every = Every.parse(amount_text if has_unit else f"{amount_text} tokens", name)
         return int(every.amount)
     return whole()(name, value)
 
@@ -260,7 +272,7 @@ def _amount_of_training(name: str, value: Any) -> str | int | float:
 
 
 def counted_amount(name: str, value: Any) -> str | int | float:
-    """Amounts of training that every process counts alike: not time."""
+    """Amounts of training that are the same on every rank: not time."""
     kept = amount(name, value)
     if Every.parse(value, name).unit == "seconds":
         raise _refusal(name, value, 'an amount of training, such as "500 steps" or "2 epochs", and not a time')
@@ -281,7 +293,7 @@ def read_duration(name: str, value: Any) -> float:
     every = Every(seconds, "seconds") if seconds is not None and 0 < seconds < math.inf else Every.parse(value, name)
     if every.unit != "seconds":
         raise ConfigurationError(
-            f'{name}={shown(value)} is no time. Give one, such as "90 minutes", "1-12:00:00" or 3600.'
+            f'{name}={shown(value)} is not a time. Give one, such as "90 minutes", "1-12:00:00" or 3600.'
         )
     return float(every.amount)
 
@@ -290,7 +302,7 @@ def moment(name: str, value: Any) -> str | float:
     """A point in time, or "auto"."""
     if isinstance(value, timedelta) or (isinstance(value, str) and _is_duration(value)):
         raise ConfigurationError(
-            f"{name}={shown(value)} is a length of time. Give max_time, or when: datetime.now() + …."
+            f"{name}={shown(value)} is a duration. Give it as max_time, or give a point in time: datetime.now() + …."
         )
     if isinstance(value, str):
         if value.lower() == "auto":
@@ -306,22 +318,22 @@ def moment(name: str, value: Any) -> str | float:
 
 
 def signals(name: str, value: Any) -> list[str]:
-    """Signals that a process can catch, by name."""
+    """Names of signals that a process can catch."""
     if isinstance(value, (str, int)):
         raise _refusal(name, value, "a list of signals", f" Give {name}=[{shown(value)}].")
     if not isinstance(value, Iterable):
         raise _refusal(name, value, "a list of signals")
-    return list(dict.fromkeys(_signal(name, one) for one in value))
+    return list(dict.fromkeys(_signal(name, item) for item in value))
 
 
 def _signal(name: str, value: Any) -> str:
     kept = value.upper() if isinstance(value, str) else value
     if isinstance(value, Integral) and not isinstance(value, bool):
-        kept = next((one.name for one in signal.Signals if one == value), value)
+        kept = next((known.name for known in signal.Signals if known == value), value)
     if isinstance(kept, str) and not kept.startswith("SIG"):
         kept = f"SIG{kept}"
     if kept in ("SIGKILL", "SIGSTOP"):
-        raise ConfigurationError(f"{name}: {kept} cannot be caught by any program. Leave it out.")
+        raise ConfigurationError(f"{name}: {kept} cannot be caught by a program. Leave it out.")
     if kept not in REQUESTS:
         raise ConfigurationError(unknown(name, value, REQUESTS))
     return str(kept)
@@ -334,7 +346,7 @@ def _is_duration(text: str) -> bool:
 
 
 def warmup(name: str, value: Any) -> str | int | float:
-    """How long to warm up: steps, or a part of all."""
+    """How long to warm up: steps, or a fraction of all steps."""
     read_warmup(name, value)
     if isinstance(value, (str, int)):
         return value
@@ -342,7 +354,7 @@ def warmup(name: str, value: Any) -> str | int | float:
 
 
 def read_warmup(name: str, value: Any) -> int | float:
-    """Return a number of steps as an `int`, or a part of all steps as a `float` below 1."""
+    """Return a number of steps as an `int`, or a fraction of all steps as a `float` below 1."""
     exact = _number(value)
     if exact is not None and isinstance(value, Integral) and exact >= 0:
         return int(value)
@@ -350,30 +362,31 @@ def read_warmup(name: str, value: Any) -> int | float:
         return exact
     if isinstance(value, str):
         if value.strip().endswith("%"):
-            part = _meant(value.strip()[:-1])
-            if part is not None and 0 <= part < 100:
-                return part / 100
+            percent = _to_number(value.strip()[:-1])
+            if percent is not None and 0 <= percent < 100:
+                return percent / 100
         else:
             every = Every.parse(value, name)
             if every.unit == "steps":
                 return int(every.amount)
     raise ConfigurationError(
-        f'{name}={shown(value)} is no warm-up. Give steps ("100 steps" or 100), or a part of all steps below 1 (0.05 '
-        'or "5%").'
+        f'{name}={shown(value)} is not a warm-up. Give steps ("100 steps" or 100), or a fraction of all steps below 1 '
+        '(0.05 or "5%").'
     )
 
 
 def compilation(name: str, value: Any) -> Any:
-    """Whether and how to compile."""
+    """Whether to compile the model, and how."""
     if isinstance(value, (bool, TorchDynamoPlugin)):
         return value
     if not isinstance(value, str) or not value.strip():
         raise _refusal(name, value, "True, False, the name of a backend or a TorchDynamoPlugin")
     if value in _MODES:
         raise ConfigurationError(
-            f'{name}={shown(value)} is a mode. Give {name}=TorchDynamoPlugin(backend="inductor", mode="{value}").'
+            f"{name}={shown(value)} is a mode, not a backend. "
+            f'Give {name}=TorchDynamoPlugin(backend="inductor", mode="{value}").'
         )
-    TorchDynamoPlugin(backend=value)  # says which backends are gone
+    TorchDynamoPlugin(backend=value)  # raises for backends that torch has removed
     return value
 
 
@@ -381,45 +394,47 @@ def batch_size(name: str, value: Any) -> int | str:
     """Batch sizes, or "auto"."""
     if isinstance(value, str) and value.lower() == AUTO:
         return AUTO
-    return whole(hint=f' For what fits into memory: {name}="auto".' if isinstance(value, str) else "")(name, value)
+    return whole(hint=f' Give {name}="auto" to take what fits into memory.' if isinstance(value, str) else "")(
+        name, value
+    )
 
 
 def eval_batch_size(name: str, value: Any) -> int:
     """Batch sizes of evaluations."""
     if isinstance(value, str) and value.lower() == AUTO:
         raise ConfigurationError(
-            f"{name}={shown(value)}: an evaluation computes a batch that does not fit into memory in parts by itself. "
-            "Give a number, or leave it out."
+            f"{name}={shown(value)} is not supported: an evaluation splits a batch that does not fit into memory by "
+            "itself. Give a number, or leave it out."
         )
     return whole()(name, value)
 
 
 def reports(name: str, value: Any) -> tuple[str, ...]:
-    """The trackers to report to, by their names; "all" for those that are installed and configured."""
-    given: Any = [value] if isinstance(value, str) else value
-    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+    """Names of trackers; "all" for those that are installed and configured."""
+    names: Any = [value] if isinstance(value, str) else value
+    if isinstance(names, (bytes, Mapping)) or not isinstance(names, Iterable):
         raise _refusal(name, value, "the name of a tracker, or a list of names")
-    given = list(given)
-    if not given or given == ["none"]:
+    names = list(names)
+    if not names or names == ["none"]:
         return ()
-    if "none" in given:
+    if "none" in names:
         raise _refusal(name, value, 'names of trackers, or "none" alone')
     from trainer_lib.tracking.registry import ALL, canonical
 
-    names = [ALL if one == ALL else canonical(one) for one in given]
-    twice = next((one for one in names if names.count(one) > 1), None)
-    if twice is not None:
-        raise ConfigurationError(f"{name} has the tracker {twice!r} twice. Give it once.")
+    names = [ALL if tracker == ALL else canonical(tracker) for tracker in names]
+    repeated = next((tracker for tracker in names if names.count(tracker) > 1), None)
+    if repeated is not None:
+        raise ConfigurationError(f"{name} has the tracker {repeated!r} twice. Give it once.")
     return tuple(names)
 
 
 def weights(name: str, value: Any) -> list[float]:
     """One weight for each sample."""
     if not isinstance(value, (str, bytes, Mapping)) and hasattr(value, "tolist"):
-        value = value.tolist()  # of tensors and arrays
-    good = not isinstance(value, (str, bytes, Mapping)) and isinstance(value, Iterable)
-    kept = list(value) if good else []
-    numbers = [exact for one in kept if (exact := _number(one)) is not None and 0 <= exact < math.inf]
+        value = value.tolist()  # a tensor or an array
+    is_sequence = not isinstance(value, (str, bytes, Mapping)) and isinstance(value, Iterable)
+    kept = list(value) if is_sequence else []
+    numbers = [exact for weight in kept if (exact := _number(weight)) is not None and 0 <= exact < math.inf]
     if len(numbers) != len(kept) or not any(numbers):
         raise _refusal(name, _short(value), "finite numbers of at least 0, one for each sample and not all 0")
     return numbers
@@ -433,22 +448,22 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
 
 
-def _meant(value: Any) -> float | None:
-    """Return the number that a text, or a number of another kind, stands for."""
+def _to_number(value: Any) -> float | None:
+    """Return a text or a number as a finite float; `None` if it is neither."""
     if isinstance(value, bool) or not isinstance(value, (str, Real)):
         return None
     try:
-        meant = float(value)
+        converted = float(value)
     except ValueError:
         return None
-    return meant if math.isfinite(meant) else None
+    return converted if math.isfinite(converted) else None
 
 
 def _lists(value: Any) -> Any:
-    """Return tuples as lists, the form in which they come back from a file."""
+    """Return a nested value with lists instead of tuples, as files hold it."""
     if isinstance(value, (list, tuple)):
-        return [_lists(one) for one in value]
-    return {key: _lists(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return [_lists(item) for item in value]
+    return {key: _lists(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _short(value: Any) -> Any:

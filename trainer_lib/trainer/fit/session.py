@@ -199,7 +199,7 @@ class Fitting:
             # Its connections are made now: later the store may be gone, with the launcher.
             run.accelerator._background.group(run.accelerator.group)
         here = None if self.folder is None else self.folder.here
-        self._watching.enter_context(watched(run, args.seconds_until_hung, here))
+        self._watching.enter_context(watched(run, args.hang_timeout_seconds, here))
         start_banner.show(self)
         self.events.fire("on_fit_begin", run)
         if told := resume_arguments.visible_changes(self.changed):

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
-from trainer_lib.trainer.arguments.import_path import check_options, load, parameters_of, takes_anything
+from trainer_lib.trainer.arguments.import_path import check_options, load, parameters_of, takes_any_keyword
 
 # torch has fused kernels of several more, but those of SGD and Adagrad cannot do with the sparse gradients of
 # embeddings, which nobody can tell from a parameter.
@@ -54,7 +54,7 @@ def build_optimizer(
     kind = _kind(name)
     known = parameters_of(kind)
     told_as = f"optimizer {name!r}"
-    check_options(told_as, options, {**known, **options} if takes_anything(kind) else known, _ELSEWHERE)
+    check_options(told_as, options, {**known, **options} if takes_any_keyword(kind) else known, _ELSEWHERE)
     if (wrong := _not_an_amount(learning_rate=learning_rate, weight_decay=weight_decay)) is not None:
         raise ConfigurationError(f"{told_as}: {wrong} must be a finite number of at least 0.")
     groups = _groups(parameters, told_as)
@@ -133,7 +133,7 @@ def _rates(
     told_as: str,
 ) -> dict[str, Any]:
     """Return learning rate and weight decay as the optimizer's own arguments, if it has them."""
-    anything = takes_anything(kind)
+    anything = takes_any_keyword(kind)
     if "lr" not in known and not anything:
         raise ConfigurationError(
             f"{told_as} takes no lr, so it would not learn at learning_rate={learning_rate}. It takes: "

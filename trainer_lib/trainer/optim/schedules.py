@@ -11,7 +11,7 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.base import check_choice, check_count, check_positive
 from trainer_lib.scheduler import AcceleratedScheduler
-from trainer_lib.trainer.arguments.import_path import check_options, load, parameters_of, takes_anything
+from trainer_lib.trainer.arguments.import_path import check_options, load, parameters_of, takes_any_keyword
 from trainer_lib.trainer.optim import schedule_shapes
 from trainer_lib.trainer.optim.plateau import PlateauSchedule
 
@@ -235,7 +235,7 @@ def _from_path(
 ) -> LRScheduler:
     make = load(path, "lr_scheduler")
     known, told_as = parameters_of(make), f"lr_scheduler {path!r}"
-    if not takes_anything(make):
+    if not takes_any_keyword(make):
         check_options(told_as, options, [one for one in known if one != "optimizer"], {"optimizer": "the trainer"})
     if warmup_steps and not {"warmup_steps", "num_warmup_steps"} & {*known, *options}:
         raise ConfigurationError(
