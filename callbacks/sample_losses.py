@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.filesystem.atomic_files import replace_file
-from trainer_lib.foundation.batch_fields import as_mapping, targets_of
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX, as_mapping, targets_of
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
 
 _FOLDER = "sample_losses"
-_IGNORED = -100
 _YOURS = "the loss of a sample is yours to say: SampleLosses(losses=…), a function of a batch and the outputs."
 
 
@@ -180,5 +179,5 @@ def mean_of_each(losses: Tensor, targets: Tensor) -> Tensor:
     rows = losses.reshape(len(losses), -1)
     if targets.is_floating_point() or losses.shape != targets.shape:
         return rows.mean(dim=1)
-    counts = (targets != _IGNORED).reshape(len(targets), -1).sum(dim=1)
+    counts = (targets != IGNORE_INDEX).reshape(len(targets), -1).sum(dim=1)
     return rows.sum(dim=1) / counts.clamp(min=1)

@@ -11,6 +11,7 @@ from trainer_lib.foundation.pytree import is_dataclass_value
 
 _NAMELESS = frozenset({Tensor, list, tuple})
 LABEL_NAMES = ("labels", "label", "targets", "target", "y")
+IGNORE_INDEX = -100  # the label that losses and metrics skip, as in torch and transformers
 SPAN = ["start_positions", "end_positions"]  # what models that answer questions find
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import is_dataclass_value
 from trainer_lib.trainer.data.datasets import Gathered
 
-_IGNORED = -100
 _LABELS = ("labels", "label", "label_ids")
 _INSTEAD = "Pass collate_fn, a function from a list of samples to a batch"
 
@@ -92,7 +92,7 @@ class PaddingCollate:
 
     def _padded_labels(self, labels: list[Any]) -> Tensor:
         longest = max(map(len, labels))
-        batch = torch.full((len(labels), longest), _IGNORED)
+        batch = torch.full((len(labels), longest), IGNORE_INDEX)
         for row, own in zip(batch, labels, strict=True):
             place = slice(longest - len(own), None) if self.tokenizer.padding_side == "left" else slice(len(own))
             row[place] = torch.as_tensor(own)

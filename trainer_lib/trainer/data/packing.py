@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer_lib.data_loader.order.data_rng import RandomStream
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer.data.datasets import length_of
-
-_IGNORED = -100
 
 Indices = npt.NDArray[np.int64]
 
@@ -73,7 +72,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             raise IndexError(f"Row {index} of {len(self)}.")
         row = {
             "input_ids": torch.full((self.length,), self.pad_token_id),
-            "labels": torch.full((self.length,), _IGNORED),
+            "labels": torch.full((self.length,), IGNORE_INDEX),
             "position_ids": torch.zeros(self.length, dtype=torch.int64),
         }
         segments = torch.zeros(self.length, dtype=torch.int64)
@@ -83,7 +82,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             tokens, labels = _tokens_and_labels(self.dataset[sample], sample)
             row["input_ids"][place] = tokens[start:stop]
             row["labels"][place] = labels[start:stop]
-            row["labels"][end] = _IGNORED
+            row["labels"][end] = IGNORE_INDEX
             row["position_ids"][place] = torch.arange(stop - start)
             segments[place] = number
             end = place.stop

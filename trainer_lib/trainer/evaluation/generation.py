@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
-from trainer_lib.trainer.losses.loss_result import IGNORED, Weight
+from trainer_lib.trainer.losses.loss_result import Weight
 from trainer_lib.trainer.losses.model_io import LABEL_NAMES, as_mapping
 
 LossOf = Callable[[Any, Any], tuple[Tensor, Weight]]
@@ -93,7 +94,7 @@ def _prompts(named: Mapping[str, Any], padding: int) -> dict[str, Any]:
     tokens = inputs.get("input_ids")
     if labels is None or tokens is None or labels.shape != tokens.shape:
         return inputs
-    counts = labels != IGNORED
+    counts = labels != IGNORE_INDEX
     before = (counts.cumsum(dim=1) == 0) & (inputs.get("attention_mask", torch.ones_like(tokens)) != 0)
     if not before.any():  # every token is a label: there is no prompt that could be told from the rest
         return inputs

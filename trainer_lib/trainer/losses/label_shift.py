@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
-from trainer_lib.foundation.batch_fields import targets_of, with_targets
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX, targets_of, with_targets
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.evaluation.eval_mode import evaluating
-from trainer_lib.trainer.losses.loss_result import IGNORED
 from trainer_lib.trainer.losses.model_io import call_model, loss_of
 from trainer_lib.trainer.safety.module_buffers import buffers_kept
 
@@ -75,8 +74,8 @@ def shifts_labels(bare: nn.Module, batch: Any, label_names: Sequence[str] | None
         True
     """
     labels: Tensor = targets_of(batch, label_names)
-    valid = labels[labels != IGNORED]
-    first = torch.full_like(labels, IGNORED)
+    valid = labels[labels != IGNORE_INDEX]
+    first = torch.full_like(labels, IGNORE_INDEX)
     first[:, :1] = valid[0] if len(valid) else 0
     try:
         with asking(bare):

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.trainer.losses.loss_result import IGNORED, LossResult
+from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.losses.model_io import as_mapping
 from trainer_lib.trainer.safety.error_context import described, kind
 
@@ -89,7 +90,7 @@ def _texts(targets: Any) -> list[str] | None:
     return rows if rows and all(isinstance(row, str) for row in rows) else None
 
 
-def check_compared(function: Any, name: str, outputs: Any, targets: Any, ignored: int = IGNORED) -> None:
+def check_compared(function: Any, name: str, outputs: Any, targets: Any, ignored: int = IGNORE_INDEX) -> None:
     """Check what a loss of torch's is about to compare, once, as torch would not say or not in time.
 
     On an accelerator a target out of range ends the process without a word of which; and values of different shapes

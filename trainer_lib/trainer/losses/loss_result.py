@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 
 Weight = float | Tensor
 _FEW = 256
-IGNORED = -100  # the label of what does not count, as torch and transformers know it
 
 
 class LossResult(NamedTuple):
@@ -63,7 +63,7 @@ def summed(loss_fn: Any) -> SummedLoss | None:
     return lambda outputs, targets: (total(outputs, targets), count(settings, outputs, targets))
 
 
-def count_valid(labels: Tensor, ignored: int = IGNORED) -> Weight:
+def count_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Weight:
     """Return how many labels count: a number on the host, a tensor where reading it would have to wait."""
     if labels.device.type != "cpu":
         return torch.count_nonzero(labels != ignored)
@@ -103,7 +103,7 @@ class _Settings:
     """The options of a loss in its form as a function, as the module has them."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.ignore_index: int = options.get("ignore_index", IGNORED)
+        self.ignore_index: int = options.get("ignore_index", IGNORE_INDEX)
         self.weight: Tensor | None = options.get("weight")
         self.reduction: str = options.get("reduction", "mean")
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
-from trainer_lib.foundation.batch_fields import as_mapping, label_names_in, targets_of, with_targets
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX, as_mapping, label_names_in, targets_of, with_targets
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.data.batch_rows import count_rows, take_rows
 from trainer_lib.trainer.losses.label_shift import asking, device_of, has_token_labels, is_from_transformers
-from trainer_lib.trainer.losses.loss_result import IGNORED, LossResult, Weight
+from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 
 _logger = get_logger(__name__)
 
@@ -155,8 +155,8 @@ def _with_few_labels(batch: Any, label_names: Sequence[str] | None) -> Any:
     labels = targets_of(batch, label_names)
     if not has_token_labels(labels):
         return batch
-    counts: Tensor = labels != IGNORED
+    counts: Tensor = labels != IGNORE_INDEX
     from_behind = counts[0].flip(0).cumsum(0).flip(0)
     few = labels.clone()
-    few[0][from_behind > _FEW] = IGNORED
+    few[0][from_behind > _FEW] = IGNORE_INDEX
     return with_targets(batch, few, label_names)

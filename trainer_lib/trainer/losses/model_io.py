@@ -8,10 +8,18 @@ from typing import Any, Unpack, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.batch_fields import LABEL_NAMES, SPAN, as_mapping, label_names_in, split, targets_of
+from trainer_lib.foundation.batch_fields import (
+    IGNORE_INDEX,
+    LABEL_NAMES,
+    SPAN,
+    as_mapping,
+    label_names_in,
+    split,
+    targets_of,
+)
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.trainer.data.batch_rows import count_rows
-from trainer_lib.trainer.losses.loss_result import IGNORED, Weight, count_valid
+from trainer_lib.trainer.losses.loss_result import Weight, count_valid
 
 __all__ = [
     "LABEL_NAMES",
@@ -87,7 +95,7 @@ def _count_spans(spans: dict[str, Any], batch: Any) -> Weight:
     tokens = (as_mapping(batch) or {}).get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         return float(batch_size(batch))
-    inside = [count_valid(torch.where(spans[name] < tokens.shape[1], 0, IGNORED)) for name in SPAN]
+    inside = [count_valid(torch.where(spans[name] < tokens.shape[1], 0, IGNORE_INDEX)) for name in SPAN]
     return (inside[0] + inside[1]) / 2
 
 

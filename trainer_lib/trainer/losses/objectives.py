@@ -7,10 +7,11 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, explained
-from trainer_lib.trainer.losses.loss_result import IGNORED, LossResult, SummedLoss, Weight, sum_from_mean, summed
+from trainer_lib.trainer.losses.loss_result import LossResult, SummedLoss, Weight, sum_from_mean, summed
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import (
     as_mapping,
@@ -106,7 +107,7 @@ class LossFunction:
     def _compared(self, loss: SummedLoss, predictions: Any, targets: Any) -> tuple[Tensor, Weight]:
         if not self._has_compared:
             function, options = getattr(self._loss_fn, "func", self._loss_fn), getattr(self._loss_fn, "keywords", {})
-            ignored = getattr(function, "ignore_index", options.get("ignore_index", IGNORED))
+            ignored = getattr(function, "ignore_index", options.get("ignore_index", IGNORE_INDEX))
             check_compared(function, self._name, predictions, targets, ignored)
             self._has_compared = True
         try:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 
@@ -16,7 +17,6 @@ Array = np.ndarray[Any, Any]
 Classes = Callable[[str, Tensor, Tensor], Tensor]  # the class with the highest score, for each label
 Tensors = Callable[[str, EvaluationOutput], tuple[Tensor, Tensor]]
 
-IGNORED = -100
 
 _BY_COUNTS = re.compile(r"(f1|precision|recall)(?:_(macro|micro|weighted))?")
 _OF_CLASS_1 = 1
@@ -57,7 +57,7 @@ class CountedMetric(Metric):
         """Add a batch."""
         scores, labels = self._tensors(self.name, output)
         classes = self._classes(self.name, scores, labels)
-        counted = labels != IGNORED
+        counted = labels != IGNORE_INDEX
         chosen, actual = classes[counted].flatten().long(), labels[counted].flatten().long()
         if scores.ndim > labels.ndim:
             self._scored = max(self._scored, scores.shape[-1 if scores.shape[:-1] == labels.shape else 1])
@@ -66,7 +66,7 @@ class CountedMetric(Metric):
         if int(actual.min()) < 0 or int(chosen.min()) < 0:
             raise ConfigurationError(
                 f"The metric {self.name!r} counts classes from 0, and a label is {int(actual.min())}. Number the "
-                f"classes from 0; labels of {IGNORED} do not count."
+                f"classes from 0; labels of {IGNORE_INDEX} do not count."
             )
         size = max(self._counts.shape[1], int(actual.max()) + 1, int(chosen.max()) + 1)
         parts = (actual[chosen == actual], chosen, actual)
@@ -118,7 +118,7 @@ class Auroc(Metric):
                 f"The metric {self.name!r} needs a score for each class in the last dimension, or one score a label; "
                 f"predictions are {tuple(scores.shape)} ({scores.dtype}) and labels {tuple(labels.shape)}."
             )
-        counted = labels.flatten() != IGNORED
+        counted = labels.flatten() != IGNORE_INDEX
         scores = scores[counted].float()
         if scores.shape[1] == 2:  # ordered as by the probability of class 1, and without its rounding
             scores = scores[:, 1:] - scores[:, :1]

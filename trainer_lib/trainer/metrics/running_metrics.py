@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
 from trainer_lib.state.partial_state import PartialState
 from trainer_lib.trainer.data.batch_rows import count_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.metrics.classification import NAMES, classification_metric
 
-IGNORED = -100  # the label of what does not count, as in torch's cross entropy
 Weight = float | Tensor
 Measured = tuple[Tensor | float, Weight]
 MeanState = tuple[float, float, bool, int, int]
@@ -219,7 +219,7 @@ def _accuracy(name: str, output: EvaluationOutput) -> Measured:
     if isinstance(predictions, (list, tuple)) and isinstance(labels, (list, tuple)) and _are_plain(predictions, labels):
         return float(sum(one == other for one, other in zip(predictions, labels, strict=True))), float(len(labels))
     scores, labels = _tensors(name, output)
-    counted = labels != IGNORED
+    counted = labels != IGNORE_INDEX
     right = (chosen_classes(name, scores, labels) == labels) & counted
     return right.sum(), counted.sum()
 
@@ -231,7 +231,7 @@ def _top_accuracy(name: str, output: EvaluationOutput, k: int) -> Measured:
             f"The metric {name!r} needs at least {k} scores for each label, in the last dimension; predictions are "
             f"{tuple(scores.shape)} and labels {tuple(labels.shape)}."
         )
-    counted = labels != IGNORED
+    counted = labels != IGNORE_INDEX
     right = (scores.topk(k, dim=-1).indices == labels.unsqueeze(-1)).any(dim=-1) & counted
     return right.sum(), counted.sum()
 

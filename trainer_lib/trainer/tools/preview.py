@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.events import Control, Modifier
 from trainer_lib.events.callback import overrides
-from trainer_lib.foundation.batch_fields import as_mapping, targets_of
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX, as_mapping, targets_of
 from trainer_lib.foundation.imports import is_matplotlib_available
 from trainer_lib.foundation.pytree import named_leaves
 from trainer_lib.options.base import check_count
@@ -31,7 +31,6 @@ _TOOL = "preview"
 _TEXTS, _LETTERS = 2, 200  # rows that are shown as text, and how much of each
 _CLASSES = 10  # labels that are counted
 _IMAGES, _CHANNELS = 4, (1, 3)
-_IGNORED = -100  # the label of what does not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +216,7 @@ def _texts(batch: Any, processor: Any) -> dict[str, list[str]]:
         if (name.endswith("input_ids") or name == "labels") and isinstance(value, Tensor) and value.ndim == 2
     }
     whole = {name: value for name, value in tokens.items() if not value.is_floating_point()}
-    return {name: [str(decode(row[row != _IGNORED])) for row in value[:_TEXTS]] for name, value in whole.items()}
+    return {name: [str(decode(row[row != IGNORE_INDEX])) for row in value[:_TEXTS]] for name, value in whole.items()}
 
 
 def _labels(targets: Any) -> dict[int, int]:
