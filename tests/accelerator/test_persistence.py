@@ -781,7 +781,7 @@ def test_an_error_of_one_process_is_one_on_all_and_nothing_is_lost(tmp_path: Pat
         return f"{told.type.__name__}: {told.value}"
 
     first, second = run_world(body, timeout=60)
-    assert first == "CheckpointError: save_state failed on process 1. ZeroDivisionError: division by zero"
+    assert first == "CheckpointError: save_state failed on rank 1: ZeroDivisionError: division by zero"
     assert second == "ZeroDivisionError: division by zero"
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
@@ -804,7 +804,7 @@ def test_a_process_that_waits_for_the_others_says_so(
         return caplog.text
 
     text, _ = run_forked(body, timeout=60)
-    assert "Process 0 has waited 0.05 seconds in save_state for the others. All processes have to call it" in text
+    assert "Rank 0 has waited 0.05 seconds in save_state for the other ranks. All ranks have to call it" in text
 
 
 def test_processes_that_do_different_things_are_told(tmp_path: Path) -> None:
@@ -817,5 +817,5 @@ def test_processes_that_do_different_things_are_told(tmp_path: Path) -> None:
         return str(told.value)
 
     first, second = run_world(body, timeout=60)
-    assert first == "Process 0 is in save_state and process 1 in load_state."
-    assert "process 0 in save_state" in second or "There is no state" in second
+    assert first == "Rank 0 is in save_state and rank 1 in load_state."
+    assert "rank 0 in save_state" in second or "There is no state" in second

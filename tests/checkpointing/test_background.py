@@ -228,7 +228,7 @@ def test_an_error_on_one_process_is_told_on_all(rank: int, then: str, tmp_path: 
     for process, (said, is_as_before) in enumerate(runs):
         assert f"The state {tmp_path / 'state'} could not be saved in the background" in said
         assert "Input/output error" in said
-        assert ("failed on process" in said) == (process != rank)
+        assert ("failed on rank" in said) == (process != rank)
         assert is_as_before
 
 

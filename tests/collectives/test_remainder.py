@@ -92,12 +92,11 @@ def test_rows_that_fit_no_sample_are_refused_on_all_processes() -> None:
             told.append(str(caught.value))
         return told
 
-    for messages in run_world(body, timeout=60):
-        for message in messages:
-            assert message.startswith(
-                "On process 1: gather_for_metrics got 4 rows for a batch of 3 samples, 2 of which"
-            )
-            assert "even_batches=False" in message
+    first, last = run_world(body, timeout=60)
+    for message in last:
+        assert message.startswith("gather_for_metrics got 4 rows for a batch of 3 samples, 2 of which")
+        assert "even_batches=False" in message
+    assert first == [f"gather_for_metrics failed on rank 1: {message}" for message in last]
 
 
 def test_a_tensor_without_rows_is_refused(everywhere: Everywhere) -> None:

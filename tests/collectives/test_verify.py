@@ -9,7 +9,7 @@ import torch
 from tests.worlds import run_world
 from trainer_lib import DistributedOperationException
 from trainer_lib.collectives import broadcast, gather, pad_across_processes, reduce
-from trainer_lib.collectives.shape_check import check_same, layout
+from trainer_lib.collectives.shape_check import check_layouts, layout
 from trainer_lib.state import PartialState
 
 OPERATIONS: list[Callable[[Any], Any]] = [gather, reduce, broadcast, pad_across_processes]
@@ -79,6 +79,6 @@ def test_processes_of_one_mind_are_told_together_and_long_lists_are_cut() -> Non
     many = {str(key): torch.ones(2) for key in range(9)}
     fewer = {str(key): torch.ones(1) for key in range(9)}
     with pytest.raises(DistributedOperationException) as caught:
-        check_same("gather", [layout(many), layout(fewer), layout(many)])
+        check_layouts("gather", [layout(many), layout(fewer), layout(many)])
     assert "\n  processes 0, 2: ['0']: float32 [2]; " in str(caught.value)
     assert "['4']: float32 [2]; and 4 more\n  process 1: " in str(caught.value)

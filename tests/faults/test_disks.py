@@ -20,7 +20,7 @@ from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import CheckpointError, ConfigurationError, UnsavedError
 from trainer_lib.checkpointing.load.find import verify_state
-from trainer_lib.collectives.agreement import together
+from trainer_lib.collectives.agreement import raise_on_all_ranks
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.processes.exit_codes import exit_code_of
@@ -116,7 +116,7 @@ def test_a_full_or_failing_disk_on_one_process_is_told_on_all(
     runs = run_world(said_on_failure, (tmp_path, spoil, rank), timeout=60)
     for process, (said, before, after) in enumerate(runs):
         assert re.search(reason, said), said
-        assert ("save_state failed on process" in said) == (process != rank)
+        assert ("save_state failed on rank" in said) == (process != rank)
         assert "are free there. What was saved before is as it was." in said
         assert before == after
     assert sorted(path.name for path in tmp_path.iterdir()) == ["next", "state"]
@@ -127,7 +127,7 @@ def test_a_full_or_failing_disk_on_one_process_is_told_on_all(
 def test_what_is_not_only_the_disks_fault_is_laid_to_it_by_no_process(tmp_path: Path) -> None:
     def body() -> str:
         group = trained(tmp_path, updates=0)[0].group
-        with pytest.raises(CheckpointError) as told, together(group, "save_state"):
+        with pytest.raises(CheckpointError) as told, raise_on_all_ranks(group, "save_state", CheckpointError):
             raise (UnwritableError, CheckpointError)[group.rank]("no")
         return type(told.value).__name__
 

@@ -26,7 +26,7 @@ from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.checkpointing.save.uploading import CheckpointUploader, writer_for
 from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.checkpointing.storage.storage import storage_of
-from trainer_lib.collectives.agreement import exchange, together
+from trainer_lib.collectives.agreement import gather_checked, raise_on_all_ranks
 from trainer_lib.filesystem.remote_paths import AnyPath, is_url, path_at
 from trainer_lib.foundation.errors import (
     CheckpointError,
@@ -70,7 +70,7 @@ def save(
     with ExitStack() as stack:
         saving = stack.enter_context(writer_for(target, engine.group, engine._leader))
         saving.finite.infinite_buffers = engine.infinite_buffers
-        with together(engine.group, "save_state"):
+        with raise_on_all_ranks(engine.group, "save_state", CheckpointError):
             files = _files(engine, parts, saving.folder, words)
             manifest = described(engine, parts, automatic)
             if background:
@@ -100,11 +100,11 @@ def load(
     folder, (manifest, files) = _found(engine, input_dir)
     try:
         parts = engine_parts.collect(engine, words.strict, manifest)
-        with together(engine.group, "load_state"):
+        with raise_on_all_ranks(engine.group, "load_state", CheckpointError):
             check_counts(manifest.parts, third_party_state.counted(parts, manifest), str(folder))
             check_kinds(manifest.kinds, kinds_of(parts), str(folder))
         _tell_of_another_world(engine, manifest, folder)
-        with together(engine.group, "load_state"):
+        with raise_on_all_ranks(engine.group, "load_state", CheckpointError):
             _restore(engine, parts, manifest, files.folder, words)
     finally:
         files.release()
@@ -132,13 +132,13 @@ def _check_words_of_shards(engine: "Persistence", safe_serialization: bool, othe
 
 def _agreed(engine: "Persistence", choose: Callable[[], AnyPath], doing: str) -> AnyPath:
     """Return the path that the leader chooses; all have to be able to choose one."""
-    with together(engine.group, doing):
+    with raise_on_all_ranks(engine.group, doing, CheckpointError):
         try:
             path = choose()
         except OSError as error:
             kind = CheckpointError if doing == "load_state" else UnwritableError
             raise kind(f"{error.filename} cannot be looked at: {error.strerror}.") from error
-    return path_at(exchange(engine.group, str(path), doing)[engine._leader])
+    return path_at(gather_checked(engine.group, str(path), doing, CheckpointError)[engine._leader])
 
 
 def _target(engine: "Persistence", output_dir: str | AnyPath | None) -> AnyPath:
@@ -220,7 +220,7 @@ def _files(engine: "Persistence", parts: list[Part], folder: Path, words: StateO
     weights = [part for part in parts if isinstance(part, Weights)]
     remaining = [states[part.name] for part in weights]
     # A hook may fail on one process, and what comes after may be put together by all.
-    with together(engine.group, "save_state"):
+    with raise_on_all_ranks(engine.group, "save_state", CheckpointError):
         for hook in list(engine._save_hooks.values()):
             hook(list(engine._models), remaining, str(folder))
     files: dict[str, Content] = {}
@@ -236,7 +236,7 @@ def _files(engine: "Persistence", parts: list[Part], folder: Path, words: StateO
 
 def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folder: Path, words: StateOptions) -> None:
     models = list(engine._models)
-    with together(engine.group, "load_state"):
+    with raise_on_all_ranks(engine.group, "load_state", CheckpointError):
         for hook in list(engine._load_hooks.values()):
             hook(models, str(folder))
     remaining = {id(model) for model in models}
@@ -246,7 +246,7 @@ def _restore(engine: "Persistence", parts: list[Part], manifest: Manifest, folde
         if part.name not in manifest.parts:
             third_party_state.tell_missing(part, manifest, folder)
             continue
-        with together(engine.group, "load_state"):
+        with raise_on_all_ranks(engine.group, "load_state", CheckpointError):
             state = part.read(folder, words)
             if manifest.origin is not None:
                 with _told_by_name(part, folder):
@@ -293,7 +293,7 @@ def _write(
     group: ProcessGroup,
     mark_written: Callable[[], None] | None = None,
 ) -> None:
-    with together(group, "save_state"):
+    with raise_on_all_ranks(group, "save_state", CheckpointError):
         saving.write(files)
         if mark_written is not None:
             mark_written()

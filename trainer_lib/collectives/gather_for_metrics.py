@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainer_lib.collectives.object_collectives import exchange, joined
-from trainer_lib.collectives.ragged_gather import exchange_rows, holds_rows, raise_refusals
+from trainer_lib.collectives.agreement import HeldError
+from trainer_lib.collectives.object_collectives import gather_per_rank, joined
+from trainer_lib.collectives.ragged_gather import gather_rows_or_raise, holds_rows
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves
 from trainer_lib.state.gradient_state import Rows
@@ -25,12 +26,10 @@ def gather_real_rows(tree: Any, rows: Rows | None) -> Any:
         >>> gather_real_rows(torch.tensor([3, 1, 3]), Rows(total=3, real=2))
         tensor([3, 1])
     """
-    # A process that has to refuse still comes along: the others wait for it, and are to raise too.
-    try:
-        real, refusal = map_leaves(lambda leaf: _real_part(leaf, rows), tree, is_leaf=holds_rows), None
-    except ConfigurationError as error:
-        real, refusal = None, str(error)
-    return exchange_rows("gather_for_metrics", real, refusal)
+    error, real = HeldError("gather_for_metrics"), None
+    with error.held():
+        real = map_leaves(lambda leaf: _real_part(leaf, rows), tree, is_leaf=holds_rows)
+    return gather_rows_or_raise("gather_for_metrics", real, error)
 
 
 def gather_real_objects(value: Any, rows: Rows | None) -> list[Any]:
@@ -42,13 +41,12 @@ def gather_real_objects(value: Any, rows: Rows | None) -> list[Any]:
         >>> gather_real_objects(["a cat", "a dog", "a cat"], Rows(total=3, real=2))
         ['a cat', 'a dog']
     """
-    try:
-        real, refusal = _real_items(value, rows), None
-    except ConfigurationError as error:
-        real, refusal = None, str(error)
-    told = exchange((real, refusal))
-    raise_refusals([refusal for _, refusal in told])
-    return joined(real for real, _ in told)
+    error, real = HeldError("gather_for_metrics"), None
+    with error.held():
+        real = _real_items(value, rows)
+    by_rank = gather_per_rank(error.pack(real))
+    error.raise_first([report for report, _ in by_rank])
+    return joined(real for _, real in by_rank)
 
 
 def _real_items(value: Any, rows: Rows | None) -> Any:

@@ -17,7 +17,7 @@ def gather_object(object: Any) -> list[Any]:
         >>> gather_object(["a cat", "a dog"]), gather_object("a cat")
         (['a cat', 'a dog'], ['a cat'])
     """
-    return joined(exchange(object))
+    return joined(gather_per_rank(object))
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -37,9 +37,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-def exchange(value: Any) -> list[Any]:
-    """Return the values of all processes in order of rank."""
-    return [_unpacked(one) for one in PartialState().group.all_gather_objects(_packed(value))]
+def gather_per_rank(value: Any) -> list[Any]:
+    """Return the values of all ranks in order of rank."""
+    return [_unpacked(value) for value in PartialState().group.all_gather_objects(_packed(value))]
 
 
 def joined(values: Iterable[Any]) -> list[Any]:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_lib.collectives.object_collectives import exchange, joined
-from trainer_lib.collectives.shape_check import Layout, Leaf, check_same, layout, without_rows
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.collectives.agreement import ErrorReport, HeldError
+from trainer_lib.collectives.object_collectives import gather_per_rank, joined
+from trainer_lib.collectives.shape_check import Layout, Leaf, check_layouts, layout, without_rows
 from trainer_lib.foundation.pytree import leaves, map_leaves, tensors
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
@@ -27,29 +27,29 @@ def gather_rows(tree: Any) -> Any:
         >>> gather_rows({"ids": torch.tensor([4, 5]), "texts": ["a cat", "a dog"]})
         {'ids': tensor([4, 5]), 'texts': ['a cat', 'a dog']}
     """
-    return exchange_rows("gather_for_metrics", tree)
+    return gather_rows_or_raise("gather_for_metrics", tree, HeldError("gather_for_metrics"))
 
 
-def exchange_rows(operation: str, tree: Any, refusal: str | None = None) -> Any:
-    """Gather rows, unless a process refuses: then its reason is raised on all.
+def gather_rows_or_raise(operation: str, tree: Any, error: HeldError) -> Any:
+    """Gather rows, or raise on all ranks if a rank holds an error.
 
     Args:
-        operation: The name that errors speak of.
-        tree: What this process gives.
-        refusal: Why this process cannot give it.
+        operation: The name of the operation in errors.
+        tree: The rows of this rank.
+        error: Why this rank may not have any.
     """
-    own = list(leaves(tree, is_leaf=holds_rows))
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in own]
-    told = exchange(_Told(layout(tree, is_leaf=holds_rows), others, refusal))
-    raise_refusals([one.refusal for one in told])
-    layouts = _agreed(operation, [one.layout for one in told])
+    local_leaves = list(leaves(tree, is_leaf=holds_rows))
+    objects = [None if isinstance(leaf, Tensor) else leaf for leaf in local_leaves]
+    headers = gather_per_rank(_Header(layout(tree, is_leaf=holds_rows), objects, error.report))
+    error.raise_first([header.report for header in headers])
+    layouts = _with_empty_filled_in(operation, [header.layout for header in headers])
     group = PartialState().group
     gathered = iter(
         [
             _gathered_tensor(leaf, [layout[index] for layout in layouts], group)
             if isinstance(leaf, Tensor)
-            else _together([one.others[index] for one in told])
-            for index, leaf in enumerate(own)
+            else _joined_objects([header.objects[index] for header in headers])
+            for index, leaf in enumerate(local_leaves)
         ]
     )
     return map_leaves(lambda leaf: next(gathered), tree, is_leaf=holds_rows)
@@ -70,30 +70,22 @@ def holds_rows(tree: Any) -> bool:
     return isinstance(tree, np.ndarray) and tree.ndim > 0
 
 
-def raise_refusals(refusals: Sequence[str | None]) -> None:
-    """Raise the first refusal, which all processes have to know of, on all of them."""
-    for rank, refusal in enumerate(refusals):
-        if refusal is not None:
-            everywhere = all(other == refusal for other in refusals)
-            raise ConfigurationError(refusal if everywhere else f"On process {rank}: {refusal}")
-
-
 @dataclass
-class _Told:
-    """What a process tells the others before its tensors travel."""
+class _Header:
+    """What a rank sends to the others before its tensors."""
 
     layout: Layout
-    others: list[Any]
-    refusal: str | None
+    objects: list[Any]  # the leaves that are no tensors
+    report: ErrorReport | None
 
 
-def _agreed(operation: str, layouts: list[Layout]) -> list[Layout]:
+def _with_empty_filled_in(operation: str, layouts: list[Layout]) -> list[Layout]:
     """Return the layouts, where a tensor without rows takes the shape and type of those that have some."""
     templates = [
         next((leaf for leaf in of_one if leaf and not _is_empty(leaf)), None) for of_one in zip_longest(*layouts)
     ]
     agreed = [tuple(map(_filled_in, layout, templates)) for layout in layouts]
-    check_same(operation, agreed, without_rows)
+    check_layouts(operation, agreed, without_rows)
     return agreed
 
 
@@ -122,7 +114,7 @@ def _gathered_tensor(tensor: Tensor, of_all: Sequence[Leaf], group: ProcessGroup
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=False)])
 
 
-def _together(values: list[Any]) -> Any:
+def _joined_objects(values: list[Any]) -> Any:
     first = values[0]
     if all(value is None for value in values):
         return None

@@ -65,10 +65,10 @@ def verify(operation: str, tree: Any, compared: Callable[[Leaf], Hashable] = who
     """In debug mode, raise on all processes unless they hand in the same."""
     state = PartialState()
     if state.debug:
-        check_same(operation, state.group.all_gather_objects(layout(tree)), compared)
+        check_layouts(operation, state.group.all_gather_objects(layout(tree)), compared)
 
 
-def check_same(operation: str, layouts: Sequence[Layout], compared: Callable[[Leaf], Hashable] = whole) -> None:
+def check_layouts(operation: str, layouts: Sequence[Layout], compared: Callable[[Leaf], Hashable] = whole) -> None:
     """Raise unless the layouts of all processes agree in what is `compared`.
 
     All processes have to see the same `layouts`, so that all raise or none.

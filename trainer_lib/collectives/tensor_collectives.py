@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.collectives.shape_check import Leaf, check_same, layout, verify, whole, without_sizes
+from trainer_lib.collectives.shape_check import Leaf, check_layouts, layout, verify, whole, without_sizes
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
 from trainer_lib.foundation.pytree import leaves, map_tensors
 from trainer_lib.process_group import ProcessGroup
@@ -83,7 +83,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     group = _group("pad_across_processes", tensor, without_sizes)
     layouts = group.all_gather_objects(layout(tensor))
-    check_same("pad_across_processes", layouts, without_sizes)
+    check_layouts("pad_across_processes", layouts, without_sizes)
     largest = iter([max(_size(leaf, dim) for leaf in of_one_tensor) for of_one_tensor in zip(*layouts, strict=True)])
     return map_tensors(lambda one: _padded(one, dim, next(largest), pad_index, pad_first), tensor)
 

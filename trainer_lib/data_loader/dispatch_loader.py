@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
 from trainer_lib.data_loader.order.batch_slicing import Slicing
 from trainer_lib.data_loader.order.loader_position import Pass, Place
 from trainer_lib.data_loader.order.rank_rounds import Counted, Ending
 from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
 from trainer_lib.data_loader.readers.shard_reader import Reader
-from trainer_lib.foundation.errors import UnsupportedError, WorldError
+from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradient_state import Rows
 
@@ -76,10 +77,10 @@ class DataLoaderDispatcher(PreparedLoader):
         )
 
     def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
-        sent = self._sent(place) if self._group.rank == 0 else None
+        rounds = self._rounds(place) if self._group.rank == 0 else None
         received, is_end = 0, False
         while not is_end:
-            parcel = self._exchange(sent)
+            parcel = self._next_parcel(rounds)
             is_end = parcel.is_end
             received += parcel.holds_batch
             ending.over, ending.remainder = parcel.over, parcel.remainder
@@ -88,20 +89,22 @@ class DataLoaderDispatcher(PreparedLoader):
             if parcel.holds_batch:
                 yield parcel.batch if parcel.rows is None else Counted(parcel.batch, parcel.rows, parcel.remainder)
 
-    def _exchange(self, sent: Iterator[list[Parcel]] | None) -> Parcel:
-        if sent is None:
+    def _next_parcel(self, rounds: Iterator[list[Parcel]] | None) -> Parcel:
+        """Return this rank's parcel of the next round; an error of the first rank is raised on all."""
+        error = HeldError("Reading the next batches for all ranks")
+        if rounds is None:
             parcel = self._group.scatter_objects(None)
-            if isinstance(parcel, str):
-                raise WorldError(f"The first process could not read the next batches for all: {parcel}")
-            return parcel
-        try:
-            return self._group.scatter_objects(next(sent))
-        except Exception as error:
-            # The others wait for their batches. (What cannot be sent raises before anything is sent.)
-            self._group.scatter_objects([f"{type(error).__name__}: {error}"] * self._group.size)
-            raise
+        else:
+            parcel = None
+            with error.held():  # an object that cannot be sent raises before anything is sent
+                parcel = self._group.scatter_objects(next(rounds))
+            if error.report is not None:  # the other ranks wait for their batches
+                parcel = self._group.scatter_objects([error.report] * self._group.size)
+        if not isinstance(parcel, Parcel):  # the error report of the first rank
+            error.raise_first([parcel])
+        return parcel
 
-    def _sent(self, place: Place) -> Iterator[list[Parcel]]:
+    def _rounds(self, place: Place) -> Iterator[list[Parcel]]:
         """Yield what each process gets, round by round."""
         ending, own, read, left = Ending(), Ending(), 0, None
         if self._slicing is None:

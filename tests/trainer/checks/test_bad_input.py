@@ -986,17 +986,17 @@ def test_what_one_process_finds_wrong_all_hear(case: str) -> None:
     first, second = told(lambda rank: trainer(**options(rank)))
     assert second[0] == "ConfigurationError"
     assert words in second[1]
-    assert first[0] == "WorldError"
-    assert "Process 1" in first[1]
+    assert first[0] == "ConfigurationError"
+    assert "failed on rank 1: " in first[1]
     assert words in first[1]
 
 
 DIFFERENT: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "other data": (
-        "16 on process 0, 8 on process 1",
+        "16 on rank 0, 8 on rank 1",
         lambda rank: {"train_dataset": (INPUTS[:8], CLASSES[:8]) if rank else DATA},
     ),
-    "other steps": ("max_steps: 3 on process 0, 4 on process 1", lambda rank: {"max_steps": 3 + rank}),
+    "other steps": ("max_steps: 3 on rank 0, 4 on rank 1", lambda rank: {"max_steps": 3 + rank}),
     "another model": ("parameters", lambda rank: {"model": nn.Linear(4, 2 + rank)}),
     "other sets": ("dev: 16", lambda rank: {"eval_dataset": {"dev": DATA} if rank else {"test": DATA}}),
     "other metrics": (
@@ -1020,8 +1020,8 @@ def test_an_evaluation_without_data_on_one_process_is_none() -> None:
         return lambda: one.evaluate([] if rank else DATA)
 
     (first, why), (second, _) = told(body)
-    assert (first, second) == ("WorldError", "ConfigurationError")
-    assert "evaluate(dataset) is empty" in why
+    assert (first, second) == ("ConfigurationError", "ConfigurationError")
+    assert "failed on rank 1: evaluate(dataset) is empty" in why
 
 
 def test_a_folder_that_cannot_be_written_to_ends_all() -> None:

@@ -60,9 +60,9 @@ def test_samplers_that_differ_are_told_before_the_first_step() -> None:
         (lambda rank: ordered(range(20 + 4 * rank)), {}), (lambda rank: ordered(range(rank, 40, 2)), {})
     )
     for text in lengths:
-        assert "the length of the training data's range: 20 on process 0, 24 on process 1" in text
+        assert "the length of the training data's range: 20 on rank 0, 24 on rank 1" in text
     for text in samples:
-        assert "that a pass begins with: [0, 2, 4, 6] on process 0, [1, 3, 5, 7] on process 1" in text
+        assert "that a pass begins with: [0, 2, 4, 6] on rank 0, [1, 3, 5, 7] on rank 1" in text
 
 
 def labelled() -> list[tuple[torch.Tensor, torch.Tensor]]:

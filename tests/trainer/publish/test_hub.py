@@ -189,7 +189,7 @@ def test_all_processes_hear_of_it(hub: Hub) -> None:
 
     first, second = run_forked(body, timeout=60)
     assert first.startswith("HubError: This token may not write to me/points.")
-    assert second.startswith("WorldError: Process 0 cannot go on, so none can. It says: HubError: This token may not")
+    assert second.startswith("WorldError: push_to_hub failed on rank 0: HubError: This token may not")
 
 
 def test_large_files_that_do_not_arrive_are_told(hub: Hub) -> None:

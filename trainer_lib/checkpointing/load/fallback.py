@@ -7,9 +7,9 @@ from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.load.find import open_state
 from trainer_lib.checkpointing.load.local_files import LocalFiles, local_files
 from trainer_lib.checkpointing.storage.storage import storage_of
-from trainer_lib.collectives.agreement import exchange, together
+from trainer_lib.collectives.agreement import raise_on_all_ranks
 from trainer_lib.filesystem.remote_paths import AnyPath
-from trainer_lib.foundation.errors import CheckpointError, DamagedError
+from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.process_group import ProcessGroup
 
 
@@ -48,24 +48,17 @@ def open_verified(
         CheckpointError: If it cannot be read for another reason.
     """
     files = local_files(folder, group, doing, reader, readers)
-    manifest, error = None, None
     try:
-        manifest = open_state(folder)
-        files.check(manifest)
-    except CheckpointError as caught:  # the others wait for an answer
-        error = caught
-    told = None if error is None else (isinstance(error, DamagedError), str(error))
-    reports = [report for report in exchange(group, told, doing) if report is not None]
-    if not reports and manifest is not None:
-        if is_loaded_next:
-            files.keep()
-        return OpenedCheckpoint(manifest, files)
-    files.release()
-    # All do the same about it: only what every complaint calls damage is damage.
-    kind = DamagedError if all(is_damage for is_damage, _ in reports) else CheckpointError
-    if type(error) is kind:
-        raise error
-    raise kind(next(text for is_damage, text in reports if is_damage == (kind is DamagedError))) from error
+        # It is damaged only if every rank that fails calls it damaged.
+        with raise_on_all_ranks(group, f"{doing}: checking the checkpoint", CheckpointError):
+            manifest = open_state(folder)
+            files.check(manifest)
+    except CheckpointError:
+        files.release()
+        raise
+    if is_loaded_next:
+        files.keep()
+    return OpenedCheckpoint(manifest, files)
 
 
 def set_aside(folder: AnyPath, group: ProcessGroup, doing: str, leads: bool) -> AnyPath:
@@ -78,7 +71,7 @@ def set_aside(folder: AnyPath, group: ProcessGroup, doing: str, leads: bool) -> 
         leads: Whether this process renames folders.
     """
     aside = damaged_beside(folder)
-    with together(group, doing):
+    with raise_on_all_ranks(group, doing, CheckpointError):
         if leads:
             try:
                 storage_of(folder).rename(aside.name)

@@ -9,7 +9,7 @@ from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
 from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.load.verification import check_bytes, damaged, differences, share
 from trainer_lib.checkpointing.storage.remote_storage import temporary_folder
-from trainer_lib.collectives.agreement import exchange
+from trainer_lib.collectives.agreement import gather_checked
 from trainer_lib.filesystem.atomic_files import inside
 from trainer_lib.filesystem.checksums import for_each_file
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath
@@ -107,8 +107,10 @@ class _FetchedFiles(LocalFiles):
     def between(cls, source: RemotePath, group: ProcessGroup, doing: str) -> "_FetchedFiles":
         own = temporary_folder()
         # Names are drawn: a process that has a folder of this name sees the disk of the one who made it.
-        chosen = next(Path(path) for path in exchange(group, str(own), doing) if Path(path).is_dir())
-        together = [rank for rank, path in enumerate(exchange(group, str(chosen), doing)) if path == str(chosen)]
+        folders = gather_checked(group, str(own), doing, CheckpointError)
+        chosen = next(Path(folder) for folder in folders if Path(folder).is_dir())
+        chosen_by_rank = gather_checked(group, str(chosen), doing, CheckpointError)
+        together = [rank for rank, folder in enumerate(chosen_by_rank) if folder == str(chosen)]
         if chosen != own:
             own.rmdir()
         return cls(source, chosen, together.index(group.rank), len(together))

@@ -19,7 +19,7 @@ from trainer_lib.checkpointing.save.background import UPLOAD_THREADS
 from trainer_lib.checkpointing.save.nonfinite_check import FiniteCheck
 from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.checkpointing.storage.remote_storage import PARTIAL_NAME, RemoteStorage, temporary_folder
-from trainer_lib.collectives.agreement import exchange, together
+from trainer_lib.collectives.agreement import gather_checked, raise_on_all_ranks
 from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, with_retries
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError, UnwritableError
@@ -96,8 +96,9 @@ class CheckpointUploader:
             if path.is_file() and not path.is_symlink()
         }
         mine = {**by_hooks, **files}
-        names = {name for its in exchange(self._group, sorted(mine), "save_state") for name in its}
-        with together(self._group, "save_state"):
+        names_by_rank = gather_checked(self._group, sorted(mine), "save_state", CheckpointError)
+        names = {name for names in names_by_rank for name in names}
+        with raise_on_all_ranks(self._group, "save_state", CheckpointError):
             if self._leads:
                 self._make_room(names)
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=UPLOAD_THREADS) as pool:
@@ -107,10 +108,10 @@ class CheckpointUploader:
 
     def commit(self, manifest: Manifest) -> None:
         """Send the manifest, once all processes are through."""
-        answers = exchange(self._group, (self._written, self.finite), "save_state")
+        answers = gather_checked(self._group, (self._written, self.finite), "save_state", CheckpointError)
         reports = [written for written, _ in answers]
         self.finite.merge(finite for _, finite in answers)
-        with together(self._group, "save_state"):
+        with raise_on_all_ranks(self._group, "save_state", CheckpointError):
             if self._leads:
                 checksums = _united(reports)
                 try:

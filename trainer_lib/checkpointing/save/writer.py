@@ -22,7 +22,7 @@ from trainer_lib.checkpointing.format.layout import (
 from trainer_lib.checkpointing.format.manifest import CHECKSUM, Manifest, library_versions, read_manifest, sealed
 from trainer_lib.checkpointing.save.nonfinite_check import FiniteCheck
 from trainer_lib.checkpointing.storage.storage import remove
-from trainer_lib.collectives.agreement import exchange, together
+from trainer_lib.collectives.agreement import gather_checked, raise_on_all_ranks
 from trainer_lib.filesystem.atomic_files import sync
 from trainer_lib.filesystem.checksums import checksum_of
 from trainer_lib.foundation.byte_sizes import convert_bytes
@@ -53,7 +53,7 @@ class CheckpointWriter:
         self._written: dict[str, str] = {}  # checksums of what was written here, by name
 
     def __enter__(self) -> "CheckpointWriter":
-        with together(self._group, "save_state"):
+        with raise_on_all_ranks(self._group, "save_state", CheckpointError):
             if self._leads:
                 try:
                     remove(self.folder)
@@ -89,12 +89,12 @@ class CheckpointWriter:
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest and make the folder the state, once all processes are through."""
-        reports = exchange(self._group, (self._leader, self._written, self.finite), "save_state")
+        reports = gather_checked(self._group, (self._leader, self._written, self.finite), "save_state", CheckpointError)
         written = {
             name: checksum for leader, its, _ in reports if leader == self._leader for name, checksum in its.items()
         }
         self.finite.merge(finite for *_, finite in reports)
-        with together(self._group, "save_state"):
+        with raise_on_all_ranks(self._group, "save_state", CheckpointError):
             if self._leads:
                 try:
                     self._finish(manifest, written)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import PreparationError
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations
 from trainer_lib.modules.names import canonical_name
@@ -106,25 +107,22 @@ class ShardedModel:
 
     def _agree(self) -> None:
         """Give the main process's weights values, and raise on all processes if one cannot go on."""
-        trouble = None
-        try:
+        error = HeldError("prepare", PreparationError)
+        with error.held():
             if not self._plugin.sync_module_states:
                 _refuse_meta(self.model)
             elif self._group.rank == 0:
                 materialize.materialize(self.model, self._plugin.param_init_fn)
-        except PreparationError as error:
-            trouble = error
         signature = [
             (canonical_name(name), tuple(tensor.shape), str(tensor.dtype))
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
         ]
-        told = self._group.all_gather_objects((trouble, signature))
-        for error, _ in told:
-            if error is not None:
-                raise error
-        for rank, (_, other) in enumerate(told):
-            if other != told[0][1]:
-                raise _other_model(rank, told[0][1], other)
+        by_rank = self._group.all_gather_objects((error.report, signature))
+        error.raise_first([report for report, _ in by_rank])
+        first = by_rank[0][1]
+        for rank, (_, other) in enumerate(by_rank):
+            if other != first:
+                raise _other_model(rank, first, other)
 
     def _fill(self, values: Mapping[str, Tensor]) -> None:
         shards_on = torch.device("cpu") if self._plugin.offload.to_cpu else self._device

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_lib.foundation.errors import StateError
+from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.state import check_fits, module_state
 from trainer_lib.process_group import ProcessGroup
@@ -50,7 +50,7 @@ def load_model_state(
         check_fits(model, {name: value.shape for name, value in tensors.items()}, strict, state)
         return _holds_shards(tensors.values()), list(tensors), {k: v for k, v in state.items() if k not in tensors}
 
-    are_shards, names, extras = _from_main(checked, group)
+    are_shards, names, extras = run_on_main_process(group, "load_state_dict", checked)
     own = module_state_with_variables(model)
     targets = {id(own[name]): (name, own[name].detach()) for name in names if name in own}
     if are_shards:
@@ -96,7 +96,7 @@ def load_optimizer_state(
         are_shards = _holds_shards(tensors)
         return are_shards, {} if are_shards else _described(state, parameters)
 
-    are_shards, skeleton = _from_main(described, group)
+    are_shards, skeleton = run_on_main_process(group, "load_state_dict", described)
     if are_shards:
         load_named_state(optimizer, models, state)
         return
@@ -142,20 +142,6 @@ def _by_name(state: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dic
         name: {key: change(name, value) for key, value in values.items()} if isinstance(values, dict) else values
         for name, values in state["state"].items()
     }
-
-
-def _from_main(make: Callable[[], Any], group: ProcessGroup) -> Any:
-    """Return on all processes what the main one makes, or raise there what it raises."""
-    told: list[Any] = [None, None]
-    if group.rank == 0:
-        try:
-            told[0] = make()
-        except StateError as error:
-            told[1] = error
-    value, error = group.broadcast_objects(told)
-    if error is not None:
-        raise error
-    return value
 
 
 def _whole(value: Any, group: ProcessGroup, device: torch.device) -> Any:

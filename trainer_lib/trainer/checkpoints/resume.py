@@ -2,17 +2,18 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import is_committed
 from trainer_lib.checkpointing.load.fallback import open_verified, set_aside
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.checkpointing.third_party.third_party import advice, library_of
+from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import (
     ConfigurationError,
     DamagedError,
-    RunInUseError,
     UnreachableError,
     did_you_mean,
 )
@@ -94,7 +95,7 @@ def find_resume_point(
     with ExitStack() as on_error:
         lease = Lease(None)
         while True:
-            place = _agreed_resume_point(root, name, resume, group, what)
+            place = run_on_main_process(group, "fit", partial(_look_for_run, root, name, resume, what))
             if place.folder is not None and place.needs_lease and place.folder.path != lease.folder:
                 lease.release()
                 lease = on_error.enter_context(_acquired_lease(place.folder, group))
@@ -124,31 +125,9 @@ def find_resume_point(
 
 def _acquired_lease(folder: RunFolder, group: ProcessGroup) -> Lease:
     """Return the lease of a run that is there, held by the first process; or raise on all why it cannot be had."""
-    lease, refusal = Lease(folder.path), None
-    if group.rank == 0:
-        try:
-            lease.acquire()
-        except RunInUseError as error:
-            refusal = str(error)
-    (refusal,) = group.broadcast_objects([refusal])
-    if refusal is not None:
-        raise RunInUseError(refusal)
+    lease = Lease(folder.path)
+    run_on_main_process(group, "fit", lease.acquire)
     return lease
-
-
-def _agreed_resume_point(
-    root: AnyPath | None, name: str | None, resume: str, group: ProcessGroup, what: Any
-) -> ResumePoint:
-    found: list[Any] = [None]
-    if group.rank == 0:
-        try:
-            found = [_look_for_run(root, name, resume, what)]
-        except Exception as error:  # noqa: BLE001 - the others wait for an answer
-            found = [error]
-    (answer,) = group.broadcast_objects(found)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _look_for_run(root: AnyPath | None, name: str | None, resume: str, what: Any) -> ResumePoint:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
+from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError, StateError
 from trainer_lib.logging import get_logger
@@ -68,10 +69,7 @@ class Difference(NamedTuple):
 
 def changed_arguments(args: TrainingArguments, checkpoint: AnyPath, group: ProcessGroup) -> dict[str, Difference]:
     """Return the arguments that are others than those of a checkpoint, by name; nothing if it does not tell them."""
-    saved: Any = None
-    if group.rank == 0 and (checkpoint / ARGUMENTS_FILE).is_file():
-        saved, _ = yaml_json.read_values(checkpoint / ARGUMENTS_FILE)
-    (saved,) = group.broadcast_objects([saved])
+    saved = run_on_main_process(group, "fit", lambda: _saved_values(checkpoint))
     if saved is None:
         _logger.warning("%s has no %s: what of the arguments changed cannot be told.", checkpoint, ARGUMENTS_FILE)
         return {}
@@ -134,3 +132,8 @@ def _text(one: Difference) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def _saved_values(checkpoint: AnyPath) -> dict[str, Any] | None:
+    file = checkpoint / ARGUMENTS_FILE
+    return yaml_json.read_values(file)[0] if file.is_file() else None

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainer_lib.collectives.agreement import check_same_on_all_ranks, raise_on_all_ranks
 from trainer_lib.data_loader.order.epoch_order import iterates_as
 from trainer_lib.data_loader.prepare import check_can_seed
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
@@ -24,7 +25,6 @@ from trainer_lib.trainer.evaluation.eval_sets import check_has_interval, check_i
 from trainer_lib.trainer.evaluation.outputs import Metric
 from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, ObjectMetric
 from trainer_lib.trainer.safety.bad_samples import check_can_leave_out
-from trainer_lib.trainer.together import check_same, together
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -43,8 +43,9 @@ def check(trainer: "Trainer") -> None:
         DistributedOperationException: If processes are about to do different things.
     """
     group = trainer.accelerator.group
-    sets = together(group, lambda: _check(trainer))
-    check_same(group, _facts(trainer))
+    with raise_on_all_ranks(group, "fit"):
+        sets = _check(trainer)
+    check_same_on_all_ranks(group, _facts(trainer))
     for option, loader in sets.items():
         check_evaluation_data(group, loader, option)
 
@@ -62,13 +63,14 @@ def checked_loader(verb: str, loader: Any) -> DataLoader[Any]:
 def train_loader(trainer: "Trainer") -> DataLoader[Any]:
     """Return the loader of the training data, if all processes have one, of as many samples."""
     group = trainer.accelerator.group
-    loader = together(group, lambda: checked_loader("train_dataloader", trainer.train_dataloader()))
+    with raise_on_all_ranks(group, "train_dataloader"):
+        loader = checked_loader("train_dataloader", trainer.train_dataloader())
     check_can_leave_out(trainer.args, loader, "train_dataset")
     if trainer.args.seed_each_sample:
         check_can_seed(loader)
     is_stream = isinstance(loader.dataset, IterableDataset)  # of which each process may have its own part
     facts = {"the samples to train on": None if is_stream else length_of(loader.dataset)}
-    check_same(group, facts if is_stream or group.size == 1 else facts | _order(loader))
+    check_same_on_all_ranks(group, facts if is_stream or group.size == 1 else facts | _order(loader))
     return loader
 
 
@@ -80,7 +82,7 @@ def check_order(group: ProcessGroup, loader: PreparedLoader) -> None:
     """
     if group.size > 1:
         first = loader.first_samples()
-        check_same(group, {"the samples that a pass begins with": first and first[:_SHOWN]})
+        check_same_on_all_ranks(group, {"the samples that a pass begins with": first and first[:_SHOWN]})
 
 
 def eval_loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
@@ -92,7 +94,8 @@ def eval_loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = Fa
         told_as: What they were given as.
         is_one: A dict is one set, by columns.
     """
-    return together(trainer.accelerator.group, lambda: _loaders(trainer, given, told_as, is_one))
+    with raise_on_all_ranks(trainer.accelerator.group, f"The check of {told_as}"):
+        return _loaders(trainer, given, told_as, is_one)
 
 
 def check_optimizers(optimizers: Mapping[str, Any]) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from trainer_lib.collectives.object_collectives import exchange
+from trainer_lib.collectives.agreement import run_on_main_process
+from trainer_lib.collectives.object_collectives import gather_per_rank
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import (
@@ -22,7 +23,6 @@ from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationInterrupte
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import MANIFEST, check_free
 from trainer_lib.trainer.evaluation.prediction_results import Collector, ComputedMetrics, Predictions, Writer, computed
-from trainer_lib.trainer.metrics.metric_adapters import Failure
 from trainer_lib.trainer.metrics.metric_spec import computed_metrics
 from trainer_lib.trainer.metrics.running_metrics import mean_loss
 
@@ -185,7 +185,7 @@ class Evaluator:
         gatherer.close(is_left)
         is_main, there = accelerator.is_main_process, [] if is_left else metrics
         states = [metric.state() if (is_main if metric.main_process_only else batches) else None for metric in there]
-        told = [_Told(*one) for one in exchange((batches, states, is_left))]
+        told = [_Told(*one) for one in gather_per_rank((batches, states, is_left))]
         if any(one.is_left for one in told):
             raise EvaluationInterrupted
         if not any(one.batches for one in told):
@@ -198,7 +198,7 @@ class Evaluator:
     def _agree(self, sets: Mapping[str, Sequence[Metric]]) -> None:
         """Raise, on all processes, unless all evaluate the same sets by the same metrics."""
         own = [f"{metric.name or 'compute_metrics'}{name and f' of {name}'}" for name in sets for metric in sets[name]]
-        told: list[list[str]] = exchange(own)
+        told: list[list[str]] = gather_per_rank(own)
         if all(names == told[0] for names in told):
             return
         common = set(told[0]).intersection(*told[1:])
@@ -211,20 +211,17 @@ class Evaluator:
 
     def _computed(self, function: Callable[..., Any], predictions: Any, labels: Any, prefix: str) -> dict[str, float]:
         """Return what a function makes of predictions and labels on the main process; without labels nothing."""
-        failure, values = Failure("compute_metrics"), dict[str, float]()
-        if self._accelerator.is_main_process and labels is not None:
-            with failure.kept():
-                values = computed(function, predictions, labels)
-        values = failure.raised_or_value(exchange(failure.or_value(values))[0])
+        values = run_on_main_process(
+            self._accelerator.group,
+            "compute_metrics",
+            lambda: {} if labels is None else computed(function, predictions, labels),
+            DistributedOperationException,
+        )
         return _prefixed(prefix, "", iter([(ComputedMetrics(function), values)]))
 
     def _on_main_process(self, what: str, function: Callable[[], None]) -> None:
-        """Call a function on the main process; what it raises is raised on all."""
-        failure = Failure(what)
-        if self._accelerator.is_main_process:
-            with failure.kept():
-                function()
-        failure.raised_or_value(exchange(failure.or_value(None))[0])
+        """Call a function on the main process; its error is raised on all ranks."""
+        run_on_main_process(self._accelerator.group, what, function, DistributedOperationException)
 
     def _evaluated(self, model: Models) -> Any:
         evaluated = self._accelerator.strategy.evaluated

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.collectives.agreement import HeldError
+from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, read_predictions
 from trainer_lib.trainer.evaluation.row_buffers import RowBuffers
-from trainer_lib.trainer.metrics.metric_adapters import Failure
 
 
 @dataclass(frozen=True)
@@ -118,28 +118,28 @@ class ComputedMetrics(Collector):
                 f"compute_metrics must be a function of predictions and labels, got a {type(function).__name__}."
             )
         self._function = function
-        self._failure = Failure("compute_metrics")
+        self._error = HeldError("compute_metrics", DistributedOperationException)
 
     def begin(self, device: torch.device) -> None:
         """Start over."""
         super().begin(device)
-        self._failure = Failure("compute_metrics")
+        self._error = HeldError("compute_metrics", DistributedOperationException)
 
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
-        with self._failure.kept():
+        with self._error.held():
             super().update(output)
 
     def state(self) -> Any:
         """Return what came out."""
         values: dict[str, float] = {}
-        with self._failure.kept():
+        with self._error.held():
             values = self._computed()
-        return self._failure.or_value(values)
+        return self._error.pack(values)
 
     def result(self, states: Sequence[Any]) -> Any:
         """Return what came out on the main process."""
-        return self._failure.raised_or_value(states[0])
+        return self._error.unpack(states[0])
 
     def _computed(self) -> dict[str, float]:
         return computed(self._function, self._predictions.joined(), self._labels.joined())
@@ -173,7 +173,7 @@ class Writer(Metric):
     def __init__(self, folder: Path) -> None:
         super().__init__("predictions")
         self._folder = folder
-        self._failure = Failure(f"Writing predictions to {folder}")
+        self._error = HeldError(f"Writing predictions to {folder}", DistributedOperationException)
 
     def begin(self, device: torch.device) -> None:
         """Start over."""
@@ -181,16 +181,16 @@ class Writer(Metric):
 
     def update(self, output: EvaluationOutput) -> None:
         """Write a batch."""
-        with self._failure.kept():
+        with self._error.held():
             self._files.add(output.predictions, output.labels)
 
     def state(self) -> Any:
         """Return whether it worked so far."""
-        return self._failure.or_value(None)
+        return self._error.pack(None)
 
     def result(self, states: Sequence[Any]) -> Any:
         """Raise, on all processes, what went wrong on the main one."""
-        return self._failure.raised_or_value(states[0])
+        return self._error.unpack(states[0])
 
     def commit(self, metrics: dict[str, float]) -> None:
         """Put the folder in its place; the main process does."""

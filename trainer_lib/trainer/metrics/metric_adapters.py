@@ -2,14 +2,14 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.foundation.pytree import map_tensors, send_to_device
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
@@ -93,11 +93,11 @@ class ModuleMetric(Metric):
                 "Load it without: rows come to the main process, which computes it."
             )
         self._module = module
-        self._failure = Failure(name)
+        self._error = HeldError(name, DistributedOperationException)
 
     def begin(self, device: torch.device) -> None:
         """Start over."""
-        self._failure = Failure(self.name)
+        self._error = HeldError(self.name, DistributedOperationException)
 
     def select(self, output: EvaluationOutput) -> EvaluationOutput:
         """Return classes in the place of scores, so that less has to travel."""
@@ -108,54 +108,19 @@ class ModuleMetric(Metric):
 
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
-        with self._failure.kept():
+        with self._error.held():
             self._module.add_batch(predictions=_as_arrays(output.predictions), references=_as_arrays(output.labels))
 
     def state(self) -> Any:
         """Return what came out."""
         value: Any = None
-        with self._failure.kept():
+        with self._error.held():
             value = self._module.compute()
-        return self._failure.or_value(value)
+        return self._error.pack(value)
 
     def result(self, states: Sequence[Any]) -> Any:
         """Return what came out on the main process."""
-        return self._failure.raised_or_value(states[0])
-
-
-class Failure:
-    """An error on the main process, kept until all processes can be told.
-
-    Raised at once, it would leave the others waiting for a process that is gone.
-
-    Args:
-        name: What failed, for the others.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._error: Exception | None = None
-
-    @contextmanager
-    def kept(self) -> Generator[None]:
-        """Keep the first error of a block; after one, blocks still run."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - raised by `raised_or_value`
-            self._error = self._error or error
-
-    def or_value(self, value: Any) -> tuple[str | None, Any]:
-        """Return what to tell the others."""
-        return (None, value) if self._error is None else (f"{type(self._error).__name__}: {self._error}", None)
-
-    def raised_or_value(self, told: tuple[str | None, Any]) -> Any:
-        """Return the value that was told, or raise the error: the error itself where it happened."""
-        text, value = told
-        if self._error is not None:
-            raise self._error
-        if text is not None:
-            raise DistributedOperationException(f"{self._name} failed on the main process: {text}")
-        return value
+        return self._error.unpack(states[0])
 
 
 def object_metric(name: str, thing: Any) -> ObjectMetric:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.collectives.agreement import raise_on_all_ranks
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath
 from trainer_lib.foundation.batch_fields import as_mapping, label_names_in, split
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError, unknown
@@ -17,7 +18,6 @@ from trainer_lib.foundation.pytree import map_tensors, send_to_device, slice_ten
 from trainer_lib.modules.forwards import unwrap_forward
 from trainer_lib.trainer.evaluation.eval_sets import named_sets
 from trainer_lib.trainer.optim.optimizer_modes import weights_in_use
-from trainer_lib.trainer.together import together
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -43,16 +43,14 @@ def export(trainer: "Trainer", path: AnyPath, format: str | None, example: Any, 
         raise ConfigurationError(f"There are {len(trainer.model)} models. Export each by a Trainer of its own.")
     group = trainer.accelerator.group
     trainer.prepare_models()
-    together(group, lambda: _refuse_shards(trainer.unwrapped_model))
-
-    def run() -> None:
+    with raise_on_all_ranks(group, "export"):
+        _refuse_shards(trainer.unwrapped_model)
+    # The weights on all processes: each puts an average in place.
+    with weights_in_use(trainer), raise_on_all_ranks(group, "export"):
         if trainer.accelerator.is_main_process:
             call = _call(_first_inputs(trainer) if example is None else example, is_batch_dynamic=0 in dynamic)
             program = _program(_bare_copy(trainer), call, dynamic)
             _put(path, lambda file: write(program, file))
-
-    with weights_in_use(trainer):  # on all processes: each puts an average in place
-        together(group, run)
 
 
 def _format(path: AnyPath, given: str | None) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from trainer_lib.collectives.agreement import raise_on_all_ranks, run_on_main_process
 from trainer_lib.filesystem.remote_paths import PAUSES
 from trainer_lib.foundation.errors import ConfigurationError, HubError, unknown
 from trainer_lib.foundation.imports import require
 from trainer_lib.trainer.publish.model_card import check_repository
-from trainer_lib.trainer.together import together
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
@@ -49,12 +49,13 @@ def push_to_hub(
     group, is_main = trainer.accelerator.group, trainer.accelerator.is_main_process
     trainer.prepare_models()
     # First what may be refused: a card, a token, an owner, a network.
-    text = together(group, lambda: card or trainer.model_card(**{"name": repo_id.rpartition("/")[2], **about}))
-    repository = together(group, lambda: _Repository(repo_id, token, commit) if is_main else None)
+    with raise_on_all_ranks(group, "push_to_hub"):
+        text = card or trainer.model_card(**{"name": repo_id.rpartition("/")[2], **about})
+    with raise_on_all_ranks(group, "push_to_hub"):
+        repository = _Repository(repo_id, token, commit) if is_main else None
     with tempfile.TemporaryDirectory(prefix="trainer_lib-") as here:
         trainer.save_model(here)
-        url = together(group, lambda: None if repository is None else repository.put(Path(here), text))
-    return group.broadcast_objects([url], 0)[0]
+        return run_on_main_process(group, "push_to_hub", lambda: repository.put(Path(here), text) if repository else "")
 
 
 class _Repository:

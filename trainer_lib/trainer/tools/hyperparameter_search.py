@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from trainer_lib.collectives.agreement import raise_on_all_ranks, run_on_main_process
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import (
     ConfigurationError,
@@ -24,7 +25,6 @@ from trainer_lib.memory.executable_batch_size import let_go
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.together import together
 from trainer_lib.trainer.tools.sandbox import check_can_sandbox, copy_callbacks, sandbox
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ class _Searching:
         self._leads = self._group.rank == 0
         self._suggest = space if callable(space) else _suggestions(space)
         self._failure: str | None = None
-        self.study: Any = together(self._group, partial(_study, trainer, is_more, study) if self._leads else _nothing)
+        with raise_on_all_ranks(self._group, "search"):
+            self.study: Any = _study(trainer, is_more, study) if self._leads else None
 
     def run(self, n: int) -> None:
         """Train as many trials as that, on all processes at once."""
@@ -145,7 +146,7 @@ class _Searching:
 
     def _agree(self, propose: Callable[[], Any]) -> Any:
         """Return what the main process proposes, on all processes."""
-        return self._group.broadcast_objects([together(self._group, propose)])[0]
+        return run_on_main_process(self._group, "search", propose)
 
     def _proposed(self, asked: Any) -> tuple[int, dict[str, Any]]:
         """Return the number and the arguments of a trial."""
