@@ -24,7 +24,7 @@ from trainer_lib.progress import is_live
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.data import dataloaders
 from trainer_lib.trainer.data.datasets import as_dataset, length_of
-from trainer_lib.trainer.data.unused_columns import UnusedColumnsRemoved, taken_columns
+from trainer_lib.trainer.data.unused_columns import DropUnusedColumns, used_columns
 from trainer_lib.trainer.evaluation.generation import generate_step
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.losses.loss_result import Weight
@@ -185,9 +185,7 @@ def eval_loader(trainer: "Trainer", dataset: Any, option: str = "eval_dataset") 
 def _collate_fn(trainer: "Trainer") -> Any:
     if not trainer.args.remove_unused_columns:
         return trainer.collate_fn
-    return UnusedColumnsRemoved(
-        dataloaders.collator(trainer.collate_fn, trainer.processing_class), taken_columns(trainer)
-    )
+    return DropUnusedColumns(dataloaders.collator(trainer.collate_fn, trainer.processing_class), used_columns(trainer))
 
 
 def _reading(trainer: "Trainer") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Batches of samples: as torch makes them, with what it lacks, and errors that name the field."""
+"""Collating samples: as torch does, with padding, dataclasses and errors that name the field."""
 
 import collections
 import dataclasses
@@ -36,21 +36,21 @@ class Sample:
         assert isinstance(self.name, str)
 
 
-def _equal(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for name in one:
-            _equal(one[name], other[name])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for left, right in zip(one, other, strict=True):
+def _equal(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(actual, torch.Tensor):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    elif isinstance(actual, dict):
+        assert list(actual) == list(expected)
+        for name in actual:
+            _equal(actual[name], expected[name])
+    elif isinstance(actual, (list, tuple)):
+        assert len(actual) == len(expected)
+        for left, right in zip(actual, expected, strict=True):
             _equal(left, right)
     else:
-        assert one == other
+        assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -71,27 +71,27 @@ def _equal(one: Any, other: Any) -> None:
         [collections.OrderedDict(x=1), collections.OrderedDict(x=2)],
     ],
 )
-def test_as_torch(samples: list[Any]) -> None:
+def test_batches_are_those_of_torchs_default_collate(samples: list[Any]) -> None:
     _equal(collate(samples), default_collate(samples))
 
 
-def test_texts_are_a_list() -> None:
+def test_texts_become_a_list() -> None:
     _equal(collate([(1, "a"), (2, "b")]), [torch.tensor([1, 2]), ["a", "b"]])
 
 
-def test_floats_are_of_the_type_that_models_have() -> None:
+def test_floats_take_torchs_default_dtype() -> None:
     _equal(collate([0.5, 1.5]), torch.tensor([0.5, 1.5]))
     _equal(collate([Point(0.5, 1), Point(1.5, 2)]), Point(torch.tensor([0.5, 1.5]), torch.tensor([1, 2])))  # type: ignore[arg-type]
 
 
-def test_lists_of_numbers_are_rows() -> None:
+def test_lists_of_numbers_become_rows() -> None:
     _equal(collate([{"ids": [1, 2, 3]}, {"ids": [4, 5, 6]}]), {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]])})
     _equal(collate([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 4]]))
     _equal(collate([[[0.5], [1]], [[2], [3]]]), torch.tensor([[[0.5], [1.0]], [[2.0], [3.0]]]))
     _equal(collate([{"boxes": []}, {"boxes": []}]), {"boxes": torch.zeros(2, 0)})
 
 
-def test_texts_stay_lists_whatever_their_number() -> None:
+def test_lists_of_texts_may_differ_in_length() -> None:
     _equal(collate([{"words": ["a", "b"]}, {"words": ["c"]}]), {"words": [["a", "b"], ["c"]]})
 
 
@@ -103,7 +103,7 @@ def test_dataclasses_stay_dataclasses() -> None:
     assert batch.name == ["a", "b"]
 
 
-def test_mappings_keep_what_else_they_have() -> None:
+def test_mappings_keep_their_attributes() -> None:
     first = BatchEncoding({"x": torch.ones(1)}, n_sequences=1)
     batch = collate([first, BatchEncoding({"x": torch.zeros(1)})])
     assert (type(batch), batch.n_sequences) == (BatchEncoding, 1)
@@ -111,7 +111,7 @@ def test_mappings_keep_what_else_they_have() -> None:
     _equal(first["x"], torch.ones(1))
 
 
-def test_columns_give_the_batch_that_collating_their_samples_gives() -> None:
+def test_reading_columns_gives_the_same_batch_as_collating_samples() -> None:
     columns: dict[str, Any] = {
         "x": torch.arange(10.0).view(5, 2),
         "y": np.arange(5, dtype=np.int32),
@@ -119,12 +119,12 @@ def test_columns_give_the_batch_that_collating_their_samples_gives() -> None:
         "text": np.array(list("abcde")),
         "ids": [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]],
     }
-    for given in (columns, tuple(columns.values()), columns["x"], columns["y"]):
-        one_by_one = Columns(given)
-        at_once = one_by_one.gathering()
-        _equal(collate(at_once.__getitems__([3, 1])), collate(one_by_one.__getitems__([3, 1])))
-        assert len(at_once.__getitems__([3, 1])) == 2
-        _equal(at_once.__getitems__([3, 1])[1], one_by_one[1])
+    for data in (columns, tuple(columns.values()), columns["x"], columns["y"]):
+        by_sample = Columns(data)
+        by_column = by_sample.with_batched_reads()
+        _equal(collate(by_column.__getitems__([3, 1])), collate(by_sample.__getitems__([3, 1])))
+        assert len(by_column.__getitems__([3, 1])) == 2
+        _equal(by_column.__getitems__([3, 1])[1], by_sample[1])
 
 
 @pytest.mark.parametrize(
@@ -132,20 +132,20 @@ def test_columns_give_the_batch_that_collating_their_samples_gives() -> None:
     [
         (
             [torch.ones(2), torch.ones(3)],
-            r"The samples cannot be put into a batch: the shapes differ \(\(2,\) and \(3,\)\)",
+            r"The samples cannot be collated: the shapes differ \(\(2,\) and \(3,\)\)",
         ),
         ([{"ids": [1]}, {"ids": [1, 2]}], r"field 'ids' cannot .* the lengths differ \(1 and 2\)\. Pass collate_fn"),
         ([({"a": [[1]]}, 1), ({"a": [[1], [2]]}, 1)], r"field '0\.a' cannot .*lengths differ"),
         ([(1, 2), (1,)], r"The samples cannot .*lengths differ \(2 and 1\)"),
-        ([{"a": 1}, {"a": None}], r"field 'a' cannot .*several types \(int and NoneType\)"),
+        ([{"a": 1}, {"a": None}], r"field 'a' cannot .*the types differ \(int and NoneType\)"),
         ([{"a": 1, "b": 1}, {"a": 1}], "not all samples have 'b'"),
         ([{"a": 1}, 3], "not all samples have 'a'"),
-        ([{"a": None}], r"field 'a' cannot be put into a batch: NoneType is no tensor, array, number or text"),
-        ([{"day": datetime.date(2020, 1, 1)}], r"field 'day' .*datetime\.date is no tensor"),
+        ([{"a": None}], r"field 'a' cannot be collated: NoneType is not a tensor, array, number or text"),
+        ([{"day": datetime.date(2020, 1, 1)}], r"field 'day' .*datetime\.date is not a tensor"),
         ([np.array(["a"])], "found <U1"),
         ([2**70], "Overflow"),
-        ([[[1, "a"]]], "cannot be put into a batch"),
-        ([(torch.ones(1), 1), 3], "several types"),
+        ([[[1, "a"]]], "cannot be collated"),
+        ([(torch.ones(1), 1), 3], "the types differ"),
         ([Sample(torch.ones(1), [1], "a"), Sample(torch.ones(1), [1, 2], "a")], "field 'tokens'"),
     ],
 )
@@ -166,16 +166,16 @@ def _tokenizer(side: str = "right", pad: str | None = "[PAD]") -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, padding_side=side)
 
 
-def test_samples_are_padded_as_transformers_does() -> None:
+def test_padding_equals_that_of_transformers() -> None:
     samples = [
         {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "label": 0},
         {"input_ids": [1], "attention_mask": [1], "label": 1},
     ]
     for side in ("right", "left"):
-        wanted = DataCollatorWithPadding(_tokenizer(side))([dict(sample) for sample in samples])
+        expected = DataCollatorWithPadding(_tokenizer(side))([dict(sample) for sample in samples])
         _equal(
             collate_with(_tokenizer(side), samples),
-            {name: wanted[name] for name in ("input_ids", "attention_mask", "labels")},
+            {name: expected[name] for name in ("input_ids", "attention_mask", "labels")},
         )
 
 
@@ -183,7 +183,7 @@ def collate_with(processing_class: Any, samples: list[Any]) -> Any:
     return PaddingCollate(processing_class)(samples)
 
 
-def test_nothing_is_dropped() -> None:
+def test_padding_keeps_all_fields() -> None:
     samples: list[Any] = [
         {"input_ids": [1, 2], "labels": [5, 6], "text": "a", "weight": 0.5, "image": torch.ones(2)},
         {"input_ids": [3], "labels": [7], "text": "b", "weight": 1.5, "image": torch.zeros(2)},
@@ -200,13 +200,13 @@ def test_nothing_is_dropped() -> None:
             "attention_mask": torch.tensor([[1, 1], [0, 1]]),
         },
     )
-    of_tensors = [{name: torch.tensor(one[name]) for name in ("input_ids", "labels")} for one in samples]
-    right = collate_with(_tokenizer(), of_tensors)
+    tensors = [{name: torch.tensor(sample[name]) for name in ("input_ids", "labels")} for sample in samples]
+    right = collate_with(_tokenizer(), tensors)
     _equal(right["input_ids"], torch.tensor([[1, 2], [3, 0]]))
     _equal(right["labels"], torch.tensor([[5, 6], [7, -100]]))
 
 
-def test_labels_of_several_classes_keep_their_type() -> None:
+def test_multi_label_targets_stay_floats() -> None:
     samples = [{"input_ids": [1, 2], "labels": [0.0, 1.0]}, {"input_ids": [3], "labels": [1.0, 0.0]}]
     _equal(collate_with(_tokenizer(), samples)["labels"], torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
 
@@ -225,15 +225,15 @@ def test_a_processor_pads_with_its_tokenizer() -> None:
     _equal(batch["input_ids"], torch.tensor([[1, 2], [3, 0]]))
 
 
-def test_what_has_no_tokens_or_one_length_needs_no_padding() -> None:
+def test_samples_without_tokens_or_of_equal_length_are_not_padded() -> None:
     class Processor:
-        """One that cannot pad."""
+        """A processor without a tokenizer."""
 
     pixels = [{"pixels": torch.ones(2)}, {"pixels": torch.ones(2)}]
     _equal(collate_with(_tokenizer(), pixels), collate(pixels))
     even = [{"input_ids": [1, 2], "label": 1}, {"input_ids": [3, 4], "label": 0}]
-    wanted = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([1, 0])}
-    _equal(collate_with(_tokenizer(pad=None), even), wanted)
+    expected = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([1, 0])}
+    _equal(collate_with(_tokenizer(pad=None), even), expected)
     _equal(collate_with(Processor(), even), collate(even))
 
 
@@ -243,7 +243,7 @@ def test_a_batch_has_the_same_names_with_and_without_padding() -> None:
     assert set(collate_with(_tokenizer(), even)) == set(collate_with(_tokenizer(), ragged))
 
 
-def test_packed_rows_get_no_mask() -> None:
+def test_packed_rows_get_no_attention_mask() -> None:
     rows = PackedDataset([[1, 2, 3], [1, 2]], 5)
     _equal(collate_with(_tokenizer(), [rows[0]]), collate([rows[0]]))
 
@@ -254,12 +254,12 @@ def test_packed_rows_get_no_mask() -> None:
         (
             {"pad": None},
             [{"input_ids": [1, 2]}, {"input_ids": [1]}],
-            r"no token to pad with\. Set one: tokenizer\.pad_token",
+            r"no padding token\. Set one: tokenizer\.pad_token",
         ),
         ({}, [{"input_ids": [1, 2], "spans": [1]}, {"input_ids": [1], "spans": [1, 2]}], "field 'spans' cannot"),
         ({}, [{"input_ids": [1, 2], "x": 1}, {"input_ids": [1]}], "not all samples have 'x'"),
     ],
 )
-def test_errors_of_padding(options: dict[str, Any], samples: list[Any], message: str) -> None:
+def test_padding_errors_name_the_cause(options: dict[str, Any], samples: list[Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         collate_with(_tokenizer(**options), samples)

@@ -1,4 +1,4 @@
-"""Loaders of many forms of data: each sample once, in one global order, and limits that the engine knows the end of."""
+"""DataLoaders of many forms of data: each sample once, in one global order, with limits on the batches."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +31,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 9, SIZE).tolist()
 
 
 class RandomStream(IterableDataset[int]):
-    """An iterable dataset that draws its samples, and wants to know the epoch."""
+    """An iterable dataset with random samples that depend on the epoch."""
 
     epoch = 0
 
@@ -43,8 +43,8 @@ class RandomStream(IterableDataset[int]):
             yield int(torch.randint(1000, ())) + 1000 * self.epoch
 
 
-class KeepsPlace(Stream):
-    """An iterable dataset with a state, counting what is read."""
+class StatefulStream(Stream):
+    """An iterable dataset with a state."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -83,7 +83,7 @@ def _first(data: Any, **options: Any) -> Any:
     ],
     ids=["TensorDataset", "tensors", "arrays", "a tensor and a list", "list of samples", "tuple of samples", "Subset"],
 )
-def test_pairs(data: Any) -> None:
+def test_pairs_come_as_a_list_of_two_tensors(data: Any) -> None:
     batch = _first(data)
     assert type(batch) is list
     assert torch.equal(batch[0], X[:2])
@@ -104,7 +104,7 @@ def test_pairs(data: Any) -> None:
     ],
     ids=["tensors", "arrays", "samples", "samples of lists", "datasets", "datasets of tensors", "streaming"],
 )
-def test_names(data: Any) -> None:
+def test_named_data_comes_as_a_dict(data: Any) -> None:
     batch = _first(data)
     assert list(batch) == ["x", "y"]
     assert torch.equal(batch["x"], X[:2])
@@ -112,7 +112,7 @@ def test_names(data: Any) -> None:
     assert (batch["x"].dtype, batch["y"].dtype) == (torch.float32, torch.int64)
 
 
-def test_texts_and_single_arrays_and_tables() -> None:
+def test_texts_single_arrays_and_tables_are_read() -> None:
     assert _first(["a", "b", "c"]) == ["a", "b"]
     assert torch.equal(_first(X), X[:2])
     assert torch.equal(_first(X.numpy().astype(np.float64)), X[:2].double())
@@ -125,7 +125,7 @@ def test_texts_and_single_arrays_and_tables() -> None:
     assert texts[0] == ["a", "b"]
 
 
-def test_arrays_that_are_mapped_from_files_are_read_and_not_written(tmp_path: Any) -> None:
+def test_memory_mapped_arrays_are_never_written_to(tmp_path: Any) -> None:
     np.save(tmp_path / "x.npy", X.numpy())
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     for options in ({}, {"collate_fn": list}):
@@ -137,31 +137,31 @@ def test_arrays_that_are_mapped_from_files_are_read_and_not_written(tmp_path: An
     assert np.array_equal(mapped, X.numpy())
 
 
-def test_batches_are_gathered_or_collated_alike() -> None:
+def test_columns_and_samples_give_equal_batches() -> None:
     pairs = [(X[index], Y[index]) for index in range(4)]
     cases: list[dict[str, Any]] = [{"shuffle": False, "num_workers": 1}, {"shuffle": True, "seed": 3}]
     for options in cases:
-        at_once = list(train_loader((X, Y), batch_size=3, **options))
-        one_by_one = list(train_loader(pairs, batch_size=3, **options))
-        for one, other in zip(at_once, one_by_one, strict=True):
-            assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+        by_column = list(train_loader((X, Y), batch_size=3, **options))
+        by_sample = list(train_loader(pairs, batch_size=3, **options))
+        for actual, expected in zip(by_column, by_sample, strict=True):
+            assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
 
 
 def test_a_collate_function_gets_a_list_of_samples() -> None:
     seen: list[Any] = []
 
-    def own(samples: list[Any]) -> str:
+    def record(samples: list[Any]) -> str:
         seen.append(samples)
         return "batch"
 
-    assert _first((X, Y), collate_fn=own) == "batch"
+    assert _first((X, Y), collate_fn=record) == "batch"
     (samples,) = seen
     assert type(samples) is list
     assert type(samples[0]) is tuple
     assert torch.equal(samples[1][0], X[1])
 
 
-def test_random_numbers_for_each_sample_work_with_arrays() -> None:
+def test_seed_each_sample_works_with_arrays() -> None:
     loader = prepare_data_loader(
         eval_loader((X, Y), batch_size=3), num_processes=1, process_index=0, seed_each_sample=True
     )
@@ -177,18 +177,18 @@ class NoLength(Dataset[int]):
     ("data", "message"),
     [
         (None, "train_dataset is a NoneType. Give a dataset"),
-        ("data.csv", "'data.csv', the name of something, and not the data"),
-        (iter([1, 2]), "used up after one pass"),
-        ((index for index in range(3)), "is a generator, which is used up"),
+        ("data.csv", "'data.csv', a name or path and not the data itself"),
+        (iter([1, 2]), "can be read only once"),
+        ((index for index in range(3)), "is a generator, which can be read only once"),
         (Numbers, "is the class Numbers"),
         (3, "is a int"),
         (NoLength(), "is a NoLength, which has no length"),
-        ([], "train_dataset is empty: there is no sample in this list"),
+        ([], "train_dataset is empty: this list has no samples"),
         ((X[:0], Y[:0]), "is empty"),
         (datasets.Dataset.from_dict({"x": []}), "is empty"),
         (SizedStream(0), "is empty"),
-        ((X, Y[:3]), r"arrays of different lengths \(0: 4, 1: 3\)"),
-        ({"x": X, "y": Y[:3]}, r"different lengths \('x': 4, 'y': 3\)"),
+        ((X, Y[:3]), r"arrays of the same length, .* \(got 0: 4, 1: 3\)"),
+        ({"x": X, "y": Y[:3]}, r"arrays of the same length, .* \(got 'x': 4, 'y': 3\)"),
         ((X, None), "is a tuple of Tensor and NoneType, and not all of them are arrays"),
         (
             datasets.DatasetDict({"train": datasets.Dataset.from_dict({"x": [1]})}),
@@ -198,7 +198,7 @@ class NoLength(Dataset[int]):
         (torch.tensor(3.0), "has no length"),
     ],
 )
-def test_what_is_no_data_is_told(data: Any, message: str) -> None:
+def test_unreadable_data_is_refused(data: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         train_loader(data)
 
@@ -216,19 +216,19 @@ def test_shuffling_is_a_function_of_seed_and_epoch() -> None:
     assert flat(read(again)) == first
     (other,) = worlds(train_loader(Numbers(SIZE), batch_size=4, seed=6), 1)
     assert flat(read(other)) != first
-    (by_torch,) = worlds(train_loader(Numbers(SIZE), batch_size=4), 1)
+    (seeded_by_torch,) = worlds(train_loader(Numbers(SIZE), batch_size=4), 1)
     torch.manual_seed(1)
     (again,) = worlds(train_loader(Numbers(SIZE), batch_size=4), 1)
-    assert flat(read(by_torch)) == flat(read(again))
+    assert flat(read(seeded_by_torch)) == flat(read(again))
 
 
-def test_without_shuffling_the_order_is_that_of_the_data() -> None:
+def test_without_shuffling_samples_keep_their_order() -> None:
     for make in (train_loader, eval_loader):
         options: dict[str, Any] = {"shuffle": False} if make is train_loader else {}
         assert flat(read(make(Numbers(SIZE), batch_size=4, **options))) == list(range(SIZE))
 
 
-def test_what_an_iterable_dataset_draws_is_a_function_of_the_seed() -> None:
+def test_random_samples_of_an_iterable_dataset_depend_on_the_seed_alone() -> None:
     def drawn(seed: int) -> list[int]:
         (loader,) = worlds(train_loader(RandomStream(), batch_size=4, seed=seed), 1)
         return flat(read(loader))
@@ -239,8 +239,8 @@ def test_what_an_iterable_dataset_draws_is_a_function_of_the_seed() -> None:
     assert drawn(5) == first != drawn(6)
 
 
-def _dealt(make: Callable[[int], DataLoader[Any]]) -> list[list[list[int]]]:
-    """Return the batches of two passes, prepared by an engine on this process."""
+def _two_epochs(make: Callable[[int], DataLoader[Any]]) -> list[list[list[int]]]:
+    """Return the batches of two epochs on this rank, from a prepared loader."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(make(accelerator.num_processes))
     return [[(batch["n"] if isinstance(batch, dict) else batch).tolist() for batch in loader] for _ in range(2)]
@@ -280,23 +280,23 @@ SHARED: dict[str, Callable[[int], DataLoader[Any]]] = {
 ONCE = {"map", "columns", "datasets", "iterable", "streaming", "by length"}
 
 
-def test_two_processes_read_what_one_reads() -> None:
-    def dealt() -> dict[str, list[list[list[int]]]]:
-        found: dict[str, list[list[list[int]]]] = {}
+def test_two_ranks_together_read_what_one_reads() -> None:
+    def read_all_kinds() -> dict[str, list[list[list[int]]]]:
+        epochs_by_kind: dict[str, list[list[list[int]]]] = {}
         for kind, make in SHARED.items():
             torch.manual_seed(5)
-            found[kind] = _dealt(make)
-        return found
+            epochs_by_kind[kind] = _two_epochs(make)
+        return epochs_by_kind
 
-    alone = run_world(dealt, (), 1, timeout=60)[0]
-    first, second = run_world(dealt, (), 2, timeout=60)
+    alone = run_world(read_all_kinds, (), 1, timeout=60)[0]
+    first, second = run_world(read_all_kinds, (), 2, timeout=60)
     for kind in SHARED:
         for number in range(2):
-            together = [flat(one) for one in zip(first[kind][number], second[kind][number], strict=True)]
-            assert together == alone[kind][number], kind
-            samples = flat(flat(batch) if batch and isinstance(batch[0], list) else batch for batch in together)
+            batches = [flat(pair) for pair in zip(first[kind][number], second[kind][number], strict=True)]
+            assert batches == alone[kind][number], kind
+            samples = flat(flat(batch) if batch and isinstance(batch[0], list) else batch for batch in batches)
             assert sorted(samples) == list(range(24)) or kind not in ONCE, kind
-            assert len(together) == 2, kind
+            assert len(batches) == 2, kind
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------
@@ -333,13 +333,13 @@ def test_two_processes_read_what_one_reads() -> None:
         ),
     ],
 )
-def test_each_process_reads_so_many_batches_and_knows_the_last(make: Any, processes: int) -> None:
+def test_each_rank_reads_the_limit_and_knows_the_last_batch(make: Any, processes: int) -> None:
     for loader in worlds(make(processes), processes):
         for _ in range(2):
-            handed = read_all(loader)
-            assert [len(batch.samples) for batch in handed] == [4, 4, 4]
-            assert [batch.is_last for batch in handed] == [False, False, True]
-            assert [batch.rows for batch in handed] == [None, None, None]
+            batches = read_all(loader)
+            assert [len(batch.samples) for batch in batches] == [4, 4, 4]
+            assert [batch.is_last for batch in batches] == [False, False, True]
+            assert [batch.rows for batch in batches] == [None, None, None]
 
 
 def test_a_limit_beyond_the_data_changes_nothing() -> None:
@@ -351,14 +351,14 @@ def test_a_limit_beyond_the_data_changes_nothing() -> None:
         len(eval_loader(Stream(SIZE), batch_size=4, limit_batches=2))
 
 
-def test_a_limited_shuffle_draws_others_in_each_pass() -> None:
+def test_a_limited_shuffle_reads_other_samples_each_epoch() -> None:
     (loader,) = worlds(train_loader(Numbers(SIZE), batch_size=4, limit_batches=1, seed=3), 1)
     passes = [flat(read(loader)) for _ in range(40)]
     assert set(flat(passes)) == set(range(SIZE))
     assert isinstance(loader.get_sampler(), SeedableRandomSampler)
 
 
-def test_overfitting_reads_the_same_in_each_pass() -> None:
+def test_overfitting_reads_the_same_samples_each_epoch() -> None:
     for data in (Numbers(SIZE), RandomStream(), DataLoader(Numbers(SIZE), batch_size=4, shuffle=True)):
         (loader,) = worlds(train_loader(data, batch_size=4, overfit_batches=2, seed=3), 1)
         passes = [read(loader) for _ in range(3)]
@@ -366,8 +366,8 @@ def test_overfitting_reads_the_same_in_each_pass() -> None:
         assert len(flat(passes[0])) == 8
 
 
-def test_a_limited_iterable_goes_on_where_it_was() -> None:
-    for data in (Stream(100), KeepsPlace(100)):
+def test_a_limited_iterable_resumes_at_its_position() -> None:
+    for data in (Stream(100), StatefulStream(100)):
         (loader,) = worlds(train_loader(data, batch_size=4, limit_batches=30), 1)
         iterator = iter(loader)
         for _ in range(20):
@@ -386,7 +386,7 @@ def test_workers_share_a_limit() -> None:
     assert len(set(flat(batches))) == 12
 
 
-def test_a_limit_among_processes_that_have_samples_of_their_own() -> None:
+def test_a_limit_counts_per_rank_where_the_dataset_is_already_split() -> None:
     class Split(Stream):
         is_split_between_processes = True
 
@@ -395,7 +395,7 @@ def test_a_limit_among_processes_that_have_samples_of_their_own() -> None:
         assert flat(read(prepared)) == list(range(12))
 
 
-def test_the_users_loader_stays_as_it_is() -> None:
+def test_the_users_loader_stays_unchanged() -> None:
     loader: DataLoader[Any] = DataLoader(Numbers(SIZE), batch_size=4, shuffle=True)
     sampler = loader.sampler
     assert train_loader(loader) is loader
@@ -410,14 +410,14 @@ def test_the_users_loader_stays_as_it_is() -> None:
     assert isinstance(overfit.sampler, SequentialSampler)
 
 
-def test_a_loader_without_batches_of_samples_is_limited_too() -> None:
+def test_a_loader_without_batch_size_is_limited_too() -> None:
     loader: DataLoader[Any] = DataLoader(Numbers(9), batch_size=None)
     assert [int(batch) for batch in train_loader(loader, limit_batches=2)] == [0, 1]
     stream: DataLoader[Any] = DataLoader(Stream(9), batch_size=None)
     assert [int(batch) for batch in train_loader(stream, limit_batches=2)] == [0, 1]
 
 
-# -- what goes into the loader ---------------------------------------------------------------------------------------
+# -- options of the loader -------------------------------------------------------------------------------------------
 
 
 def test_options_reach_the_loader() -> None:
@@ -431,22 +431,22 @@ def test_options_reach_the_loader() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "data", "pins"),
+    ("accelerator", "data", "is_pinned"),
     [(None, X, False), ("cuda", X, True), ("cuda", X.to("meta"), False), ("mps", X, False), ("cuda", [1, 2], True)],
 )
-def test_memory_is_pinned_for_an_accelerator(accelerator: Any, data: Any, pins: bool, monkeypatch: Any) -> None:
-    # There may be none here.
+def test_memory_is_pinned_for_an_accelerator(accelerator: Any, data: Any, is_pinned: bool, monkeypatch: Any) -> None:
+    # The machine may have no accelerator.
     present = accelerator and torch.device(accelerator)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: present)
-    assert eval_loader(data).pin_memory is pins
+    assert eval_loader(data).pin_memory is is_pinned
 
 
-def test_a_sample_that_cannot_be_collated_is_named_from_a_worker_too() -> None:
+def test_errors_of_collation_in_a_worker_name_the_field() -> None:
     loader = train_loader([{"ids": [1]}, {"ids": [1, 2]}], batch_size=2, num_workers=1, shuffle=False)
     iterator: Any = iter(loader)
-    with pytest.raises(ConfigurationError, match="field 'ids' cannot be put into a batch"):
+    with pytest.raises(ConfigurationError, match="field 'ids' cannot be collated"):
         next(iterator)
-    iterator._shutdown_workers()  # in a cycle with what it raised, it would be collected late, and take 5 s
+    iterator._shutdown_workers()  # the error refers to the iterator: collecting it late takes 5 s
 
 
 @pytest.mark.parametrize(
@@ -457,22 +457,31 @@ def test_a_sample_that_cannot_be_collated_is_named_from_a_worker_too() -> None:
         ({"limit_batches": 0}, "limit_batches must be"),
         ({"overfit_batches": 1.5}, "overfit_batches must be"),
         ({"num_workers": -1}, "num_workers must be"),
-        ({"prefetch_factor": 2}, "prefetch_factor is about workers, and there are none"),
-        ({"persistent_workers": True}, "persistent_workers is about workers"),
+        ({"prefetch_factor": 2}, "prefetch_factor has no effect with num_workers=0"),
+        ({"persistent_workers": True}, "persistent_workers has no effect with num_workers=0"),
         ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor must be"),
         ({"collate_fn": 3}, "collate_fn=3 must be a function"),
-        ({"drop_last": True, "batch_size": 24}, "drop_last=True would leave nothing: train_dataset has 23 samples"),
-        ({"drop_last": True, "batch_size": 12, "num_processes": 2}, "a batch over all processes has 24"),
-        ({"limit_batches": 1, "overfit_batches": 1}, "limit_batches and overfit_batches do not go together"),
-        ({"sample_weights": [1.0] * 23, "group_by_length": True}, "do not go together: each is an order"),
-        ({"sample_weights": [1.0] * 23, "shuffle": False}, "do not go together: samples are drawn"),
-        ({"group_by_length": True, "shuffle": False}, "do not go together: it is a random order"),
-        ({"group_by_length": True, "overfit_batches": 1}, "do not go together"),
-        ({"sample_weights": [1.0] * 22}, "sample_weights has 22 weights, and train_dataset 23 samples"),
+        ({"drop_last": True, "batch_size": 24}, "drop_last=True would drop all samples: train_dataset has 23 of them"),
+        ({"drop_last": True, "batch_size": 12, "num_processes": 2}, "the batches of all ranks together need 24"),
+        (
+            {"limit_batches": 1, "overfit_batches": 1},
+            "limit_batches and overfit_batches contradict each other: both set the number",
+        ),
+        ({"sample_weights": [1.0] * 23, "group_by_length": True}, "contradict each other: both set the order"),
+        ({"sample_weights": [1.0] * 23, "shuffle": False}, "contradict each other: samples are drawn"),
+        ({"group_by_length": True, "shuffle": False}, "contradict each other: it needs a random order"),
+        (
+            {"group_by_length": True, "overfit_batches": 1},
+            "contradict each other: the batches are always the first ones",
+        ),
+        (
+            {"sample_weights": [1.0] * 22},
+            "sample_weights must have one weight per sample: it has 22, and train_dataset has 23",
+        ),
         ({"group_by_length": True}, "no field 'length' and no 'input_ids'"),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         train_loader(Numbers(SIZE), **options)
 
@@ -480,31 +489,31 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (Stream(9), {"group_by_length": True}, "group_by_length needs samples that can be had in any order"),
-        (Stream(9), {"sample_weights": [1.0]}, "sample_weights needs samples"),
-        (DataLoader(Numbers(9)), {"sample_weights": [1.0]}, "sample_weights is for a loader that is made"),
-        (DataLoader(Numbers(9)), {"group_by_length": True}, "group_by_length is for a loader"),
-        (DataLoader(Numbers(9)), {"drop_last": True}, "drop_last is for a loader"),
-        (DataLoader(Numbers(0)), {}, "is empty: its DataLoader's Numbers"),
+        (Stream(9), {"group_by_length": True}, "group_by_length needs a map-style dataset"),
+        (Stream(9), {"sample_weights": [1.0]}, "sample_weights needs a map-style dataset"),
+        (DataLoader(Numbers(9)), {"sample_weights": [1.0]}, "sample_weights has no effect on a ready DataLoader"),
+        (DataLoader(Numbers(9)), {"group_by_length": True}, "group_by_length has no effect on a ready DataLoader"),
+        (DataLoader(Numbers(9)), {"drop_last": True}, "drop_last has no effect on a ready DataLoader"),
+        (DataLoader(Numbers(0)), {}, "is empty: the Numbers of its DataLoader has no samples"),
         (Stream(0), {"overfit_batches": 1}, "is empty"),
     ],
 )
-def test_options_that_do_not_fit_the_data(data: Any, options: dict[str, Any], message: str) -> None:
+def test_options_that_the_data_does_not_allow_are_refused(data: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         train_loader(data, **options)
 
 
-def test_what_cannot_be_overfit_or_limited() -> None:
+def test_some_loaders_cannot_be_overfit_or_limited() -> None:
     class Split(Stream):
         is_split_between_processes = True
 
-    with pytest.raises(UnsupportedError, match="samples of its own"):
+    with pytest.raises(UnsupportedError, match="already split between them"):
         train_loader(Split(9), overfit_batches=1)
     with pytest.raises(UnsupportedError, match="an iterable dataset"):
         train_loader(DataLoader(Stream(9)), overfit_batches=1)
-    with pytest.raises(UnsupportedError, match="batches of its own making"):
+    with pytest.raises(UnsupportedError, match="a custom batch sampler"):
         train_loader(DataLoader(Numbers(9), batch_sampler=[[1, 2], [3]]), overfit_batches=1)
     (prepared,) = worlds(DataLoader(Numbers(9)), 1)
     assert train_loader(prepared) is prepared
-    with pytest.raises(ConfigurationError, match="prepared already cannot be limited to 2 batches"):
+    with pytest.raises(ConfigurationError, match="A prepared loader cannot be limited to 2 batches"):
         train_loader(prepared, limit_batches=2)

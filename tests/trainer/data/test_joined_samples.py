@@ -1,4 +1,4 @@
-"""Batches whose rows are not samples, such as sequences laid end to end, train as one big batch does."""
+"""Batches in which rows are not samples, such as concatenated sequences, train like one big batch."""
 
 from typing import Any
 
@@ -26,16 +26,17 @@ def sequences(count: int) -> list[Sequence]:
     ]
 
 
-def end_to_end(samples: list[Sequence]) -> dict[str, Tensor]:
-    """Lay samples end to end: tensors of shape (tokens,)."""
-    return {name: torch.cat(one) for name, one in zip(("tokens", "labels"), zip(*samples, strict=True), strict=True)}
+def concatenate(samples: list[Sequence]) -> dict[str, Tensor]:
+    """Concatenate samples: tensors of shape (tokens,)."""
+    columns = zip(("tokens", "labels"), zip(*samples, strict=True), strict=True)
+    return {name: torch.cat(tensors) for name, tensors in columns}
 
 
-def in_one_row(samples: list[Sequence]) -> dict[str, Tensor]:
-    """Lay samples side by side in one row: tensors of shape (1, tokens), and where each sample begins."""
-    joined = end_to_end(samples)
+def concatenate_in_one_row(samples: list[Sequence]) -> dict[str, Tensor]:
+    """Concatenate samples in one row: tensors of shape (1, tokens), and where each sample begins."""
+    joined = concatenate(samples)
     starts = torch.tensor([0, *(len(tokens) for tokens, _ in samples)]).cumsum(0)
-    return {**{name: one[None] for name, one in joined.items()}, "starts": starts}
+    return {**{name: tensor[None] for name, tensor in joined.items()}, "starts": starts}
 
 
 class Tagger(nn.Module):
@@ -72,14 +73,14 @@ def one_big_batch(count: int, size: int) -> Gradients:
     model, expected, samples = Tagger(), Gradients(), sequences(count)
     for start in range(0, count, size):
         model.zero_grad()
-        loss = model(**end_to_end(samples[start : start + size]))["loss"]
+        loss = model(**concatenate(samples[start : start + size]))["loss"]
         loss.backward()
         expected.steps.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         expected.losses.append(loss.item())
     return expected
 
 
-@pytest.mark.parametrize("collate", [end_to_end, in_one_row])
+@pytest.mark.parametrize("collate", [concatenate, concatenate_in_one_row])
 @pytest.mark.parametrize("kind", [Listed, Streamed])
 @pytest.mark.parametrize(
     ("count", "processes"),
@@ -87,65 +88,65 @@ def one_big_batch(count: int, size: int) -> Gradients:
     ids=["half a batch short", "a rank without samples", "a rank short", "two ranks short", "one sample"],
 )
 def test_joined_samples_train_as_one_big_batch(collate: Any, kind: Any, count: int, processes: int) -> None:
-    def one() -> Gradients:
+    def body() -> Gradients:
         options = arguments(gradient_accumulation_steps=2, lr_scheduler="constant")
         return train(Trainer(Tagger(), options, train_dataset=kind(count), collate_fn=collate))
 
     expected = one_big_batch(count, 8 * processes)
-    for actual in run_world(one, (), processes, timeout=60):
+    for actual in run_world(body, (), processes, timeout=60):
         assert actual.losses == pytest.approx(expected.losses, rel=1e-6)
-        for mine, theirs in zip(actual.steps, expected.steps, strict=True):
-            for gradient, other in zip(mine, theirs, strict=True):
+        for gradients, others in zip(actual.steps, expected.steps, strict=True):
+            for gradient, other in zip(gradients, others, strict=True):
                 torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_joined_samples_of_a_ready_loader(workers: int) -> None:
-    def one() -> Gradients:
-        loader = DataLoader(Listed(19), batch_size=4, collate_fn=in_one_row, num_workers=workers)
+def test_joined_samples_of_a_ready_loader_train_as_one_big_batch(workers: int) -> None:
+    def body() -> Gradients:
+        loader = DataLoader(Listed(19), batch_size=4, collate_fn=concatenate_in_one_row, num_workers=workers)
         return train(Trainer(Tagger(), arguments(), train_dataset=loader))
 
     expected = one_big_batch(19, 8)
-    for actual in run_world(one, (), 2, timeout=60):
+    for actual in run_world(body, (), 2, timeout=60):
         assert actual.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
-def test_no_rank_collates_repeated_samples_but_to_take_part() -> None:
-    """A rank without samples of its own collates two, which BatchNorm needs; nobody else repeats any."""
+def test_only_a_rank_without_samples_collates_repeats() -> None:
+    """A rank without samples of its own collates two, which BatchNorm needs; other ranks repeat none."""
 
-    def one() -> list[int]:
-        held: list[int] = []
+    def body() -> list[int]:
+        sizes: list[int] = []
 
         def collate(samples: list[Sequence]) -> dict[str, Tensor]:
-            held.append(len(samples))
-            return end_to_end(samples)
+            sizes.append(len(samples))
+            return concatenate(samples)
 
         train(Trainer(Tagger(), arguments(), train_dataset=Listed(11), collate_fn=collate))
-        return held
+        return sizes
 
-    assert run_world(one, (), 3, timeout=60) == [[4], [4], [3]]
-    assert run_world(lambda: [one()], (), 2, timeout=60) == [[[4, 3]], [[4, 2]]]
+    assert run_world(body, (), 3, timeout=60) == [[4], [4], [3]]
+    assert run_world(lambda: [body()], (), 2, timeout=60) == [[[4, 3]], [[4, 2]]]
 
 
-def test_evaluations_do_not_repeat_joined_samples_either() -> None:
-    def one(shards: bool) -> float:
-        trainer = Trainer(Tagger(), arguments(fsdp=shards), collate_fn=in_one_row)
+def test_evaluations_do_not_repeat_joined_samples() -> None:
+    def body(shards: bool) -> float:
+        trainer = Trainer(Tagger(), arguments(fsdp=shards), collate_fn=concatenate_in_one_row)
         return trainer.evaluate(Listed(21))["eval_loss"]
 
     expected = one_big_batch(21, 21).losses[0]
-    assert one(False) == pytest.approx(expected, rel=1e-6)
+    assert body(False) == pytest.approx(expected, rel=1e-6)
     for shards in (False, True):
-        assert run_world(one, (shards,), 2, timeout=60) == pytest.approx([expected] * 2, rel=1e-6)
+        assert run_world(body, (shards,), 2, timeout=60) == pytest.approx([expected] * 2, rel=1e-6)
 
 
-def test_repeated_rows_are_removed_from_batches_that_have_a_row_a_sample_only() -> None:
+def test_repeated_rows_are_removed_only_from_batches_with_one_row_per_sample() -> None:
     rows = Rows(total=4, real=3)
     assert real_rows({"x": torch.arange(4), "scale": torch.ones(1)}, rows)["x"].tolist() == [0, 1, 2]
     assert real_rows(torch.arange(4), Rows(total=4, real=0)).tolist() == [0, 1]
     with pytest.raises(
-        ConfigurationError, match=r"1 of the 4 samples.*has 9 rows, so collate_fn does not make one row"
+        ConfigurationError, match=r"1 of the 4 samples.*has 9 rows, so collate_fn does not return one row"
     ):
         real_rows(torch.arange(9), rows)
     with pytest.raises(ConfigurationError, match="has no rows"):
         real_rows(torch.tensor(1.0), rows)
-    assert real_rows(torch.arange(9), Rows(total=4, real=0)).tolist() == list(range(9))  # which weighs nothing
+    assert real_rows(torch.arange(9), Rows(total=4, real=0)).tolist() == list(range(9))  # its weight is 0

@@ -1,4 +1,4 @@
-"""Tests of mixed datasets: exact shares, every sample before any comes again, and runs that resume to the bit."""
+"""Mixed datasets: exact proportions, every sample before any repeats, and runs that resume bit for bit."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from trainer_lib import ConfigurationError, MixedDataset, PackedDataset
 
 
 def listed(*sizes: int) -> list[list[tuple[int, int]]]:
-    """Return datasets whose samples say which they are."""
-    return [[(which, at) for at in range(size)] for which, size in enumerate(sizes)]
+    """Return datasets whose samples are (dataset, position)."""
+    return [[(dataset, position) for position in range(size)] for dataset, size in enumerate(sizes)]
 
 
 def epoch(mixed: MixedDataset, number: int) -> list[Any]:
@@ -38,28 +38,28 @@ def epoch(mixed: MixedDataset, number: int) -> list[Any]:
         ((4,), [2], 9, [9]),
     ],
 )
-def test_an_epoch_has_each_dataset_by_its_weight(
+def test_an_epoch_reads_each_dataset_in_proportion_to_its_weight(
     sizes: tuple[int, ...], shares: Any, length: int | None, counts: list[int]
 ) -> None:
     mixed = MixedDataset(listed(*sizes), shares, length=length)
     assert mixed.counts == counts
     for number in range(3):
-        found = Counter(which for which, _ in epoch(mixed, number))
-        assert [found[which] for which in range(len(sizes))] == counts
+        read = Counter(dataset for dataset, _ in epoch(mixed, number))
+        assert [read[dataset] for dataset in range(len(sizes))] == counts
 
 
 def test_datasets_are_spread_evenly() -> None:
     mixed = MixedDataset(listed(10, 10), [3, 1], length=400)
-    whose = [which for which, _ in epoch(mixed, 0)]
-    assert all(sum(whose[at : at + 4]) == 1 for at in range(0, 400, 4))
+    datasets_read = [dataset for dataset, _ in epoch(mixed, 0)]
+    assert all(sum(datasets_read[position : position + 4]) == 1 for position in range(0, 400, 4))
 
 
-def test_every_sample_comes_before_any_comes_again() -> None:
+def test_every_sample_comes_before_any_repeats() -> None:
     mixed = MixedDataset(listed(4, 10), [1, 1], length=10)
     read = [sample for number in range(8) for sample in epoch(mixed, number)]
-    small, large = ([at for which, at in read if which == wanted] for wanted in (0, 1))
-    assert all(sorted(small[at : at + 4]) == list(range(4)) for at in range(0, 40, 4))
-    assert all(sorted(large[at : at + 10]) == list(range(10)) for at in range(0, 40, 10))
+    small, large = ([position for dataset, position in read if dataset == number] for number in (0, 1))
+    assert all(sorted(small[position : position + 4]) == list(range(4)) for position in range(0, 40, 4))
+    assert all(sorted(large[position : position + 10]) == list(range(10)) for position in range(0, 40, 10))
     assert large[:10] != large[10:20]
 
 
@@ -72,7 +72,7 @@ def test_arrays_and_datasets_are_mixed() -> None:
     rows, targets = points(8)
     mixed = MixedDataset([(rows, targets), TensorDataset(rows + 100, targets)], [1, 1])
     assert sorted(bool(row.mean() > 50) for row, _ in epoch(mixed, 0)) == [False] * 8 + [True] * 8
-    with pytest.raises(IndexError, match="Sample 16 of 16"):
+    with pytest.raises(IndexError, match="Sample 16 is out of range: there are 16 samples"):
         mixed[16]
     assert torch.equal(mixed[-1][0], mixed[15][0])
 
@@ -83,10 +83,10 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
-        (lambda: MixedDataset([]), "takes a list of one or more datasets"),
-        (lambda: MixedDataset(listed(2, 2), [1]), "weights has 1 values for 2 datasets"),
+        (lambda: MixedDataset([]), "datasets must be a list of one or more datasets"),
+        (lambda: MixedDataset(listed(2, 2), [1]), r"weights must have one value per dataset \(got 1 for 2 datasets\)"),
         (lambda: MixedDataset(listed(2, 2), [1, 0]), r"weights\[1\] must be a finite number above 0 \(got 0\)"),
         (lambda: MixedDataset(listed(2, 2), [1, float("nan")]), r"weights\[1\] must be"),
         (lambda: MixedDataset([[1], []]), r"datasets\[1\] is empty"),
@@ -94,8 +94,8 @@ class Stream(IterableDataset[Any]):
         (lambda: MixedDataset([[1]], length=0), "length must be"),
     ],
 )
-def test_what_cannot_be_mixed(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_invalid_mixtures_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         make()
 
 
@@ -105,18 +105,18 @@ def mixed_run(folder: Path, dies_at: int | None = None, dropout: float = 0.2, **
     defaults: dict[str, Any] = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "save_every": 2}
     model = network(dropout)
     callbacks = [] if dies_at is None else [Dies(dies_at)]
-    one = trainer(
+    mixed_trainer = trainer(
         arguments(output_dir=folder, **{**defaults, **options}), model=model, train_dataset=data, callbacks=callbacks
     )
     try:
-        one.fit()
+        mixed_trainer.fit()
     except InterruptedError:
         return None
     return weights(model)
 
 
-def both(folder: Path, dies_at: int, **options: Any) -> tuple[Any, Any]:
-    """Return the weights of a run, and of one that died in its second epoch and went on."""
+def whole_and_resumed(folder: Path, dies_at: int, **options: Any) -> tuple[Any, Any]:
+    """Return the weights of a whole run, and of a run that was killed in its second epoch and resumed."""
     whole = mixed_run(folder / "whole", **options)
     assert mixed_run(folder / "parts", dies_at, **options) is None
     return whole, mixed_run(folder / "parts", resume="auto", **options)
@@ -132,20 +132,20 @@ def both(folder: Path, dies_at: int, **options: Any) -> tuple[Any, Any]:
     ],
     ids=["shuffled", "in order", "workers", "persistent workers"],
 )
-def test_a_run_resumes_to_the_bit(options: dict[str, Any], tmp_path: Path) -> None:
-    whole, parts = both(tmp_path, 9, **options)
+def test_a_run_resumes_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
+    whole, parts = whole_and_resumed(tmp_path, 9, **options)
     assert_equal(parts, whole)
     if options:
         again = mixed_run(tmp_path / "again", **{**options, "num_workers": 0, "persistent_workers": False})
         assert_equal(whole, again or {})
 
 
-def test_two_processes_resume_to_the_bit_and_read_what_one_reads(tmp_path: Path) -> None:
+def test_two_ranks_resume_bit_for_bit_and_train_like_one(tmp_path: Path) -> None:
     options: dict[str, Any] = {"optimizer": "sgd", "dropout": 0.0}
-    one = mixed_run(tmp_path / "one", per_device_train_batch_size=8, **options)
-    for whole, parts in run_world(lambda: both(tmp_path, 5, **options)):
+    alone = mixed_run(tmp_path / "one", per_device_train_batch_size=8, **options)
+    for whole, parts in run_world(lambda: whole_and_resumed(tmp_path, 5, **options)):
         assert_equal(parts, whole)
-        assert_close(whole, one or {})
+        assert_close(whole, alone or {})
 
 
 def test_packed_and_mixed_datasets_are_public() -> None:

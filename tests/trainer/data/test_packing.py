@@ -1,4 +1,4 @@
-"""Packing: every token once, hardly any padding, and rows that mean what the samples meant."""
+"""Packing: every token once, hardly any padding, and the same outputs as for single samples."""
 
 from collections import Counter
 from itertools import pairwise
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.trainer.data.packing import PackedDataset, packed
+from trainer_lib.trainer.data.packing import PackedDataset, pack
 
 LENGTHS = np.random.default_rng(1).integers(0, 70, 300).tolist()
 
@@ -23,7 +23,7 @@ def _samples() -> list[dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize("length", [16, 32, 64, 100])
-def test_every_token_is_there_once(length: int) -> None:
+def test_every_token_appears_once(length: int) -> None:
     dataset = PackedDataset(_samples(), length)
     seen = Counter(token for row in dataset for token in row["input_ids"].tolist() if token)
     assert seen == Counter(range(1, sum(LENGTHS) + 1))
@@ -50,15 +50,15 @@ def test_there_is_hardly_any_padding(length: int) -> None:
         ([2] * 7, 6, 3),
     ],
 )
-def test_as_few_rows_as_can_be(lengths: list[int], length: int, rows: int) -> None:
-    pieces, starts = packed(lengths, length)
+def test_rows_are_as_few_as_possible(lengths: list[int], length: int, rows: int) -> None:
+    pieces, starts = pack(lengths, length)
     assert len(starts) == rows + 1
-    taken = pieces[:, 2] - pieces[:, 1]
-    assert all(taken[first:last].sum() <= length for first, last in pairwise(starts))
-    assert Counter(np.repeat(pieces[:, 0], taken).tolist()) == Counter(np.repeat(range(len(lengths)), lengths).tolist())
+    sizes = pieces[:, 2] - pieces[:, 1]
+    assert all(sizes[first:last].sum() <= length for first, last in pairwise(starts))
+    assert Counter(np.repeat(pieces[:, 0], sizes).tolist()) == Counter(np.repeat(range(len(lengths)), lengths).tolist())
 
 
-def test_a_row_by_hand() -> None:
+def test_the_contents_of_a_row() -> None:
     samples = [
         {"input_ids": [1, 2, 3], "labels": [-100, -100, 30]},
         {"input_ids": torch.tensor([4, 5]), "labels": torch.tensor([40, 50])},
@@ -72,7 +72,7 @@ def test_a_row_by_hand() -> None:
     }
 
 
-def test_a_long_sample_is_cut() -> None:
+def test_a_long_sample_is_split_into_pieces() -> None:
     dataset = PackedDataset([[1, 2, 3, 4, 5, 6, 7], [8]], 3)
     assert [dataset.pieces(index) for index in range(len(dataset))] == [
         [(0, 0, 3)],
@@ -86,14 +86,14 @@ def test_a_long_sample_is_cut() -> None:
         dataset[3]
 
 
-def test_hugging_faces_datasets() -> None:
+def test_hugging_face_datasets_are_packed_alike() -> None:
     table = datasets.Dataset.from_list(_samples())
-    rows, wanted = PackedDataset(table, 64), PackedDataset(_samples(), 64)
-    assert len(rows) == len(wanted)
-    assert all(torch.equal(rows[index]["input_ids"], wanted[index]["input_ids"]) for index in range(len(rows)))
+    rows, expected = PackedDataset(table, 64), PackedDataset(_samples(), 64)
+    assert len(rows) == len(expected)
+    assert all(torch.equal(rows[index]["input_ids"], expected[index]["input_ids"]) for index in range(len(rows)))
 
 
-def test_a_row_means_what_its_samples_mean() -> None:
+def test_the_logits_of_a_row_are_those_of_its_samples() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, use_cache=False
@@ -117,7 +117,7 @@ def test_a_row_means_what_its_samples_mean() -> None:
         total += len(logits)
 
 
-def test_the_loss_of_rows_is_that_of_the_samples() -> None:
+def test_rows_have_as_many_targets_as_the_samples() -> None:
     torch.manual_seed(0)
     samples = [torch.randint(1, 50, (length,)).tolist() for length in (5, 9, 2, 7, 12, 3)]
     valid = sum(int((row["labels"][1:] != -100).sum()) for row in PackedDataset(samples, 16))
@@ -129,17 +129,17 @@ def test_the_loss_of_rows_is_that_of_the_samples() -> None:
     [
         ([], 4, "has no samples"),
         (iter([[1]]), 4, "or no length"),
-        ([[], []], 4, "no sample has a token"),
+        ([[], []], 4, "all samples are empty"),
         ([[1]], 1, "length must be"),
-        ([{"text": "a"}], 4, "Sample 0 has no 'input_ids' to pack. It has: text"),
+        ([{"text": "a"}], 4, "Sample 0 has no field 'input_ids' to pack, only text. Tokenize"),
         (
             [[1], {"input_ids": [1, 2], "labels": [1]}],
             4,
-            r"Sample 1 cannot be packed: .* \(2,\) and its labels of \(1,\)",
+            r"Sample 1 cannot be packed: .* \(2,\) and its labels \(1,\)",
         ),
-        ([[[1], [2]]], 4, r"Sample 0 cannot be packed: its tokens are of shape \(2, 1\)"),
+        ([[[1], [2]]], 4, r"Sample 0 cannot be packed: its tokens have shape \(2, 1\)"),
     ],
 )
-def test_what_cannot_be_packed(samples: Any, length: int, message: str) -> None:
+def test_unpackable_data_is_refused(samples: Any, length: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         PackedDataset(samples, length)

@@ -1,4 +1,4 @@
-"""Tests of data that differs between processes: an error that names them, and no false alarm."""
+"""Data that differs between ranks: an error that names the ranks, and no false alarms."""
 
 import os
 import random
@@ -27,20 +27,20 @@ def rank() -> int:
 
 
 def fit(data: Any, **options: Any) -> str:
-    """Return what the error of a run says, or nothing."""
-    own = {"eval_dataset": options.pop("eval_dataset", None)}
+    """Return the error of a run, or an empty text."""
+    datasets_of_trainer = {"eval_dataset": options.pop("eval_dataset", None)}
     try:
-        trainer(arguments(max_steps=2, **options), train_dataset=data, **own).fit()
+        trainer(arguments(max_steps=2, **options), train_dataset=data, **datasets_of_trainer).fit()
     except DistributedOperationException as error:
         return str(error)
     return ""
 
 
-def said(make: Callable[[], Any], processes: int = 2, **options: Any) -> str:
-    """Return what the processes say, which is the same on all of them."""
-    told = run_world(lambda: fit(make(), **options), (), processes, timeout=60)
-    assert len(set(told)) == 1
-    return told[0]
+def error_of_all(make: Callable[[], Any], processes: int = 2, **options: Any) -> str:
+    """Return the error of a run, which is the same on all ranks."""
+    errors = run_world(lambda: fit(make(), **options), (), processes, timeout=60)
+    assert len(set(errors)) == 1
+    return errors[0]
 
 
 def drawn(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -48,15 +48,15 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
     return torch.randn(40, 6, generator=generator, dtype=dtype), points()[1]
 
 
-def test_arrays_that_each_process_draws_for_itself() -> None:
-    error = said(lambda: drawn(rank()))
-    assert error.startswith("Process 1 reads other data than process 0. train_dataset[")
+def test_random_arrays_that_differ_between_ranks_are_an_error() -> None:
+    error = error_of_all(lambda: drawn(rank()))
+    assert error.startswith("Rank 1 reads other data than rank 0. train_dataset[")
     assert "is (float32 of shape (6,) with values" in error
-    assert "seed that first: torch.manual_seed(0); else load the same files on all processes." in error
+    assert "seed it first: torch.manual_seed(0); else load the same files on all ranks." in error
 
 
-def test_all_that_differ_are_named() -> None:
-    assert said(lambda: drawn(int(rank() > 1)), 4).startswith("Processes 2 and 3 read other data than process 0")
+def test_the_error_names_all_ranks_that_differ() -> None:
+    assert error_of_all(lambda: drawn(int(rank() > 1)), 4).startswith("Ranks 2 and 3 read other data than rank 0")
 
 
 @pytest.mark.parametrize(
@@ -69,24 +69,24 @@ def test_all_that_differ_are_named() -> None:
     ],
     ids=["labels", "scale", "columns", "subset"],
 )
-def test_all_kinds_of_data(make: Callable[[], Any]) -> None:
-    assert "Process 1 reads other data than process 0" in said(make)
+def test_differences_are_found_in_all_kinds_of_data(make: Callable[[], Any]) -> None:
+    assert "Rank 1 reads other data than rank 0" in error_of_all(make)
 
 
-def test_sets_to_evaluate_on() -> None:
+def test_evaluation_sets_are_compared_too() -> None:
     def body() -> str:
         return fit(points(), eval_dataset={"easy": points(8), "hard": (drawn(rank())[0][:8], points(8)[1])})
 
     assert [error.partition(" is (")[0] for error in run_world(body)] == [
-        "Process 1 reads other data than process 0. eval_dataset['hard'][0]"
+        "Rank 1 reads other data than rank 0. eval_dataset['hard'][0]"
     ] * 2
 
 
 class Augmented(Dataset[Any]):
-    """Points that move each time they are read, by all generators there are, one of its own included."""
+    """Points with noise from all random generators, and from a generator of the dataset itself."""
 
     def __init__(self) -> None:
-        self.own = np.random.default_rng(5)
+        self.rng = np.random.default_rng(5)
         self.file: Any = None
         self.reads = 0
 
@@ -95,47 +95,47 @@ class Augmented(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         self.reads += 1
-        self.file = self.file or object()  # opened when it is needed first
-        noise = torch.rand(1) + random.random() + float(np.random.rand()) + float(self.own.random())
+        self.file = self.file or object()  # opened at the first read
+        noise = torch.rand(1) + random.random() + float(np.random.rand()) + float(self.rng.random())
         return points()[0][index] + 0.1 * noise, points()[1][index]
 
 
 class Clock(Augmented):
-    """Points that move by a clock."""
+    """Points that depend on a clock."""
 
     def __getitem__(self, index: int) -> Any:
         return points()[0][index] + time.perf_counter_ns() % 1000, points()[1][index]
 
 
 class Rounded(Augmented):
-    """Points that another processor computes a little otherwise."""
+    """Points with the rounding differences of another processor."""
 
     def __getitem__(self, index: int) -> Any:
         return points()[0][index] * (1 + 1e-6 * rank()), points()[1][index]
 
 
 @pytest.mark.parametrize("make", [Augmented, Clock, Rounded])
-def test_random_augmentation_is_no_difference(make: Callable[[], Any]) -> None:
-    assert said(make) == ""
+def test_random_augmentation_raises_no_error(make: Callable[[], Any]) -> None:
+    assert error_of_all(make) == ""
 
 
-def test_the_check_leaves_generators_and_datasets_alone() -> None:
+def test_the_check_does_not_change_generators_and_datasets() -> None:
     data = Augmented()
     before = Generators(torch.device("cpu")).state_dict()
     first = samples_at(Subset(data, range(7)), [3, 1])
     second = samples_at(data, [3, 1])
     assert first is not None
     assert second is not None
-    assert [one.tolist() for one, _ in first] == [one.tolist() for one, _ in second]
+    assert [row.tolist() for row, _ in first] == [row.tolist() for row, _ in second]
     assert (data.reads, data.file) == (0, None)
-    assert data.own.random() == np.random.default_rng(5).random()
+    assert data.rng.random() == np.random.default_rng(5).random()
     after = Generators(torch.device("cpu")).state_dict()
     assert before["python"] == after["python"]
     assert torch.equal(before["torch"], after["torch"])
     np.testing.assert_equal(before["numpy"], after["numpy"])
 
 
-def test_one_process_reads_nothing_for_it() -> None:
+def test_a_single_rank_reads_no_samples_for_the_check() -> None:
     class Unread(Augmented):
         def __getitem__(self, index: int) -> Any:
             raise AssertionError
@@ -143,7 +143,7 @@ def test_one_process_reads_nothing_for_it() -> None:
     check_training_data(LoneProcess(), Unread(), None)  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_read_apart_is_left_to_training() -> None:
+def test_a_dataset_that_cannot_be_read_is_not_compared() -> None:
     class Named(Dataset[Any]):
         def __len__(self) -> int:
             return 3
@@ -168,27 +168,27 @@ def test_a_dataset_that_closes_its_file_is_not_copied() -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Points one after the other."""
+    """Points in order."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from zip(*points(), strict=True)
 
 
 class SplitByHand(Stream):
-    """One of which each process takes every second point, as many scripts do."""
+    """A stream of which each rank takes every second point, as many scripts do."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from list(zip(*points(), strict=True))[rank() :: 2]
 
 
 class Declared(SplitByHand):
-    """The same, which says so."""
+    """A stream split by hand that declares it."""
 
     is_split_between_processes = True
 
 
 class Drawn(Stream):
-    """One that draws its points where the library seeds what is drawn."""
+    """A stream of random points that the library seeds."""
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(40):
@@ -196,16 +196,16 @@ class Drawn(Stream):
 
 
 class Simulated(Stream):
-    """One that draws its points from entropy."""
+    """A stream of random points without a seed."""
 
     def __iter__(self) -> Iterator[Any]:
-        own = np.random.default_rng()
+        rng = np.random.default_rng()
         for _ in range(40):
-            yield torch.from_numpy(own.normal(size=6)).float(), torch.tensor(1)
+            yield torch.from_numpy(rng.normal(size=6)).float(), torch.tensor(1)
 
 
 class Once(Stream):
-    """One that can be read only once."""
+    """A stream that can be read only once."""
 
     def __init__(self) -> None:
         self.left = iter(list(zip(*points(), strict=True)))
@@ -218,24 +218,24 @@ STREAM: dict[str, Any] = {"lr_scheduler": "constant"}
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_streams_that_are_split_by_hand(workers: int) -> None:
-    error = said(SplitByHand, num_workers=workers, **STREAM)
-    assert error.startswith("Process 1 reads other data than process 0. train_dataset[0] is (float32 of shape (6,)")
-    assert "say so: is_split_between_processes = True, as an attribute of it" in error
+def test_streams_split_by_hand_are_an_error(workers: int) -> None:
+    error = error_of_all(SplitByHand, num_workers=workers, **STREAM)
+    assert error.startswith("Rank 1 reads other data than rank 0. train_dataset[0] is (float32 of shape (6,)")
+    assert "set its attribute is_split_between_processes = True" in error
 
 
 @pytest.mark.parametrize("make", [Stream, Declared, Drawn, Once])
-def test_streams_that_are_read_alike(make: Callable[[], Any]) -> None:
-    assert said(make, **STREAM) == ""
+def test_equal_streams_raise_no_error(make: Callable[[], Any]) -> None:
+    assert error_of_all(make, **STREAM) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Stream, Drawn])
-def test_streams_that_workers_read_alike(make: Callable[[], Any]) -> None:
-    assert said(make, num_workers=2, **STREAM) == ""
+def test_equal_streams_of_workers_raise_no_error(make: Callable[[], Any]) -> None:
+    assert error_of_all(make, num_workers=2, **STREAM) == ""
 
 
-def test_streams_of_entropy_are_a_warning() -> None:
+def test_unseeded_streams_are_a_warning() -> None:
     def body() -> tuple[str, int]:
         import logging
 
@@ -244,18 +244,18 @@ def test_streams_of_entropy_are_a_warning() -> None:
         handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("trainer_lib").addHandler(handler)
         error = fit(Simulated(), **STREAM)
-        return error, sum("reads other data than process 0. train_dataset[0]" in text for text in records)
+        return error, sum("reads other data than rank 0. train_dataset[0]" in text for text in records)
 
     assert run_world(body) == [("", 1), ("", 0)]
 
 
-def test_a_stream_that_is_read_once_loses_nothing() -> None:
+def test_the_check_loses_no_samples_of_a_stream_that_is_read_once() -> None:
     def body(make: Callable[[], Any]) -> Any:
-        one = trainer(arguments(num_train_epochs=1, **STREAM), train_dataset=make())
-        one.fit()
-        return one.state.samples, weights(one.unwrapped_model)
+        stream_trainer = trainer(arguments(num_train_epochs=1, **STREAM), train_dataset=make())
+        stream_trainer.fit()
+        return stream_trainer.state.samples, weights(stream_trainer.unwrapped_model)
 
     for make in (Stream, Once):
-        for samples, of_model in run_world(body, (make,)):
+        for samples, trained in run_world(body, (make,)):
             assert samples == 40
-            assert all(torch.equal(of_model[name], value) for name, value in run_world(body, (Stream,))[0][1].items())
+            assert all(torch.equal(trained[name], value) for name, value in run_world(body, (Stream,))[0][1].items())

@@ -17,7 +17,7 @@ UNEVEN = [list(range(7)), [7], [8, 9, 10], list(range(11, 16)), [16, 17], list(r
 
 
 class Counts(Callback):
-    """Notes the samples after each update, and those at which an evaluation came."""
+    """Records the samples after each update and at each evaluation."""
 
     def __init__(self) -> None:
         self.after: list[int] = []
@@ -31,7 +31,7 @@ class Counts(Callback):
 
 
 class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
-    """23 samples, which workers share among themselves."""
+    """23 samples, divided between workers."""
 
     def __iter__(self) -> Any:
         worker = get_worker_info()
@@ -47,8 +47,8 @@ class ReadyBatches(IterableDataset[list[Tensor]]):
         return iter([[inputs[indices], targets[indices]] for indices in UNEVEN])
 
 
-class OfThisRank(IterableDataset[tuple[Tensor, Tensor]]):
-    """Another number of samples on each rank: 9 and 14."""
+class SplitByRank(IterableDataset[tuple[Tensor, Tensor]]):
+    """A different number of samples on each rank: 9 and 14."""
 
     is_split_between_processes = True
 
@@ -60,13 +60,13 @@ class OfThisRank(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def counts(data: Any, **options: Any) -> tuple[list[int], list[int]]:
-    seen = Counts()
+    recorder = Counts()
     defaults: dict[str, Any] = {"lr_scheduler": "constant", "num_train_epochs": 2, "eval_every": "7 samples"}
     Trainer(
         classifier(), arguments(**{**defaults, **options}), train_dataset=data, eval_dataset=samples(4),
-        loss_fn=cross_entropy, callbacks=[seen],
+        loss_fn=cross_entropy, callbacks=[recorder],
     ).fit()  # fmt: skip
-    return seen.after, seen.evaluated
+    return recorder.after, recorder.evaluated
 
 
 def batches_of_a_sampler() -> Any:
@@ -77,38 +77,40 @@ def batches_of_a_sampler() -> Any:
 @pytest.mark.parametrize(
     "make", [batches_of_a_sampler, lambda: DataLoader(ReadyBatches(), batch_size=None)], ids=["sampler", "ready"]
 )
-def test_batches_of_unequal_size(make: Any, accumulation: int) -> None:
+def test_batches_of_unequal_size_are_counted(make: Any, accumulation: int) -> None:
     after = {1: [[7, 8, 11, 16, 18, 23], [8, 16, 23]], 2: [[8, 16, 23], [16, 23]]}
     for processes in (1, 2):
         expected = after[processes][accumulation - 1]
-        found = run_world(lambda: counts(make(), gradient_accumulation_steps=accumulation), (), processes, timeout=60)
-        for of_rank, evaluated in found:
-            assert of_rank == [*expected, *(23 + count for count in expected)]
-            assert evaluated == found[0][1]
+        counts_of_ranks = run_world(
+            lambda: counts(make(), gradient_accumulation_steps=accumulation), (), processes, timeout=60
+        )
+        for actual, evaluated in counts_of_ranks:
+            assert actual == [*expected, *(23 + count for count in expected)]
+            assert evaluated == counts_of_ranks[0][1]
             assert evaluated
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_short_round_of_each_worker(workers: int, processes: int) -> None:
-    """With two workers each of them ends in a short batch, in the middle of the epoch."""
+def test_a_short_batch_of_each_worker_is_counted(workers: int, processes: int) -> None:
+    """Each of two workers ends with a short batch, in the middle of the epoch."""
     for after, _ in run_world(lambda: counts(DataLoader(Numbers(), 4, num_workers=workers)), (), processes, timeout=60):
         assert after[-1] == 46
 
 
-def test_ranks_with_samples_of_their_own() -> None:
-    def one() -> tuple[list[int], list[int]]:
+def test_ranks_of_a_split_dataset_agree_on_the_count() -> None:
+    def body() -> tuple[list[int], list[int]]:
         from trainer_lib import PartialState
 
-        return counts(DataLoader(OfThisRank(PartialState().process_index), batch_size=4))
+        return counts(DataLoader(SplitByRank(PartialState().process_index), batch_size=4))
 
-    first, second = run_world(one, (), 2, timeout=60)
+    first, second = run_world(body, (), 2, timeout=60)
     assert first == second
     assert first[0] == [8, 16, 21, 23, 31, 39, 44, 46]
 
 
-def test_samples_that_a_rewind_leaves_out_are_counted(tmp_path: Any) -> None:
-    """Windows that are left out send nothing with gradients, and their samples count all the same."""
+def test_samples_that_a_rewind_skips_are_counted(tmp_path: Any) -> None:
+    """Skipped windows send nothing with gradients, and their samples still count."""
 
     class Spoiled(nn.Module):
         def __init__(self) -> None:
@@ -118,7 +120,7 @@ def test_samples_that_a_rewind_leaves_out_are_counted(tmp_path: Any) -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.inner(inputs) * torch.where((inputs == 100).any(), torch.nan, 1.0)
 
-    def one() -> tuple[int, list[list[int]]]:
+    def body() -> tuple[int, list[list[int]]]:
         inputs, targets = samples(23)
         inputs[9] = 100
         data = DataLoader(TensorDataset(inputs, targets), batch_sampler=UNEVEN)
@@ -128,4 +130,4 @@ def test_samples_that_a_rewind_leaves_out_are_counted(tmp_path: Any) -> None:
         result = Trainer(Spoiled(), options, train_dataset=data, loss_fn=cross_entropy).fit()
         return result.state.samples, result.state.left_out
 
-    assert run_world(one, (), 2, timeout=60) == [(23, [[8, 16]])] * 2
+    assert run_world(body, (), 2, timeout=60) == [(23, [[8, 16]])] * 2

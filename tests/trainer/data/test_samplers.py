@@ -1,4 +1,4 @@
-"""Samplers: orders that are functions of seed and epoch, which the engine can enter anywhere."""
+"""Samplers: orders that are functions of seed and epoch, so that a run can resume at any position."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(kind: str) -> None:
     first, second = list(sampler), list(sampler)
     other.set_epoch(1)
     assert list(other) == second != first
-    assert list(sampler.iterate_from(5)) != first[5:]  # that is the third epoch
+    assert list(sampler.iterate_from(5)) != first[5:]  # this is the third epoch
     sampler.set_epoch(0)
     assert list(sampler.iterate_from(5)) == first[5:]
     assert len(first) == len(sampler)
@@ -49,42 +49,45 @@ def test_the_order_is_a_function_of_seed_and_epoch(kind: str) -> None:
 def test_the_global_order_does_not_depend_on_the_world(kind: str) -> None:
     loader: DataLoader[Any] = DataLoader(Numbers(SIZE), batch_size=4, sampler=_samplers()[kind])
     (alone,) = worlds(loader, 1)
-    three = worlds(loader, 3, even_batches=False)
+    loaders = worlds(loader, 3, even_batches=False)
     for _ in range(2):
-        wanted = flat(read(alone))
-        dealt = [read(one) for one in three]
-        rounds = [flat(one[number] for one in dealt if number < len(one)) for number in range(len(dealt[0]))]
-        assert flat(rounds) == wanted
+        expected = flat(read(alone))
+        batches_by_rank = [read(rank_loader) for rank_loader in loaders]
+        rounds = [
+            flat(batches[number] for batches in batches_by_rank if number < len(batches))
+            for number in range(len(batches_by_rank[0]))
+        ]
+        assert flat(rounds) == expected
 
 
 @pytest.mark.parametrize("kind", sorted(_samplers()))
-def test_a_pass_goes_on_in_the_middle_without_drawing_what_is_behind(kind: str, monkeypatch: Any) -> None:
+def test_an_epoch_resumes_in_the_middle_without_drawing_earlier_samples(kind: str, monkeypatch: Any) -> None:
     loader: DataLoader[Any] = DataLoader(Numbers(SIZE), batch_size=4, sampler=_samplers()[kind])
     whole = prepare_data_loader(loader, num_processes=1, process_index=0)
-    wanted = [read(whole), read(whole)][1]
-    begun = prepare_data_loader(loader, num_processes=1, process_index=0)
-    read(begun)
-    iterator = iter(begun)
-    assert [next(iterator).tolist() for _ in range(3)] == wanted[:3]
+    expected = [read(whole), read(whole)][1]
+    interrupted = prepare_data_loader(loader, num_processes=1, process_index=0)
+    read(interrupted)
+    iterator = iter(interrupted)
+    assert [next(iterator).tolist() for _ in range(3)] == expected[:3]
     resumed = prepare_data_loader(loader, num_processes=1, process_index=0)
-    resumed.load_state_dict(begun.state_dict())
+    resumed.load_state_dict(interrupted.state_dict())
     monkeypatch.setattr("trainer_lib.data_loader.order.epoch_order.ReplayedOrder.replay", None)
-    assert read(resumed) == wanted[3:]
+    assert read(resumed) == expected[3:]
 
 
 # -- by length -------------------------------------------------------------------------------------------------------
 
 
-def test_groups_are_sorted_and_hold_what_shuffling_put_there() -> None:
+def test_groups_are_sorted_and_hold_shuffled_samples() -> None:
     order = list(LengthGroupedSampler(LENGTHS, group_size=16, seed=7))
     assert sorted(order) == list(range(SIZE))
     shuffled = list(SeedableRandomSampler(range(SIZE), data_seed=7))
     lengths = [LENGTHS[index] for index in order]
     assert lengths[0] == max(LENGTHS)
-    # But for the first of the first group and that of the group that had the longest of all, groups are as shuffled.
+    # The longest sample of all swaps places with the first; otherwise groups hold the samples of the shuffled order.
     groups = [order[first : first + 16] for first in range(0, SIZE, 16)]
-    wanted = [shuffled[first : first + 16] for first in range(0, SIZE, 16)]
-    assert sum(len(set(one) - set(other)) for one, other in zip(groups, wanted, strict=True)) in (0, 2)
+    expected = [shuffled[first : first + 16] for first in range(0, SIZE, 16)]
+    assert sum(len(set(group) - set(other)) for group, other in zip(groups, expected, strict=True)) in (0, 2)
     for group in groups:
         inside = [LENGTHS[index] for index in group[1:]]
         assert inside == sorted(inside, reverse=True)
@@ -100,7 +103,7 @@ def test_batches_need_less_padding() -> None:
     assert padding(list(grouped)) < 0.4 * padding(list(SeedableRandomSampler(range(SIZE), data_seed=7)))
 
 
-def test_the_size_of_groups() -> None:
+def test_the_default_size_of_groups() -> None:
     assert LengthGroupedSampler([1] * 3).group_size == 1
     assert LengthGroupedSampler([1] * 10_000).group_size == 1024
     assert LengthGroupedSampler([2.0, 1.0]).lengths.tolist() == [2, 1]  # type: ignore[list-item]
@@ -126,20 +129,20 @@ def test_lengths_are_whole_numbers(lengths: Any) -> None:
     ],
     ids=["by a field", "by tokens", "by a column", "by a column of tokens", "of tensors", "made on the fly"],
 )
-def test_lengths_are_found(dataset: Any) -> None:
+def test_lengths_come_from_a_field_or_from_the_tokens(dataset: Any) -> None:
     assert lengths_of(dataset, "length") == [3, 5]
 
 
-def test_samples_without_a_length_are_told() -> None:
+def test_samples_without_a_length_are_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"no field 'lenght' and no 'input_ids'\. They have: length, .*'length'"
+        ConfigurationError, match=r"no field 'lenght' and no 'input_ids'\. Their fields: length, .*'length'"
     ):
         lengths_of([{"length": 3, "text": "a"}], "lenght")
-    with pytest.raises(ConfigurationError, match="They have: no names"):
+    with pytest.raises(ConfigurationError, match="Their fields: none"):
         lengths_of([(1, 2)], "length")
 
 
-def test_measuring_lengths_draws_nothing_from_training() -> None:
+def test_measuring_lengths_does_not_change_random_generators() -> None:
     class Random(Numbers):
         def __getitem__(self, index: int) -> Any:
             return {"input_ids": torch.rand(index + 1)}
@@ -152,7 +155,7 @@ def test_measuring_lengths_draws_nothing_from_training() -> None:
 # -- by weight -------------------------------------------------------------------------------------------------------
 
 
-def test_samples_come_as_often_as_their_weights_say() -> None:
+def test_samples_are_drawn_in_proportion_to_their_weights() -> None:
     weights = [0.0, 1.0, 2.0, 0.0, 5.0, 0.0]
     count = 200_000
     drawn = np.bincount(list(WeightedSampler(weights, count, seed=3)), minlength=6)
@@ -171,14 +174,19 @@ def test_draws_are_fine_enough_for_many_samples() -> None:
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [([1.0, -1.0], "finite numbers"), ([float("nan")], "finite numbers"), ([[1.0]], "finite"), ([0.0, 0.0], "all 0")],
+    [
+        ([1.0, -1.0], "finite numbers"),
+        ([float("nan")], "finite numbers"),
+        ([[1.0]], "finite"),
+        ([0.0, 0.0], "must not all be 0"),
+    ],
 )
-def test_weights_that_make_no_sense(weights: Any, message: str) -> None:
+def test_invalid_weights_are_refused(weights: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         WeightedSampler(weights)
 
 
-# -- the first ones --------------------------------------------------------------------------------------------------
+# -- first samples ---------------------------------------------------------------------------------------------------
 
 
 def test_first_samples_of_torchs_samplers_can_still_be_computed() -> None:
@@ -188,7 +196,7 @@ def test_first_samples_of_torchs_samplers_can_still_be_computed() -> None:
     shuffled = first_samples(RandomSampler(range(9), generator=generator), 4)
     assert isinstance(shuffled, SeedableRandomSampler)
     assert list(shuffled) == list(SeedableRandomSampler(range(9), data_seed=3))[:4]
-    assert set(flat(list(shuffled) for _ in range(30))) == set(range(9))  # others in each pass
+    assert set(flat(list(shuffled) for _ in range(30))) == set(range(9))  # other samples each epoch
     assert len(first_samples(RandomSampler(range(9)), 20)) == 9
 
 

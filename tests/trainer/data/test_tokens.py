@@ -1,4 +1,4 @@
-"""Tests of limits and intervals in tokens: counted without padding, the same on any number of processes."""
+"""Limits and intervals in tokens: counted without padding, the same on any number of ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +16,12 @@ from trainer_lib import ConfigurationError, Trainer, TrainingArguments
 from trainer_lib.callbacks import EMA, Checkpoint
 from trainer_lib.events import Callback, Run
 
-ROWS = 22  # which fill no last batch
+ROWS = 22  # the last batch is not full
 WIDTH = 7
 
 
 def texts() -> dict[str, Tensor]:
-    """Return rows of 1 to 7 tokens and padding."""
+    """Return padded rows of 1 to 7 tokens."""
     lengths = torch.arange(ROWS) % WIDTH + 1
     mask = (torch.arange(WIDTH) < lengths[:, None]).long()
     tokens = torch.randint(1, 11, (ROWS, WIDTH), generator=torch.Generator().manual_seed(2)) * mask
@@ -29,7 +29,7 @@ def texts() -> dict[str, Tensor]:
 
 
 class Language(nn.Module):
-    """Tells each token from itself."""
+    """Predicts each token from itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Language(nn.Module):
 
 
 class Counts(Callback):
-    """Keeps how many tokens there were at each log, evaluation and checkpoint, and after each update."""
+    """Records the tokens after each update, and the steps of logs, evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.after: list[int | None] = []
@@ -76,11 +76,11 @@ OPTIONS: dict[str, Any] = {
 
 
 def counted(*callbacks: Callback, data: Any = None, **options: Any) -> tuple[Counts, Any]:
-    """Return what was counted in a run, and its state."""
+    """Return the counts of a run, and its state."""
     counts = Counts()
     size = {"per_device_train_batch_size": 4} | options
     args = arguments(**{**OPTIONS, **size})
-    one = Trainer(
+    token_trainer = Trainer(
         Language(),
         args,
         train_dataset=texts() if data is None else data,
@@ -88,20 +88,20 @@ def counted(*callbacks: Callback, data: Any = None, **options: Any) -> tuple[Cou
         callbacks=[counts, *callbacks],
     )
     try:
-        return counts, one.fit().state
+        return counts, token_trainer.fit().state
     except InterruptedError:
-        return counts, one.state
+        return counts, token_trainer.state
 
 
 def by_hand(epochs: int = 2) -> list[int]:
-    """Return the tokens after each update."""
+    """Return the expected tokens after each update."""
     lengths = texts()["attention_mask"].sum(1)
     updates = [int(lengths[at : at + 8].sum()) for at in range(0, ROWS, 8)] * epochs
     return torch.tensor(updates).cumsum(0).tolist()
 
 
 class Stream(IterableDataset[Any]):
-    """Rows one after the other."""
+    """Rows in order."""
 
     def __iter__(self) -> Any:
         rows = texts()
@@ -130,8 +130,7 @@ def test_batches_without_a_mask_are_counted_whole() -> None:
             return super().forward(input_ids, input_ids, labels)
 
     rows = {name: column for name, column in texts().items() if name != "attention_mask"}
-    one = Trainer(Unmasked(), arguments(**OPTIONS, max_tokens=100), train_dataset=rows)
-    state = one.fit().state
+    state = Trainer(Unmasked(), arguments(**OPTIONS, max_tokens=100), train_dataset=rows).fit().state
     assert (state.step, state.tokens) == (2, 16 * WIDTH)
 
 
@@ -148,7 +147,7 @@ def test_max_tokens_ends_the_run_at_the_update_that_reaches_it(processes: int) -
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_intervals_go_by_tokens(processes: int, tmp_path: Path) -> None:
+def test_intervals_in_tokens_fire_after_that_many_tokens(processes: int, tmp_path: Path) -> None:
     def due(every: int) -> list[int]:
         ends = [0, *by_hand(3)]
         return [step for step in range(1, len(ends)) if ends[step] // every > ends[step - 1] // every]
@@ -166,7 +165,7 @@ def test_intervals_go_by_tokens(processes: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_resumed_run_counts_on(processes: int, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_count(processes: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_train_epochs": 3, "save_every": 2, "eval_every": "70 tokens"}
 
     def body() -> Any:
@@ -180,14 +179,14 @@ def test_a_resumed_run_counts_on(processes: int, tmp_path: Path) -> None:
     assert run_world(body, (), processes) == [by_hand(3)[-1]] * processes
 
 
-def test_a_checkpoint_without_a_count_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_without_a_count_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     counted(Dies(4), output_dir=tmp_path, save_every=3)
     _, state = counted(output_dir=tmp_path, resume="auto", num_train_epochs=2, max_tokens="1B")
     assert "The checkpoint has no count of tokens: they are counted from step 3" in caplog.text
     assert state.tokens == by_hand()[-1] - by_hand()[2]
 
 
-def test_skipped_updates_are_counted_as_samples_are() -> None:
+def test_tokens_of_skipped_updates_are_counted() -> None:
     class Broken(Language):
         def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
             outputs = super().forward(input_ids, attention_mask, labels)
@@ -198,14 +197,13 @@ def test_skipped_updates_are_counted_as_samples_are() -> None:
         args = arguments(
             **OPTIONS, per_device_train_batch_size=4, max_tokens="1k", num_train_epochs=1, on_nonfinite="skip"
         )
-        one = Trainer(Broken(), args, train_dataset=texts())
-        state = one.fit().state
+        state = Trainer(Broken(), args, train_dataset=texts()).fit().state
         return state.skipped, state.tokens, state.samples
 
     assert run_world(body) == [(1, by_hand()[2], ROWS)] * 2
 
 
-def test_nothing_is_counted_where_nothing_asks() -> None:
+def test_tokens_are_not_counted_if_no_argument_needs_them() -> None:
     counts, state = counted(num_train_epochs=1)
     assert state.tokens is None
     assert set(counts.after) == {None}
@@ -219,20 +217,23 @@ def test_data_without_tokens_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: TrainingArguments(max_tokens=0), "max_tokens must be"),
         (lambda: TrainingArguments(max_tokens="5 steps"), "max_tokens"),
         (lambda: TrainingArguments(max_tokens="many"), "max_tokens"),
         (
             lambda: TrainingArguments(keep_every="1M tokens", output_dir="runs"),
-            "tokens are counted for max_tokens, log_every",
+            "only max_tokens, log_every, eval_every and save_every count tokens",
         ),
-        (lambda: TrainingArguments(gc_every="1M tokens"), "tokens are counted for max_tokens"),
+        (
+            lambda: TrainingArguments(gc_every="1M tokens"),
+            "only max_tokens, log_every, eval_every and save_every count tokens",
+        ),
         (lambda: EMA(every="1M tokens"), "callbacks count steps, epochs, samples and time"),
         (lambda: Checkpoint(keep_every="1M tokens"), "give steps, epochs, samples or a time"),
     ],
 )
-def test_what_does_not_count_tokens_says_so(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_arguments_that_do_not_count_tokens_refuse_them(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Data that is not the same on all processes: all hear of it, nobody waits for ever."""
+"""Data that differs between ranks: an error on all ranks instead of a hang."""
 
 import time
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from trainer_lib import DistributedOperationException, PartialState
 from trainer_lib.launchers.process_failures import ProcessFailedError
 
 
-class Apart(IterableDataset[Any]):
-    """A stream of another length on each process, which does not say so."""
+class UnevenStream(IterableDataset[Any]):
+    """A stream of a different length on each rank, which does not declare it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -24,27 +24,27 @@ class Apart(IterableDataset[Any]):
         return iter(list(zip(*points(self.count), strict=True)))
 
 
-def _told(*runs: tuple[Callable[[int], Any], dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return, for each run, what it is told on each process."""
+def _errors(*runs: tuple[Callable[[int], Any], dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return, for each run, its error on each rank."""
 
     def train() -> list[str]:
         rank, texts = PartialState(cpu=True).process_index, list[str]()
         for data, options in runs:
             args = arguments(per_device_train_batch_size=4, max_steps=20, **options)
-            one = trainer(args, train_dataset=data(rank))
+            uneven_trainer = trainer(args, train_dataset=data(rank))
             with pytest.raises(DistributedOperationException) as raised:
-                one.fit()
+                uneven_trainer.fit()
             texts.append(str(raised.value))
-            one.accelerator.free_memory()
+            uneven_trainer.accelerator.free_memory()
         return texts
 
     return list(zip(*run_world(train, (), 2, timeout=60), strict=True))
 
 
 @pytest.mark.fault("data that end on one of two processes")
-def test_a_stream_that_ends_on_one_process_ends_all() -> None:
+def test_a_stream_that_ends_on_one_rank_ends_the_run_on_all() -> None:
     options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 3}, {"num_workers": 1}]
-    for ended, more in _told(*[(lambda rank: Apart(24 + 24 * rank), one) for one in options]):
+    for ended, more in _errors(*[(lambda rank: UnevenStream(24 + 24 * rank), setting) for setting in options]):
         for text in (ended, more):
             assert "the training data of 1 of 2 processes is at its end, and that of the others goes on" in text
             assert "is_split_between_processes = True" in text
@@ -52,11 +52,11 @@ def test_a_stream_that_ends_on_one_process_ends_all() -> None:
         assert "on process 1, it goes on" in more
 
 
-def test_samplers_that_differ_are_told_before_the_first_step() -> None:
+def test_samplers_that_differ_are_an_error_before_the_first_step() -> None:
     def ordered(order: Any) -> DataLoader[Any]:
         return DataLoader(TensorDataset(*points()), batch_size=4, sampler=order)
 
-    lengths, samples = _told(
+    lengths, samples = _errors(
         (lambda rank: ordered(range(20 + 4 * rank)), {}), (lambda rank: ordered(range(rank, 40, 2)), {})
     )
     for text in lengths:
@@ -69,15 +69,15 @@ def labelled() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(*points(), strict=True))
 
 
-def without_labels_on_one(samples: list[Any]) -> dict[str, torch.Tensor]:
-    inputs, labels = (torch.stack(one) for one in zip(*samples, strict=True))
+def without_labels_on_rank_1(samples: list[Any]) -> dict[str, torch.Tensor]:
+    inputs, labels = (torch.stack(column) for column in zip(*samples, strict=True))
     return {"input": inputs} if PartialState(cpu=True).process_index else {"input": inputs, "labels": labels}
 
 
 @pytest.mark.fault("batches without labels on one of two processes")
-def test_a_batch_without_labels_on_one_process_ends_all_and_is_told() -> None:
+def test_a_batch_without_labels_on_one_rank_ends_the_run_on_all() -> None:
     def train() -> None:
-        trainer(model=network(), train_dataset=labelled(), collate_fn=without_labels_on_one).fit()
+        trainer(model=network(), train_dataset=labelled(), collate_fn=without_labels_on_rank_1).fit()
 
     began = time.monotonic()
     with pytest.raises(ProcessFailedError) as raised:
@@ -87,10 +87,10 @@ def test_a_batch_without_labels_on_one_process_ends_all_and_is_told() -> None:
     assert "The batch has input and no target: none of labels" in str(raised.value)
 
 
-def test_an_evaluation_of_batches_that_lack_labels_on_one_process_is_told_on_all() -> None:
+def test_an_evaluation_without_labels_on_one_rank_fails_on_all() -> None:
     def evaluate() -> str:
         with pytest.raises(DistributedOperationException) as raised:
-            trainer(collate_fn=without_labels_on_one).evaluate(labelled())
+            trainer(collate_fn=without_labels_on_rank_1).evaluate(labelled())
         return str(raised.value)
 
     for text in run_world(evaluate, (), 2, timeout=60):

@@ -1,4 +1,4 @@
-"""Tests of columns that the model does not take: an error, or left out as Hugging Face's Trainer does."""
+"""Columns that the model does not take: an error, or dropped as Hugging Face's Trainer does."""
 
 import dataclasses
 import warnings
@@ -27,8 +27,8 @@ class Classifier(nn.Module):
 
 
 def rows(with_text: bool = True) -> list[dict[str, Any]]:
-    drawn = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
-    samples = [{"features": row, "labels": int(row.sum() > 0)} for row in drawn]
+    features = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+    samples = [{"features": row, "labels": int(row.sum() > 0)} for row in features]
     return (
         [{**sample, "text": "x" * index, "id": object()} for index, sample in enumerate(samples)]
         if with_text
@@ -45,10 +45,10 @@ def of_transformers(**options: Any) -> Any:
 
 
 def losses(args: Any, data: Any) -> list[float]:
-    ours = args if isinstance(args, TrainingArguments) else TrainingArguments.from_transformers(args)
-    quiet = dataclasses.replace(ours, progress_bar=False, log_every=1, output_dir=None, save_every=None)
-    made = Trainer(Classifier(), quiet, train_dataset=data)
-    return [entry["loss"] for entry in made.fit().history if "loss" in entry]
+    own_arguments = args if isinstance(args, TrainingArguments) else TrainingArguments.from_transformers(args)
+    quiet = dataclasses.replace(own_arguments, progress_bar=False, log_every=1, output_dir=None, save_every=None)
+    trainer = Trainer(Classifier(), quiet, train_dataset=data)
+    return [entry["loss"] for entry in trainer.fit().history if "loss" in entry]
 
 
 def test_a_column_that_the_model_does_not_take_is_an_error_that_names_the_option() -> None:
@@ -70,23 +70,23 @@ def test_unused_columns_change_no_loss(as_columns: bool) -> None:
     assert len(without) == 4
 
 
-def test_arguments_of_hugging_face_leave_unused_columns_out_by_default() -> None:
+def test_arguments_of_hugging_face_drop_unused_columns_by_default() -> None:
     assert losses(of_transformers(), rows()) == losses(of_transformers(), rows(with_text=False))
-    made = Trainer(Classifier(), of_transformers(), train_dataset=rows())
-    assert made.args.remove_unused_columns
+    trainer = Trainer(Classifier(), of_transformers(), train_dataset=rows())
+    assert trainer.args.remove_unused_columns
     assert not TrainingArguments.from_transformers(of_transformers(remove_unused_columns=False)).remove_unused_columns
 
 
-def test_evaluations_and_predictions_leave_them_out_too() -> None:
+def test_evaluations_and_predictions_drop_unused_columns() -> None:
     args = arguments(remove_unused_columns=True)
-    made, bare = (Trainer(Classifier(), args, eval_dataset=rows(with_text)) for with_text in (True, False))
-    assert made.evaluate() == bare.evaluate()
-    assert (made.predict(rows()).predictions == bare.predict(rows(with_text=False)).predictions).all()
+    trainer, bare = (Trainer(Classifier(), args, eval_dataset=rows(with_text)) for with_text in (True, False))
+    assert trainer.evaluate() == bare.evaluate()
+    assert (trainer.predict(rows()).predictions == bare.predict(rows(with_text=False)).predictions).all()
 
 
-def test_a_dataset_of_which_nothing_is_left_is_an_error() -> None:
-    made = Trainer(Classifier(), arguments(remove_unused_columns=True), train_dataset=[{"text": "a"}] * 8)
+def test_dropping_all_columns_is_an_error() -> None:
+    trainer = Trainer(Classifier(), arguments(remove_unused_columns=True), train_dataset=[{"text": "a"}] * 8)
     with pytest.raises(
-        ConfigurationError, match=r"leaves no column: the dataset has text, and the model takes features"
+        ConfigurationError, match=r"drops all columns: the dataset has text, and the model takes features"
     ):
-        made.fit()
+        trainer.fit()

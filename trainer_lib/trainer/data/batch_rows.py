@@ -1,4 +1,4 @@
-"""This file is the rows of a batch: how many it has, and taking some of them."""
+"""Counting and slicing the rows of a batch."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from trainer_lib.state.gradient_state import Rows
 
 
 def count_rows(batch: Any) -> int | None:
-    """Return how many rows a batch has: those of its first tensor, array or list; `None` where there is none.
+    """Return the number of rows of the first tensor, array or list in a batch; `None` if the batch holds none.
 
     Example:
         >>> count_rows({"texts": ["a cat", "a dog"], "scale": 2.0})
@@ -23,18 +23,18 @@ def count_rows(batch: Any) -> int | None:
 
 
 def take_rows(batch: Any, start: int, stop: int, total: int | None = None) -> Any:
-    """Return the rows of a batch from `start` to `stop`: of its tensors, its arrays, and its lists of other values.
+    """Return the rows of a batch from `start` to `stop`, sliced from its tensors, arrays and lists.
 
-    What has no rows or a single one, as a mask for all, stays as it is.
+    Values without rows or with a single row, such as a mask for all samples, stay unchanged.
 
     Args:
         batch: The batch.
         start: The first row.
         stop: The row after the last.
-        total: How many rows it has, if that is known.
+        total: The number of rows of the batch; `None` counts them.
 
     Raises:
-        ConfigurationError: If something in it has another number of rows.
+        ConfigurationError: If a value in the batch has another number of rows.
 
     Example:
         >>> take_rows({"texts": ["a cat", "a dog", "a cow"], "scale": 2.0}, 0, 2)
@@ -44,8 +44,8 @@ def take_rows(batch: Any, start: int, stop: int, total: int | None = None) -> An
     for name, leaf in named_leaves(batch, is_leaf=holds_rows):
         if _has_rows(leaf) and len(leaf) not in (1, total):
             raise ConfigurationError(
-                f"This batch has {total} rows, and {len(leaf)} in {name or 'it'}: which of them belong together cannot "
-                "be told, and so it cannot be cut."
+                f"A batch can be split only if all its values have as many rows: this one has {total} rows, and "
+                f"{name or 'a value in it'} has {len(leaf)}. Return one row per sample from collate_fn."
             )
     return map_leaves(
         lambda leaf: leaf[start:stop] if _has_rows(leaf) and len(leaf) == total else leaf, batch, is_leaf=holds_rows
@@ -53,16 +53,16 @@ def take_rows(batch: Any, start: int, stop: int, total: int | None = None) -> An
 
 
 def real_rows(batch: Any, rows: Rows) -> Any:
-    """Return a batch without the rows that repeat samples; up to two of them where it has no others.
+    """Return a batch without the rows that repeat samples, or two of these rows if it has no others.
 
-    Two, since a rank whose batch weighs nothing runs its model all the same, and BatchNorm needs two.
+    A rank without samples of its own still runs the model, with weight 0, and BatchNorm needs two rows.
 
     Args:
         batch: The batch.
-        rows: How many samples it is made of, and how many of these are no repeats.
+        rows: The number of samples in the batch, and how many of them are not repeats.
 
     Raises:
-        ConfigurationError: If it has not one row for each sample.
+        ConfigurationError: If the batch does not have one row per sample.
 
     Example:
         >>> real_rows(["a cat", "a dog", "a cat"], Rows(total=3, real=2))
@@ -70,35 +70,35 @@ def real_rows(batch: Any, rows: Rows) -> Any:
     """
     if rows.real == 0 and rows.total <= TAKING_PART:
         return batch
-    held = count_rows(batch)
-    if held == rows.total:
+    count = count_rows(batch)
+    if count == rows.total:
         return take_rows(batch, 0, rows.real or TAKING_PART, rows.total)
     if rows.real == 0:
         return batch
     raise ConfigurationError(
-        f"{rows.total - rows.real} of the {rows.total} samples of this batch are repeated so that all ranks have as "
-        f"many, and cannot be removed: the batch has {'no' if held is None else held} rows, so collate_fn does not "
-        "make one row of each sample. Use drop_last=True, or leave dispatch_batches and split_batches out: then "
+        f"{rows.total - rows.real} of the {rows.total} samples of this batch are repeats that fill up the batches of "
+        f"all ranks, and cannot be removed: the batch has {'no' if count is None else count} rows, so collate_fn does "
+        "not return one row per sample. Use drop_last=True, or leave dispatch_batches and split_batches out: then "
         "samples are not repeated."
     )
 
 
 def check_splits(batch: Any, samples: int | None) -> None:
-    """Check that a batch can be computed in parts of some rows.
+    """Check that a batch can be split into micro-batches.
 
     Args:
         batch: The batch.
-        samples: How many samples it is made of, if that is known.
+        samples: The number of samples in the batch; `None` if unknown.
 
     Raises:
-        ConfigurationError: If it has not one row for each sample, or rows in different numbers.
+        ConfigurationError: If the batch does not have one row per sample, or its values differ in their rows.
     """
-    held = count_rows(batch)
-    if samples is not None and held != samples:
+    count = count_rows(batch)
+    if samples is not None and count != samples:
         raise ConfigurationError(
             f"A batch of {samples} samples did not fit into memory and cannot be split: it has "
-            f"{'no' if held is None else held} rows, so collate_fn does not make one row of each sample. Use a smaller "
-            "batch size, or have collate_fn return one row a sample."
+            f"{'no' if count is None else count} rows, so collate_fn does not return one row per sample. Use a smaller "
+            "batch size, or a collate_fn that returns one row per sample."
         )
     take_rows(batch, 0, 1)
 

@@ -1,4 +1,4 @@
-"""This file is making batches of samples: as torch does it, with lists of numbers, dataclasses and better errors."""
+"""Collating samples into batches, and padding tokenized samples."""
 
 import copy
 import dataclasses
@@ -14,10 +14,10 @@ from torch.utils.data import default_collate
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import is_dataclass_value
-from trainer_lib.trainer.data.datasets import Gathered
+from trainer_lib.trainer.data.datasets import RowSelection
 
 _LABELS = ("labels", "label", "label_ids")
-_INSTEAD = "Pass collate_fn, a function from a list of samples to a batch"
+_FIX = "Pass collate_fn, a function from a list of samples to a batch"
 
 Path = tuple[str | int, ...]
 
@@ -25,28 +25,29 @@ Path = tuple[str | int, ...]
 def collate(samples: Sequence[Any]) -> Any:
     """Return a batch of samples.
 
-    As torch's `default_collate`, but: a list of numbers is a row of a tensor, as the lists of Hugging Face's datasets
-    are meant; Python's floats are of torch's default type; lists of texts stay lists; dataclasses stay dataclasses.
+    Works like torch's `default_collate`, with these differences: a list of numbers becomes a row of a tensor, as in
+    Hugging Face's datasets; Python floats take torch's default dtype; lists of texts stay lists; dataclasses stay
+    dataclasses.
 
     Args:
         samples: The samples.
 
     Raises:
-        ConfigurationError: If they do not fit together, with the name of the field.
+        ConfigurationError: If the samples do not fit together; it names the field.
 
     Example:
         >>> collate([{"input_ids": [1, 2], "text": "a"}, {"input_ids": [3, 4], "text": "b"}])
         {'input_ids': tensor([[1, 2],
                 [3, 4]]), 'text': ['a', 'b']}
     """
-    return samples.batch(_collated) if type(samples) is Gathered else _collated(samples, ())
+    return samples.batch(_collate) if type(samples) is RowSelection else _collate(samples, ())
 
 
 class PaddingCollate:
-    """Makes batches of tokenized samples, padded to the longest of a batch as the tokenizer says; others as `collate`.
+    """Pads tokenized samples to the longest of a batch, as the tokenizer does; collates other samples like `collate`.
 
-    Labels that are lists of different lengths are padded with -100. All fields stay; "label" and "label_ids" are called
-    "labels" afterwards, as models of transformers have it.
+    Lists of labels of different lengths are padded with -100. All fields stay; "label" and "label_ids" are renamed to
+    "labels", the name that models of transformers use.
 
     Args:
         processing_class: A tokenizer, or a processor that has one.
@@ -60,48 +61,51 @@ class PaddingCollate:
         first = samples[0]
         pads = callable(getattr(self.tokenizer, "pad", None)) and hasattr(self.tokenizer, "model_input_names")
         is_tokenized = isinstance(first, Mapping) and "input_ids" in first and _has_rows(first["input_ids"])
-        # With positions of their own samples are packed, and a mask would hide from the model where they begin.
+        # Samples with position_ids are packed: an attention mask would hide from the model where each one begins.
         if not pads or not is_tokenized or "position_ids" in first:
             return collate(samples)
         _check_keys(samples, ())
         if getattr(self.tokenizer, "pad_token", None) is not None:
-            return _renamed(self._padded(samples))
+            return _rename_labels(self._pad(samples))
         if _is_ragged(samples, "input_ids"):
             raise ConfigurationError(
-                f"The samples have different lengths, and {type(self.tokenizer).__name__} has no token to pad with. "
-                "Set one: tokenizer.pad_token = tokenizer.eos_token. Or pass collate_fn."
+                f"The samples have different lengths, and {type(self.tokenizer).__name__} has no padding token. Set "
+                "one: tokenizer.pad_token = tokenizer.eos_token. Or pass collate_fn."
             )
-        return _renamed(collate(samples))
+        return _rename_labels(collate(samples))
 
-    def _padded(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _pad(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         from transformers import DataCollatorWithPadding
 
         names = list(samples[0])
         by_tokenizer = {*self.tokenizer.model_input_names, "special_tokens_mask"} & set(names)
-        padded = DataCollatorWithPadding(self.tokenizer)([{one: s[one] for one in by_tokenizer} for s in samples])
+        padded = DataCollatorWithPadding(self.tokenizer)(
+            [{name: sample[name] for name in by_tokenizer} for sample in samples]
+        )
         batch: dict[str, Any] = {}
         for name in names:
             if name in by_tokenizer:
                 batch[name] = padded[name]
             elif name in _LABELS and _is_ragged(samples, name):
-                batch[name] = self._padded_labels([s[name] for s in samples])
+                batch[name] = self._pad_labels([sample[name] for sample in samples])
             else:
-                batch[name] = _collated([s[name] for s in samples], (name,))
-        batch |= {name: value for name, value in padded.items() if name not in batch}  # an attention mask
+                batch[name] = _collate([sample[name] for sample in samples], (name,))
+        batch |= {name: value for name, value in padded.items() if name not in batch}  # adds the attention mask
         return batch
 
-    def _padded_labels(self, labels: list[Any]) -> Tensor:
+    def _pad_labels(self, labels: list[Any]) -> Tensor:
         longest = max(map(len, labels))
         batch = torch.full((len(labels), longest), IGNORE_INDEX)
-        for row, own in zip(batch, labels, strict=True):
-            place = slice(longest - len(own), None) if self.tokenizer.padding_side == "left" else slice(len(own))
-            row[place] = torch.as_tensor(own)
+        on_left = self.tokenizer.padding_side == "left"
+        for row, values in zip(batch, labels, strict=True):
+            columns = slice(longest - len(values), None) if on_left else slice(len(values))
+            row[columns] = torch.as_tensor(values)
         return batch
 
 
-def _renamed(batch: dict[str, Any]) -> dict[str, Any]:
-    there = [name for name in _LABELS if name in batch]
-    return {"labels" if [name] == there else name: value for name, value in batch.items()}
+def _rename_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    present = [name for name in _LABELS if name in batch]
+    return {"labels" if [name] == present else name: value for name, value in batch.items()}
 
 
 def _is_ragged(samples: Sequence[Any], name: str) -> bool:
@@ -113,7 +117,7 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, list) or getattr(value, "ndim", 0) > 0
 
 
-def _collated(values: Sequence[Any], path: Path) -> Any:
+def _collate(values: Sequence[Any], path: Path) -> Any:
     first = values[0]
     if isinstance(first, (str, bytes)):
         return list(values)
@@ -131,8 +135,8 @@ def _collated(values: Sequence[Any], path: Path) -> Any:
     if isinstance(first, list):
         return _lists(values, path)
     raise ConfigurationError(
-        f"{_told(path)} cannot be put into a batch: {_kind(first)} is no tensor, array, number or text. {_INSTEAD}, or "
-        "have the dataset turn it into a tensor."
+        f"{_field(path)} cannot be collated: {_kind(first)} is not a tensor, array, number or text. {_FIX}, or return "
+        "a tensor from the dataset."
     )
 
 
@@ -140,18 +144,16 @@ def _leaf(make: Any, values: Sequence[Any], path: Path) -> Any:
     try:
         return make(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"{_told(path)} cannot be put into a batch: {_difference(values, error)}. {_INSTEAD}."
-        ) from error
+        raise ConfigurationError(f"{_field(path)} cannot be collated: {_difference(values, error)}. {_FIX}.") from error
 
 
 def _mapping(values: Sequence[Mapping[Any, Any]], path: Path) -> Any:
     _check_keys(values, path)
     first = values[0]
-    batch = {key: _collated([value[key] for value in values], (*path, key)) for key in first}
+    batch = {key: _collate([value[key] for value in values], (*path, key)) for key in first}
     if type(first) is dict or not isinstance(first, MutableMapping):
         return batch
-    clone = copy.copy(first)  # it may have more to it than its keys
+    clone = copy.copy(first)  # keeps what a mapping holds beside its keys
     clone.update(batch)
     return clone
 
@@ -161,10 +163,9 @@ def _check_keys(values: Sequence[Mapping[Any, Any]], path: Path) -> None:
     for value in values:
         if not isinstance(value, Mapping) or value.keys() != keys:  # pyright: ignore[reportUnnecessaryIsInstance]
             other = set(value) if isinstance(value, Mapping) else set[Any]()  # pyright: ignore[reportUnnecessaryIsInstance]
-            odd = sorted(map(str, set(keys) ^ other))
+            missing = sorted(map(str, set(keys) ^ other))
             raise ConfigurationError(
-                f"{_told(path)} cannot be put into a batch: not all samples have {', '.join(map(repr, odd))}. "
-                f"{_INSTEAD}."
+                f"{_field(path)} cannot be collated: not all samples have {', '.join(map(repr, missing))}. {_FIX}."
             )
 
 
@@ -172,7 +173,7 @@ def _dataclass(values: Sequence[Any], path: Path) -> Any:
     clone = copy.copy(values[0])
     for field in dataclasses.fields(values[0]):
         column = [getattr(value, field.name, None) for value in values]
-        object.__setattr__(clone, field.name, _collated(column, (*path, field.name)))  # it may be frozen
+        object.__setattr__(clone, field.name, _collate(column, (*path, field.name)))  # the dataclass may be frozen
     return clone
 
 
@@ -184,11 +185,11 @@ def _lists(values: Sequence[Any], path: Path) -> Any:
 
 
 def _first_leaf(values: Sequence[Any]) -> Any:
-    """Return the first thing in nested lists that is no list."""
+    """Return the first value in nested lists that is not a list."""
     for value in values:
-        found = _first_leaf(value) if isinstance(value, list) else value
-        if found is not None:
-            return found
+        leaf = _first_leaf(value) if isinstance(value, list) else value
+        if leaf is not None:
+            return leaf
     return None
 
 
@@ -196,26 +197,24 @@ def _columns(values: Sequence[Any], path: Path) -> list[Any]:
     try:
         columns = list(zip(*values, strict=True))
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"{_told(path)} cannot be put into a batch: {_difference(values, error)}. {_INSTEAD}."
-        ) from error
-    return [_collated(column, (*path, index)) for index, column in enumerate(columns)]
+        raise ConfigurationError(f"{_field(path)} cannot be collated: {_difference(values, error)}. {_FIX}.") from error
+    return [_collate(column, (*path, index)) for index, column in enumerate(columns)]
 
 
-def _told(path: Path) -> str:
+def _field(path: Path) -> str:
     return f"The samples' field {'.'.join(map(str, path))!r}" if path else "The samples"
 
 
 def _difference(values: Sequence[Any], error: Exception) -> str:
-    """Say what keeps values apart: their types, lengths or shapes, or else what torch says."""
-    for what, all_of in (
-        ("it is of several types", [_kind(value) for value in values]),
+    """Describe how values differ: in their types, shapes or lengths, or else with torch's message."""
+    for description, properties in (
+        ("the types differ", [_kind(value) for value in values]),
         ("the shapes differ", [tuple(getattr(value, "shape", ())) for value in values]),
         ("the lengths differ", [len(value) if isinstance(value, (list, tuple)) else 0 for value in values]),
     ):
-        different = list(dict.fromkeys(all_of))
+        different = list(dict.fromkeys(properties))
         if len(different) > 1:
-            return f"{what} ({' and '.join(map(str, different[:2]))})"
+            return f"{description} ({' and '.join(map(str, different[:2]))})"
     return str(error)
 
 

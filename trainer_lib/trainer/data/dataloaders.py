@@ -1,4 +1,4 @@
-"""This file is making the loaders of training and evaluation from data. They are not shared out yet."""
+"""DataLoaders for training and evaluation, built from any kind of data, before an `Accelerator` prepares them."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -43,67 +43,69 @@ def train_loader(
     num_processes: int = 1,
     option: str = "train_dataset",
 ) -> DataLoader[Any]:
-    """Return the loader of training data, to be prepared by an `Accelerator`.
+    """Return the loader of training data, for an `Accelerator` to prepare.
 
-    A ready `DataLoader` stays as it is, but for `limit_batches` and `overfit_batches`, which make a copy of it.
-    Iterable datasets come in their own order.
+    A ready `DataLoader` is returned unchanged, unless `limit_batches` or `overfit_batches` need a modified copy.
+    Iterable datasets keep their own order.
 
     Args:
-        dataset: A dataset of torch or Hugging Face, a tuple or dict of tensors or arrays, a list of samples, a loader.
-        batch_size: The samples of a batch, of one process.
-        shuffle: In another random order in each pass, a function of `seed` and epoch.
-        collate_fn: Makes a batch of samples; by default `collate`.
-        processing_class: A tokenizer (or what has one), which pads samples that have `input_ids`.
-        num_workers: Processes that read samples; 0: this one does.
-        pin_memory: Have batches in memory that an accelerator copies from faster; by default where there is one.
-        prefetch_factor: The batches that each worker reads ahead.
-        persistent_workers: Keep the workers from pass to pass.
-        drop_last: Leave out a last round that is not complete.
-        limit_batches: How many batches a process reads in a pass, at most.
-        overfit_batches: Read the first so many batches in each pass, always the same.
-        group_by_length: Bring samples of similar length together.
-        length_column: Where the length of a sample stands; else that of its `input_ids` is taken.
-        sample_weights: Draw samples with replacement, each as often as its weight says.
-        seed: The seed of the order; by default torch's.
-        num_processes: Among how many processes the loader will be shared.
-        option: What errors call the dataset.
+        dataset: A dataset of torch or Hugging Face, a tuple or dict of tensors or arrays, a list of samples, or a
+            `DataLoader`.
+        batch_size: The samples in a batch of one rank.
+        shuffle: Whether each epoch has a new random order, a function of `seed` and epoch.
+        collate_fn: Collates a list of samples; by default `collate`.
+        processing_class: A tokenizer, or a processor that has one, which pads samples that have `input_ids`.
+        num_workers: Worker processes that read samples; 0 reads them in this process.
+        pin_memory: Whether batches are in page-locked memory, from which accelerators copy faster; by default if there
+            is an accelerator.
+        prefetch_factor: Batches that each worker reads ahead.
+        persistent_workers: Whether workers stay alive between epochs.
+        drop_last: Whether to drop the last batches of an epoch if they are not full on all ranks.
+        limit_batches: Batches that a rank reads per epoch, at most.
+        overfit_batches: Reads only this many first batches, the same ones in each epoch.
+        group_by_length: Whether a batch has samples of similar length.
+        length_column: The field that holds the length of a sample; without it the length of `input_ids` counts.
+        sample_weights: Draws samples with replacement, in proportion to these weights.
+        seed: The seed of the order; by default torch's seed.
+        num_processes: The world size of the prepared loader.
+        option: The name of the dataset in errors.
 
     Raises:
-        ConfigurationError: If there is no sample, no whole batch, or options do not go together.
+        ConfigurationError: If there is no sample or no full batch, or if options contradict each other.
 
     Example:
         >>> loader = train_loader((torch.arange(4.0), torch.tensor([0, 1, 0, 1])), batch_size=4, shuffle=False)
         >>> next(iter(loader))
         [tensor([0., 1., 2., 3.]), tensor([0, 1, 0, 1])]
     """
-    _check_together(limit_batches, overfit_batches, group_by_length, sample_weights, shuffle)
-    chooses = "sample_weights" if sample_weights is not None else "group_by_length" if group_by_length else None
+    _check_consistency(limit_batches, overfit_batches, group_by_length, sample_weights, shuffle)
+    order_option = "sample_weights" if sample_weights is not None else "group_by_length" if group_by_length else None
     if isinstance(dataset, DataLoader):
-        if chooses or drop_last:
+        if order_option or drop_last:
             raise ConfigurationError(
-                f"{chooses or 'drop_last'} is for a loader that is made of a dataset, and {option} is a ready "
-                "DataLoader. Set it there, or give the dataset."
+                f"{order_option or 'drop_last'} has no effect on a ready DataLoader, and {option} is one. Set it in "
+                "the DataLoader, or give the dataset."
             )
-        return _ready(dataset, limit_batches, overfit_batches, num_processes, option)
+        return _limited_ready_loader(dataset, limit_batches, overfit_batches, num_processes, option)
     check_count("batch_size", batch_size)
     data = as_dataset(dataset, option)
     limit = limit_batches if overfit_batches is None else overfit_batches
-    wanted = None if limit is None else limit * batch_size * num_processes
+    max_samples = None if limit is None else limit * batch_size * num_processes
     if isinstance(data, IterableDataset) and overfit_batches is not None:
-        data = _opening(data, wanted or 0, seed, option)
+        data = _read_first_samples(data, max_samples or 0, seed, option)
     sampler: Sampler[Any] | None = None
     if not isinstance(data, IterableDataset):
         lengths = lengths_of(data, length_column, option) if group_by_length else None
-        sampler = _order(data, shuffle and overfit_batches is None, sample_weights, lengths, seed, option)
-        sampler = sampler if wanted is None else first_samples(sampler, wanted)
-    elif chooses:
+        sampler = _make_sampler(data, shuffle and overfit_batches is None, sample_weights, lengths, seed, option)
+        sampler = sampler if max_samples is None else first_samples(sampler, max_samples)
+    elif order_option:
         raise ConfigurationError(
-            f"{chooses} needs samples that can be had in any order, and {option} is iterable: its samples come as they "
-            "come."
+            f"{order_option} needs a map-style dataset, and {option} is iterable: it yields samples in its own order. "
+            f"Leave {order_option} out, or give a map-style dataset."
         )
     elif limit is not None:
         data = limited_dataset(data, limit, batch_size, num_processes)
-    # What an iterable dataset draws is seeded from its loader's generator, and has no sampler to be seeded from.
+    # An iterable dataset has no sampler: the loader's generator seeds its random numbers.
     seeded = sampler is None and seed is not None
     _check_whole_batch(data, batch_size * num_processes, drop_last, option)
     return _loader(
@@ -134,9 +136,9 @@ def eval_loader(
     num_processes: int = 1,
     option: str = "eval_dataset",
 ) -> DataLoader[Any]:
-    """Return the loader of data that is evaluated, in the order of the data, to be prepared by an `Accelerator`.
+    """Return the loader of evaluation data, in the order of the data, for an `Accelerator` to prepare.
 
-    The arguments are those of `train_loader`.
+    It takes the same arguments as `train_loader`.
 
     Example:
         >>> [batch.tolist() for batch in eval_loader(torch.arange(5), batch_size=2)]
@@ -159,7 +161,7 @@ def eval_loader(
 
 
 def dropped_samples(loader: DataLoader[Any]) -> int:
-    """Return how many samples `drop_last` leaves out of a pass on one process; 0 where that is not known.
+    """Return how many samples `drop_last` drops per epoch on one rank; 0 if unknown.
 
     Example:
         >>> dropped_samples(DataLoader(range(5), batch_size=2, drop_last=True))
@@ -175,42 +177,44 @@ def dropped_samples(loader: DataLoader[Any]) -> int:
     return (length_of(source) or 0) % size if drops and size else 0
 
 
-def _check_together(
+def _check_consistency(
     limit: int | None, overfit: int | None, group_by_length: bool, weights: Sequence[float] | None, shuffle: bool
 ) -> None:
     for name, value in (("limit_batches", limit), ("overfit_batches", overfit)):
         if value is not None:
             check_count(name, value)
-    given = {
+    is_set = {
         "limit_batches": limit is not None,
         "overfit_batches": overfit is not None,
         "group_by_length=True": group_by_length,
         "sample_weights": weights is not None,
         "shuffle=False": not shuffle,
     }
-    for one, other, why in (
-        ("limit_batches", "overfit_batches", "both say how many batches a pass has"),
+    for first, second, reason in (
+        ("limit_batches", "overfit_batches", "both set the number of batches per epoch"),
         ("overfit_batches", "group_by_length=True", "the batches are always the first ones"),
         ("overfit_batches", "sample_weights", "the batches are always the first ones"),
-        ("group_by_length=True", "sample_weights", "each is an order of its own"),
-        ("group_by_length=True", "shuffle=False", "it is a random order"),
+        ("group_by_length=True", "sample_weights", "both set the order of the samples"),
+        ("group_by_length=True", "shuffle=False", "it needs a random order"),
         ("sample_weights", "shuffle=False", "samples are drawn at random"),
     ):
-        if given[one] and given[other]:
-            raise ConfigurationError(f"{one} and {other} do not go together: {why}. Leave one of them out.")
+        if is_set[first] and is_set[second]:
+            raise ConfigurationError(f"{first} and {second} contradict each other: {reason}. Leave one of them out.")
 
 
-def _ready(
+def _limited_ready_loader(
     loader: DataLoader[Any], limit: int | None, overfit: int | None, num_processes: int, option: str
 ) -> DataLoader[Any]:
     if length_of(loader.dataset) == 0:
-        raise ConfigurationError(f"{option} is empty: its DataLoader's {type(loader.dataset).__name__} has no sample.")
+        raise ConfigurationError(
+            f"{option} is empty: the {type(loader.dataset).__name__} of its DataLoader has no samples."
+        )
     if overfit is None:
         return loader if limit is None else limited_loader(loader, limit, num_processes)
     if isinstance(loader.dataset, IterableDataset) or not iterates_as(loader.batch_sampler, "BatchSampler"):
         raise UnsupportedError(
-            f"overfit_batches={overfit} reads the first samples again and again, and this DataLoader has "
-            f"{'an iterable dataset' if isinstance(loader.dataset, IterableDataset) else 'batches of its own making'}. "
+            f"overfit_batches={overfit} needs a DataLoader whose first samples can be read again, and this one has "
+            f"{'an iterable dataset' if isinstance(loader.dataset, IterableDataset) else 'a custom batch sampler'}. "
             "Give the dataset instead of a loader, or use limit_train_batches."
         )
     limited = limited_loader(loader, overfit, num_processes)
@@ -220,21 +224,21 @@ def _ready(
     return limited
 
 
-def _opening(dataset: Any, count: int, seed: int | None, option: str) -> list[Any]:
-    """Return the first samples of an iterable dataset, which all processes read alike."""
+def _read_first_samples(dataset: Any, count: int, seed: int | None, option: str) -> list[Any]:
+    """Return the first samples of an iterable dataset, the same on all ranks."""
     if is_split_already(dataset):
         raise UnsupportedError(
-            f"overfit_batches needs samples that all processes share, and each has samples of its own from {option}. "
-            "Give a dataset that is not split, or use limit_train_batches."
+            f"overfit_batches needs a dataset that yields the same samples on all ranks, and {option} is already split "
+            "between them. Give a dataset that is not split, or use limit_train_batches."
         )
     with RandomStream(derived_seed(torch.initial_seed() if seed is None else positive_seed(seed), "opening")):
         samples = list(islice(iter(dataset), count))
     if not samples:
-        raise ConfigurationError(f"{option} is empty: there is no sample in this {type(dataset).__name__}.")
+        raise ConfigurationError(f"{option} is empty: this {type(dataset).__name__} has no samples.")
     return samples
 
 
-def _order(
+def _make_sampler(
     data: Any,
     shuffle: bool,
     weights: Sequence[float] | None,
@@ -245,7 +249,10 @@ def _order(
     """Return the sampler of a map-style dataset."""
     if weights is not None:
         if len(weights) != len(data):
-            raise ConfigurationError(f"sample_weights has {len(weights)} weights, and {option} {len(data)} samples.")
+            raise ConfigurationError(
+                f"sample_weights must have one weight per sample: it has {len(weights)}, and {option} has {len(data)} "
+                "samples."
+            )
         return WeightedSampler(weights, seed=seed)
     if lengths is not None:
         return LengthGroupedSampler(lengths, seed=seed)
@@ -256,13 +263,13 @@ def _check_whole_batch(data: Any, round_size: int, drop_last: bool, option: str)
     size = length_of(data)
     if drop_last and size is not None and size < round_size:
         raise ConfigurationError(
-            f"drop_last=True would leave nothing: {option} has {size} samples, and a batch over all processes has "
-            f"{round_size}. Leave it out, or take smaller batches."
+            f"drop_last=True would drop all samples: {option} has {size} of them, and the batches of all ranks "
+            f"together need {round_size}. Leave drop_last out, or use a smaller batch size."
         )
 
 
 def collator(collate_fn: Collate | None, processing_class: Any) -> Callable[..., Any]:
-    """Return what makes batches of samples, where none is given too."""
+    """Return the collate function: `collate_fn`, or the default one."""
     if collate_fn is not None:
         if not callable(collate_fn):  # pyright: ignore[reportUnnecessaryComparison]
             raise ConfigurationError(
@@ -287,31 +294,33 @@ def _loader(
         check_count("prefetch_factor", prefetch_factor)
     if not num_workers and (persistent_workers or prefetch_factor is not None):
         name = "persistent_workers" if persistent_workers else "prefetch_factor"
-        raise ConfigurationError(f"{name} is about workers, and there are none. Give num_workers, or leave it out.")
+        raise ConfigurationError(
+            f"{name} has no effect with num_workers=0. Give num_workers=1 or more, or leave it out."
+        )
     if collate_fn is collate:
-        data = _gathering(data)
+        data = _with_batched_reads(data)
     return DataLoader(
         data,
         collate_fn=collate_fn,
         num_workers=num_workers,
-        pin_memory=_pins(data) if pin_memory is None else pin_memory,
+        pin_memory=_should_pin(data) if pin_memory is None else pin_memory,
         prefetch_factor=prefetch_factor,
         persistent_workers=persistent_workers,
         **options,
     )
 
 
-def _gathering(data: Any) -> Any:
-    """Return arrays, or some of their rows, so that batches are taken from them as a whole."""
+def _with_batched_reads(data: Any) -> Any:
+    """Return columns, or a subset of their rows, so that a batch is read in one operation."""
     if type(data) is Subset and isinstance(data.dataset, Columns):
-        return Subset(data.dataset.gathering(), data.indices)
-    return data.gathering() if isinstance(data, Columns) else data
+        return Subset(data.dataset.with_batched_reads(), data.indices)
+    return data.with_batched_reads() if isinstance(data, Columns) else data
 
 
-def _pins(data: Any) -> bool:
-    """Whether there is an accelerator that copies from pinned memory, and something to copy."""
-    present = torch.accelerator.current_accelerator(check_available=True)
-    if present is None or present.type == "mps":
+def _should_pin(data: Any) -> bool:
+    """Whether an accelerator copies from pinned memory, and the data is on the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":
         return False
     columns = data.columns.values() if isinstance(data, Columns) else ()
-    return all(one.device.type == "cpu" for one in columns if isinstance(one, torch.Tensor))
+    return all(column.device.type == "cpu" for column in columns if isinstance(column, torch.Tensor))

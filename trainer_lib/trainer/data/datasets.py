@@ -1,4 +1,4 @@
-"""This file is what data may come as: torch's and Hugging Face's datasets as they are, arrays as datasets of rows."""
+"""Datasets from any kind of data: datasets of torch and Hugging Face, arrays, tensors and lists."""
 
 import copy
 import inspect
@@ -21,32 +21,32 @@ _KNOWN = (
 
 
 def as_dataset(data: Any, option: str) -> Any:
-    """Return data as a dataset that a `DataLoader` reads.
+    """Return data as a dataset that a `DataLoader` can read.
 
     Args:
         data: The data.
-        option: What it was given for.
+        option: The name of the data in errors.
 
     Raises:
-        ConfigurationError: If it cannot be read as data, or is empty.
+        ConfigurationError: If the data has an unknown form or is empty.
 
     Example:
         >>> dataset = as_dataset((torch.arange(6).view(3, 2), torch.tensor([0, 1, 0])), "train_dataset")
         >>> len(dataset), dataset[1]
         (3, (tensor([2, 3]), tensor(1)))
     """
-    dataset = data if isinstance(data, IterableDataset) else _of_arrays(data, option)
+    dataset = data if isinstance(data, IterableDataset) else _from_arrays(data, option)
     if dataset is None:
         dataset = data
-        if (reason := _why_not(data)) is not None:
+        if (reason := _rejection_reason(data)) is not None:
             raise ConfigurationError(f"{option} {reason}. Give {_KNOWN}.")
     if length_of(dataset) == 0:
-        raise ConfigurationError(f"{option} is empty: there is no sample in this {type(data).__name__}.")
+        raise ConfigurationError(f"{option} is empty: this {type(data).__name__} has no samples.")
     return dataset
 
 
 def length_of(dataset: Any) -> int | None:
-    """Return how many samples a dataset has, if it knows."""
+    """Return the number of samples of a dataset; `None` if it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -57,70 +57,70 @@ class Columns(Dataset[Any]):
     """Rows of arrays of equal length.
 
     Args:
-        columns: Tensors, arrays or lists: by name, in a tuple, or one alone; a sample is made as they are.
-        option: What they were given for.
+        columns: Tensors, arrays or lists: by name, in a tuple, or a single one; samples have the same structure.
+        option: The name of the data in errors.
     """
 
     def __init__(self, columns: Any, option: str = "The data") -> None:
         named = columns if isinstance(columns, Mapping) else dict(enumerate(_as_tuple(columns)))
         self._columns = {name: _column(name, value, option) for name, value in named.items()}
         self._shape = tuple if isinstance(columns, tuple) else dict if isinstance(columns, Mapping) else None
-        self._gathers = False
+        self._reads_batches = False
         rows = {name: len(value) for name, value in self._columns.items()}
         if len(set(rows.values())) > 1:
-            told = ", ".join(f"{name!r}: {count}" for name, count in rows.items())
+            lengths = ", ".join(f"{name!r}: {count}" for name, count in rows.items())
             raise ConfigurationError(
-                f"{option} has arrays of different lengths ({told}); a sample is a row of all of them."
+                f"{option} must have arrays of the same length, since a sample is a row of all of them (got {lengths})."
             )
 
-    def gathering(self) -> "Columns":
-        """Return the same, of which batches are taken as a whole, for `collate`."""
-        other = copy.copy(self)
-        other._gathers = True
-        return other
+    def with_batched_reads(self) -> "Columns":
+        """Return a copy from which `collate` reads a batch in one operation."""
+        clone = copy.copy(self)
+        clone._reads_batches = True
+        return clone
 
     @property
     def columns(self) -> dict[Any, Any]:
-        """The columns by name, or by number."""
+        """The columns by name or number."""
         return self._columns
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))
 
     def __getitem__(self, index: int) -> Any:
-        return self._arranged({name: _row(column, index) for name, column in self._columns.items()})
+        return self._structured({name: _row(column, index) for name, column in self._columns.items()})
 
     def __getitems__(self, indices: list[int]) -> Sequence[Any]:
         """Return several samples."""
-        return Gathered(self, indices) if self._gathers else [self[index] for index in indices]
+        return RowSelection(self, indices) if self._reads_batches else [self[index] for index in indices]
 
     def batch(self, indices: list[int], collate: Collate) -> Any:
-        """Return the batch that collating these samples would give, without taking them apart first."""
+        """Return the batch of these samples, read column by column instead of sample by sample."""
         rows = np.array(indices)
-        places = torch.from_numpy(rows)  # from a list it takes ten times as long
+        positions = torch.from_numpy(rows)  # ten times as fast as from a list
         batch: dict[Any, Any] = {}
         for name, column in self._columns.items():
             if isinstance(column, Tensor):
-                batch[name] = column.index_select(0, places.to(column.device))
+                batch[name] = column.index_select(0, positions.to(column.device))
             elif isinstance(column, np.ndarray):
                 batch[name] = torch.from_numpy(column[rows])
             else:
                 batch[name] = collate([column[index] for index in indices], (name,))
-        arranged = self._arranged(batch)
-        return list(arranged) if self._shape is tuple else arranged  # as torch's default_collate has it
+        structured = self._structured(batch)
+        return list(structured) if self._shape is tuple else structured  # a list, as from torch's default_collate
 
-    def _arranged(self, values: dict[Any, Any]) -> Any:
+    def _structured(self, values: dict[Any, Any]) -> Any:
         if self._shape is None:
             return values[0]
         return tuple(values.values()) if self._shape is tuple else values
 
 
-class Gathered(Sequence[Any]):
-    """Samples of columns that are not taken apart yet.
+class RowSelection(Sequence[Any]):
+    """Rows of columns that are read only when a batch is made of them.
 
     Args:
         source: The columns.
-        indices: Which rows.
+        indices: The rows.
     """
 
     def __init__(self, source: Columns, indices: list[int]) -> None:
@@ -133,46 +133,46 @@ class Gathered(Sequence[Any]):
         return self._source[self._indices[index]]
 
     def batch(self, collate: Collate) -> Any:
-        """Return them as a batch, with `collate` for what is no array."""
+        """Return the rows as a batch; `collate` handles columns that are not arrays."""
         return self._source.batch(self._indices, collate)
 
 
-def _of_arrays(data: Any, option: str) -> Columns | None:
-    """Return arrays as rows; `None` for what is a dataset, or nothing known."""
+def _from_arrays(data: Any, option: str) -> Columns | None:
+    """Return arrays as a dataset of rows; `None` for data that is not made of arrays."""
     if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
         return Columns({str(name): data[name].to_numpy() for name in data.columns}, option)
     if type(data) is TensorDataset:
         return Columns(data.tensors, option)
     if _is_array(data) or (
-        isinstance(data, tuple) and data and all(_is_array(one) or type(one) is list for one in data)
+        isinstance(data, tuple) and data and all(_is_array(column) or type(column) is list for column in data)
     ):
         return Columns(data, option)
     if (
         isinstance(data, Mapping)
         and data
-        and all(_is_array(one) or isinstance(one, (list, tuple)) for one in data.values())
+        and all(_is_array(column) or isinstance(column, (list, tuple)) for column in data.values())
     ):
         return Columns(data, option)
     return None
 
 
-def _why_not(data: Any) -> str | None:
+def _rejection_reason(data: Any) -> str | None:
     if isinstance(data, (str, bytes)) or hasattr(data, "__fspath__"):
-        return f"is {str(data)!r}, the name of something, and not the data"
+        return f"is {str(data)!r}, a name or path and not the data itself"
     if isinstance(data, Mapping):
         names = ", ".join(map(repr, list(data)[:5]))
-        return f"is a {type(data).__name__} of {names}, none of which is an array; if they are several sets, give one"
+        return f"is a {type(data).__name__} of {names}, none of which is an array; of several sets, give one"
     if isinstance(data, tuple) and any(map(_is_array, data)):
-        return f"is a tuple of {' and '.join(type(one).__name__ for one in data)}, and not all of them are arrays"
+        return f"is a tuple of {' and '.join(type(column).__name__ for column in data)}, and not all of them are arrays"
     if hasattr(data, "__next__"):
-        return f"is a {type(data).__name__}, which is used up after one pass"
+        return f"is a {type(data).__name__}, which can be read only once"
     if inspect.isgeneratorfunction(data):
         return (
-            f"is the function {data.__name__!r}, whose samples come once a call: give list({data.__name__}()) if they "
-            "fit into memory, else return them from __iter__ of an IterableDataset"
+            f"is the generator function {data.__name__!r}: give list({data.__name__}()) if the samples fit into "
+            "memory, else an IterableDataset whose __iter__ yields them"
         )
     if inspect.isroutine(data):
-        return f"is the function {getattr(data, '__name__', data)!r}, and not what it returns: call it"
+        return f"is the function {getattr(data, '__name__', data)!r}, and not its result: call it"
     if isinstance(data, type) or not hasattr(data, "__getitem__"):
         return f"is {'the class ' if isinstance(data, type) else 'a '}{getattr(data, '__name__', type(data).__name__)}"
     return f"is a {type(data).__name__}, which has no length" if length_of(data) is None else None
@@ -188,9 +188,11 @@ def _as_tuple(columns: Any) -> tuple[Any, ...]:
 
 def _column(name: Any, column: Any, option: str) -> Any:
     if isinstance(column, np.ndarray) and not _fits_torch(column.dtype):
-        return column.tolist()  # texts and the like
+        return column.tolist()  # texts and other values that torch has no dtype for
     if not isinstance(column, (Tensor, np.ndarray, list, tuple)):
-        raise ConfigurationError(f"{option}: column {name!r} is a {type(column).__name__}, and no array.")
+        raise ConfigurationError(
+            f"{option}: column {name!r} must be a tensor, an array or a list (got {type(column).__name__})."
+        )
     return column
 
 
@@ -203,5 +205,5 @@ def _fits_torch(dtype: np.dtype[Any]) -> bool:
 
 
 def _row(column: Any, index: int) -> Any:
-    # A copy of the row: what is read from a file that is mapped into memory may not be written to.
+    # Copies the row: a memory-mapped file may be read-only.
     return torch.from_numpy(np.array(column[index])) if isinstance(column, np.ndarray) else column[index]

@@ -1,4 +1,4 @@
-"""This file is reading only the beginning of a pass; below the engine's loader, which then knows the true end."""
+"""Limits on the batches per epoch, applied before a loader is prepared, so that it knows the last batch."""
 
 import copy
 from collections.abc import Iterator
@@ -14,17 +14,17 @@ from trainer_lib.data_loader.readers.shard_reader import copied
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.data.train_samplers import LimitedSampler, first_samples
 
-# What belongs to a place in the whole of the inner dataset. Without these a place is found by reading up to it.
-_NOT_SHOWN = frozenset({"dataset", "state_dict", "load_state_dict", "_ex_iterable"})
+# Hides the inner dataset's own position in the data: the limited one is resumed by reading up to it.
+_NOT_FORWARDED = frozenset({"dataset", "state_dict", "load_state_dict", "_ex_iterable"})
 
 
 class LimitedIterable(IterableDataset[Any]):
-    """The beginning of each pass of an iterable dataset, of so many rounds.
+    """The first `rounds` rounds of an iterable dataset in each epoch.
 
     Args:
         dataset: The dataset.
-        rounds: How many rounds, at most; several workers have their parts of them.
-        round_size: How many samples a round has.
+        rounds: Rounds, at most; several workers divide them among themselves.
+        round_size: Samples in a round.
 
     Example:
         >>> class Numbers(IterableDataset):
@@ -40,31 +40,31 @@ class LimitedIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        own = self._rounds if worker is None else len(range(worker.id, self._rounds, worker.num_workers))
-        return islice(iter(self.dataset), own * self._round_size)
+        rounds = self._rounds if worker is None else len(range(worker.id, self._rounds, worker.num_workers))
+        return islice(iter(self.dataset), rounds * self._round_size)
 
     def __len__(self) -> int:
         return min(len(self.dataset), self._rounds * self._round_size)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the dataset has."""
-        if name in _NOT_SHOWN or name.startswith("__"):
+        """Return another attribute of the dataset."""
+        if name in _NOT_FORWARDED or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 def limited_dataset(dataset: Any, batches: int, batch_size: int, num_processes: int) -> LimitedIterable:
-    """Return the beginning of an iterable dataset, of which each process reads so many batches."""
+    """Return an iterable dataset of which each rank reads at most `batches` batches per epoch."""
     return LimitedIterable(dataset, batches, batch_size * (1 if is_split_already(dataset) else num_processes))
 
 
 def limited_loader(loader: DataLoader[Any], batches: int, num_processes: int) -> DataLoader[Any]:
-    """Return a copy of a loader of which each process reads so many batches a pass.
+    """Return a copy of a loader from which each rank reads at most `batches` batches per epoch.
 
     Args:
-        loader: A user's loader, which stays as it is.
-        batches: How many batches.
-        num_processes: How many processes share it.
+        loader: A user's loader, which stays unchanged.
+        batches: Batches per epoch.
+        num_processes: The world size.
 
     Example:
         >>> [batch.tolist() for batch in limited_loader(DataLoader(range(9), batch_size=2), 2, num_processes=1)]
@@ -72,14 +72,14 @@ def limited_loader(loader: DataLoader[Any], batches: int, num_processes: int) ->
     """
     if isinstance(loader, PreparedLoader):
         raise ConfigurationError(
-            f"A loader that is prepared already cannot be limited to {batches} batches. Give it unprepared."
+            f"A prepared loader cannot be limited to {batches} batches. Give the loader before preparing it."
         )
     limited = copied(loader)
     if isinstance(loader.dataset, IterableDataset):
         size = 1 if loader.batch_sampler is None else loader.batch_size or 1
         limited.__dict__["dataset"] = limited_dataset(loader.dataset, batches, size, num_processes)
         return limited
-    # Not by setattr, which torch forbids.
+    # torch forbids setattr of samplers, so this writes to __dict__.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     source: Any = getattr(loader, name)
     if iterates_as(source, "BatchSampler"):

@@ -1,4 +1,4 @@
-"""Training data that differs between processes is an error, which names the processes that differ."""
+"""An error for data that differs between ranks, which names the ranks and a differing sample."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -18,20 +18,20 @@ from trainer_lib.trainer.data.datasets import length_of
 
 _logger = get_logger(__name__)
 
-_COUNT = 2  # samples that are compared
+_COUNT = 2  # samples to compare
 _END = object()
 
-Reading = list[Fingerprint] | None  # of one process; None: it cannot be read apart from training
+Reading = list[Fingerprint] | None  # the samples of one rank; None: they cannot be read outside of training
 
 
 def check_training_data(group: ProcessGroup, dataset: Any, prepared: PreparedLoader) -> None:
-    """Check that all processes read the same training data, of which each takes its part.
+    """Check that all ranks read the same training data, which is then divided between them.
 
-    Of a map-style dataset, the first two samples of the order are compared; of a stream `compared_opening` compares
-    what training itself reads.
+    Compares the first two samples of a map-style dataset, in the order of training; `checked_stream` checks iterable
+    datasets.
 
     Raises:
-        DistributedOperationException: If they do not; on all processes.
+        DistributedOperationException: If the samples differ; on all ranks.
     """
     if group.size > 1 and not isinstance(prepared, DataLoaderDispatcher) and not isinstance(dataset, IterableDataset):
         keys = prepared.first_samples()
@@ -39,23 +39,23 @@ def check_training_data(group: ProcessGroup, dataset: Any, prepared: PreparedLoa
 
 
 def check_evaluation_data(group: ProcessGroup, loader: DataLoader[Any], option: str) -> None:
-    """Check the same of a map-style set to evaluate on, by its first and its last sample."""
+    """Check that all ranks read the same map-style evaluation set, by its first and last sample."""
     if group.size > 1 and not isinstance(loader.dataset, IterableDataset):
         length = length_of(loader.dataset)
         _check(group, loader.dataset, [0, length - 1] if length else None, option)
 
 
-def compared_opening(group: ProcessGroup, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
-    """Return the batches of a pass, after all processes have compared what a stream began with.
+def checked_stream(group: ProcessGroup, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+    """Return the batches of an epoch, after all ranks have compared the first samples of an iterable dataset.
 
     Raises:
-        DistributedOperationException: If the stream is another one on some process; on all processes.
+        DistributedOperationException: If the stream differs on a rank; on all ranks.
     """
     if group.size == 1 or not loader.reads_alike:
         return batches
     first = next(batches, _END)
-    told: list[int | None] = group.all_gather_objects(loader.opening_digest)
-    if None not in told and len(set(told)) > 1:
+    digests: list[int | None] = group.all_gather_objects(loader.opening_digest)
+    if None not in digests and len(set(digests)) > 1:
         _explain_streams(group, loader.dataset)
     return batches if first is _END else chain((first,), batches)
 
@@ -64,14 +64,14 @@ def _check(group: ProcessGroup, dataset: Any, keys: Sequence[Any] | None, option
     def read() -> Reading:
         return None if keys is None or is_split_already(dataset) else _fingerprints(samples_at(dataset, keys))
 
-    here = read()
-    readings: list[Reading] = group.all_gather_objects(here)
+    reading = read()
+    readings: list[Reading] = group.all_gather_objects(reading)
     different = _different(readings)
-    if different and _is_repeatable(group, here, read):
+    if different and _is_repeatable(group, reading, read):
         raise DistributedOperationException(
-            f"{_difference(readings, different, option, keys or [])} All processes have to read the same data, which "
-            "is divided between them. If it is drawn at random, seed that first: torch.manual_seed(0); else load the "
-            "same files on all processes."
+            f"{_difference(readings, different, option, keys or [])} All ranks must read the same data, which is "
+            "divided between them. If it is random, seed it first: torch.manual_seed(0); else load the same files on "
+            "all ranks."
         )
 
 
@@ -79,15 +79,15 @@ def _explain_streams(group: ProcessGroup, dataset: Any) -> None:
     def read() -> Reading:
         return _fingerprints(samples_of_stream(dataset, _COUNT))
 
-    here = read()
-    readings: list[Reading] = group.all_gather_objects(here)
+    reading = read()
+    readings: list[Reading] = group.all_gather_objects(reading)
     if different := _different(readings):
         error = (
-            f"{_difference(readings, different, 'train_dataset', range(_COUNT))} All processes have to read the same "
-            "samples, of which each keeps its part. If the dataset gives each process its own part already, say so: "
-            "is_split_between_processes = True, as an attribute of it. If it draws them at random, seed that."
+            f"{_difference(readings, different, 'train_dataset', range(_COUNT))} All ranks must read the same "
+            "samples, of which each keeps its part. If the dataset already yields different samples on each rank, set "
+            "its attribute is_split_between_processes = True. If its samples are random, seed them."
         )
-        if _is_repeatable(group, here, read):
+        if _is_repeatable(group, reading, read):
             raise DistributedOperationException(error)
         _logger.warning("%s", error)
 
@@ -97,15 +97,15 @@ def _fingerprints(samples: list[Any] | None) -> Reading:
 
 
 def _different(readings: Sequence[Reading]) -> list[int]:
-    """Return the processes that read something else than process 0; none where that cannot be known."""
+    """Return the ranks that read other samples than rank 0; none if a rank could not read any."""
     if None in readings:
         return []
     return [rank for rank, reading in enumerate(readings) if not _all_alike(readings[0], reading)]
 
 
-def _is_repeatable(group: ProcessGroup, here: Reading, read: Callable[[], Reading]) -> bool:
-    """Whether all processes read the same a second time: else samples differ by a clock, or by entropy."""
-    return all(group.all_gather_objects(_all_alike(here, read())))
+def _is_repeatable(group: ProcessGroup, reading: Reading, read: Callable[[], Reading]) -> bool:
+    """Whether all ranks read the same samples a second time: if not, a clock or unseeded randomness changes them."""
+    return all(group.all_gather_objects(_all_alike(reading, read())))
 
 
 def _all_alike(first: Reading, other: Reading) -> bool:
@@ -115,12 +115,12 @@ def _all_alike(first: Reading, other: Reading) -> bool:
 
 
 def _difference(readings: Sequence[Reading], different: Sequence[int], option: str, keys: Sequence[Any]) -> str:
-    """Return which processes differ, and a sample of two of them."""
-    *others, last = different
-    named = f"Processes {', '.join(map(str, others))} and {last} read" if others else f"Process {last} reads"
-    text = f"{named} other data than process 0."
+    """Return the ranks that differ, and a sample that differs on one of them."""
+    *first, last = different
+    ranks = f"Ranks {', '.join(map(str, first))} and {last} read" if first else f"Rank {last} reads"
+    text = f"{ranks} other data than rank 0."
     for key, ours, theirs in zip(keys, readings[0] or [], readings[different[0]] or [], strict=False):
         if not alike(ours, theirs):
-            text += f" {option}[{key!r}] is {shown(ours)} on process 0, and {shown(theirs)} on process {different[0]}."
+            text += f" {option}[{key!r}] is {shown(ours)} on rank 0, and {shown(theirs)} on rank {different[0]}."
             break
     return text

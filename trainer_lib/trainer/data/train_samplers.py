@@ -1,7 +1,7 @@
-"""This file is the samplers of training: by length, by weight, and the first samples of another one.
+"""Samplers of training data: by length, by weight, and the first samples of another sampler.
 
-An order that is computed from (seed, epoch) is a `SeedableRandomSampler`: the engine then finds any place of a pass
-without drawing those before it, and all processes have the same.
+A `SeedableRandomSampler` computes its order from (seed, epoch): a resumed run finds its position without drawing the
+samples before it, and all ranks have the same order.
 """
 
 import copy
@@ -24,16 +24,16 @@ _BITS = 1 << 32
 
 
 class LengthGroupedSampler(SeedableRandomSampler):
-    """A random order in which samples of similar length come together, so that batches need little padding.
+    """A random order with samples of similar length next to each other, so that batches need little padding.
 
     Samples are shuffled, and each group of them is sorted by length; the longest of all comes first, so that a batch
-    that does not fit into memory is met at once. The order does not depend on the batch size, so it stays the same
-    where a run goes on with another one.
+    that does not fit into memory fails at once. The order does not depend on the batch size, so a run can resume with
+    another batch size.
 
     Args:
         lengths: The length of each sample.
-        group_size: How many samples are sorted together; by default 1024, or a quarter of few samples.
-        seed: The seed; by default torch's.
+        group_size: Samples sorted together; by default 1024, at most a quarter of all.
+        seed: The seed of the order; by default torch's seed.
 
     Example:
         >>> lengths = [3, 9, 4, 1, 5, 9, 2, 6]
@@ -42,20 +42,20 @@ class LengthGroupedSampler(SeedableRandomSampler):
     """
 
     def __init__(self, lengths: Sequence[int], group_size: int | None = None, seed: int | None = None) -> None:
-        given = np.asarray(lengths)
-        is_numeric = given.ndim == 1 and given.dtype.kind in "iuf"
-        if not is_numeric or not np.isfinite(given).all() or (given != np.floor(given)).any():
-            raise ConfigurationError("The lengths of samples must be whole numbers, one for each.")
-        self.lengths = given.astype(np.int64)
+        values = np.asarray(lengths)
+        is_numeric = values.ndim == 1 and values.dtype.kind in "iuf"
+        if not is_numeric or not np.isfinite(values).all() or (values != np.floor(values)).any():
+            raise ConfigurationError("The lengths of samples must be whole numbers, one per sample.")
+        self.lengths = values.astype(np.int64)
         super().__init__(range(len(self.lengths)), data_seed=seed)
         self.group_size = group_size or min(_GROUP, max(1, len(self.lengths) // 4))
 
     def lookup(self, seed: int, epoch: int) -> Callable[[Places], Places]:
-        """Return the function from places of a pass to its samples."""
+        """Return the function from positions in an epoch to samples."""
         size = len(self.lengths)
         shuffled = Shuffle(size, f"{seed}:{epoch}")(np.arange(size))
         order = shuffled[np.lexsort((-self.lengths[shuffled], np.arange(size) // self.group_size))]
-        # The groups begin with their longest, and the one with the longest of all changes with the first.
+        # Each group starts with its longest sample; the longest of all swaps places with the first.
         starts = np.arange(0, size, self.group_size)
         longest = starts[np.argmax(self.lengths[order[starts]])]
         order[[0, longest]] = order[[longest, 0]]
@@ -63,12 +63,12 @@ class LengthGroupedSampler(SeedableRandomSampler):
 
 
 class WeightedSampler(SeedableRandomSampler):
-    """Samples drawn with replacement, each as often as its weight says.
+    """Samples drawn with replacement, with probabilities in proportion to their weights.
 
     Args:
-        weights: The weight of each sample; they need not add up to anything.
-        num_samples: How many samples a pass has; by default as many as there are weights.
-        seed: The seed; by default torch's.
+        weights: The weight of each sample; they need not add up to 1.
+        num_samples: Samples in an epoch; by default one per weight.
+        seed: The seed of the order; by default torch's seed.
 
     Example:
         >>> list(WeightedSampler([0.0, 0.5, 0.0], num_samples=4))
@@ -78,31 +78,31 @@ class WeightedSampler(SeedableRandomSampler):
     def __init__(self, weights: Sequence[float], num_samples: int | None = None, seed: int | None = None) -> None:
         self.weights: npt.NDArray[np.float64] = np.asarray(weights, dtype=np.float64)
         if self.weights.ndim != 1 or not np.isfinite(self.weights).all() or (self.weights < 0).any():
-            raise ConfigurationError("sample_weights must be finite numbers of at least 0, one for each sample.")
+            raise ConfigurationError("sample_weights must be finite numbers of at least 0, one per sample.")
         if not self.weights.any():
-            raise ConfigurationError("sample_weights are all 0, so there is nothing to draw.")
+            raise ConfigurationError("sample_weights must not all be 0: no sample could be drawn.")
         super().__init__(range(len(self.weights)), True, num_samples, data_seed=seed)
         self._bounds = np.cumsum(self.weights)
         self._last = int(np.flatnonzero(self.weights)[-1])
 
     def lookup(self, seed: int, epoch: int) -> Callable[[Places], Places]:
-        """Return the function from places of a pass to its samples."""
-        # 32 bits each, which are too few for weights of hundreds of millions of samples.
+        """Return the function from positions in an epoch to samples."""
+        # Two draws of 32 bits: a single one is too coarse for hundreds of millions of samples.
         high, low = (Draws(_BITS, f"{seed}:{epoch}:{half}") for half in ("high", "low"))
 
-        def samples_at(places: Places) -> Places:
-            drawn = (high(places) + low(places) / _BITS) / _BITS * self._bounds[-1]
+        def samples_at(positions: Places) -> Places:
+            drawn = (high(positions) + low(positions) / _BITS) / _BITS * self._bounds[-1]
             return np.minimum(np.searchsorted(self._bounds, drawn, side="right"), self._last).astype(np.int64)
 
         return samples_at
 
 
 class LimitedSampler(Sampler[Any]):
-    """The first units of what another sampler (or batch sampler) yields.
+    """The first samples of another sampler, or the first batches of a batch sampler.
 
     Args:
-        source: The other one.
-        count: How many units, at most.
+        source: The other sampler.
+        count: Samples or batches, at most.
 
     Example:
         >>> list(LimitedSampler([[0, 1], [2, 3], [4]], 2))
@@ -120,14 +120,14 @@ class LimitedSampler(Sampler[Any]):
         return min(len(self.source), self.count)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the other one has."""
-        if name == "source":  # not there yet while unpickling
+        """Return another attribute of the other sampler."""
+        if name == "source":  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.source, name)
 
 
 def first_samples(sampler: Any, count: int) -> Any:
-    """Return a sampler of the first `count` samples of each pass; a random one draws others in each pass.
+    """Return a sampler of the first `count` samples of each epoch; of a random sampler they differ between epochs.
 
     Example:
         >>> list(first_samples(SequentialSampler(range(9)), 3))
@@ -145,31 +145,31 @@ def first_samples(sampler: Any, count: int) -> Any:
 
 
 def lengths_of(dataset: Any, column: str, option: str = "train_dataset") -> list[int]:
-    """Return the lengths of a dataset's samples: what a field of them says, or else how many `input_ids` they have.
+    """Return the lengths of a dataset's samples, from a field of theirs or from their `input_ids`.
 
     Args:
         dataset: A map-style dataset of samples with named fields.
-        column: The field.
-        option: What errors call the dataset.
+        column: The field that holds the length.
+        option: The name of the dataset in errors.
 
     Raises:
-        ConfigurationError: If the samples have neither.
+        ConfigurationError: If the samples have neither field.
 
     Example:
         >>> lengths_of([{"input_ids": [1, 2]}, {"input_ids": [3]}], "length")
         [2, 1]
     """
-    with RandomStream(0):  # looking at samples is not to draw from the numbers of training
+    with RandomStream(0):  # keeps training's random generators unchanged
         first = dataset[0]
         if not isinstance(first, Mapping) or not {column, "input_ids"} & set(first):
             names = list(first) if isinstance(first, Mapping) else []
             raise ConfigurationError(
                 f"group_by_length needs the lengths of samples, and those of {option} have no field {column!r} and no "
-                f"'input_ids'. They have: {', '.join(map(str, names)) or 'no names'}.{did_you_mean(column, names)} "
+                f"'input_ids'. Their fields: {', '.join(map(str, names)) or 'none'}.{did_you_mean(column, names)} "
                 "Give length_column."
             )
         name = column if column in first else "input_ids"
         stored = name in (getattr(dataset, "column_names", None) or ())
-        # A column at once, where there are columns: reading whole samples for it may take long.
+        # Reads the whole column if there is one: reading each sample could take long.
         values = dataset[name] if stored else (dataset[index][name] for index in range(len(dataset)))
         return [int(value) for value in values] if name == column else [len(value) for value in values]

@@ -1,4 +1,4 @@
-"""Columns of a dataset that the model does not take, left out of batches as Hugging Face's Trainer does."""
+"""Dropping the columns of a dataset that the model does not take, as Hugging Face's Trainer does."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,44 +14,44 @@ if TYPE_CHECKING:
 _LABELS = ("label", "label_ids", "labels")
 
 
-def taken_columns(trainer: "Trainer") -> frozenset[str]:
-    """Return the arguments of the model's forward, and the names of labels."""
+def used_columns(trainer: "Trainer") -> frozenset[str]:
+    """Return the names of the arguments of the model's forward, and of labels."""
     models = [trainer.model] if isinstance(trainer.model, nn.Module) else trainer.model.values()
-    names = {name for model in models for name in inspect.signature(_bare(model).forward).parameters}
+    names = {name for model in models for name in inspect.signature(_without_adapter(model).forward).parameters}
     return frozenset({*names, *_LABELS, *(trainer.args.label_names or ())})
 
 
-def _bare(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter of PEFT
+def _without_adapter(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # below an adapter of PEFT
 
 
-class UnusedColumnsRemoved:
-    """Makes a batch of samples without the columns that the model does not take; samples without names stay.
+class DropUnusedColumns:
+    """Drops the columns that the model does not take, then collates; samples without names stay unchanged.
 
     Args:
-        collate_fn: Makes the batch.
-        taken: The columns that stay.
+        collate_fn: Collates the samples.
+        used: The columns that stay.
 
     Example:
-        >>> collate_fn = UnusedColumnsRemoved(list, frozenset({"x", "labels"}))
+        >>> collate_fn = DropUnusedColumns(list, frozenset({"x", "labels"}))
         >>> collate_fn([{"x": 1, "text": "one", "labels": 0}])
         [{'x': 1, 'labels': 0}]
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], taken: frozenset[str]) -> None:
-        self.collate_fn, self.taken = collate_fn, taken
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], used: frozenset[str]) -> None:
+        self.collate_fn, self.used = collate_fn, used
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """Return the batch."""
-        return self.collate_fn([self._kept(sample) for sample in samples])
+        return self.collate_fn([self._without_unused(sample) for sample in samples])
 
-    def _kept(self, sample: Any) -> Any:
+    def _without_unused(self, sample: Any) -> Any:
         if not isinstance(sample, Mapping):
             return sample
-        kept = {name: value for name, value in sample.items() if name in self.taken}
+        kept = {name: value for name, value in sample.items() if name in self.used}
         if sample and not kept:
             raise ConfigurationError(
-                f"remove_unused_columns=True leaves no column: the dataset has {', '.join(map(str, sample))}, and the "
-                f"model takes {', '.join(sorted(self.taken))}. Rename the columns, or give remove_unused_columns=False."
+                f"remove_unused_columns=True drops all columns: the dataset has {', '.join(map(str, sample))}, and the "
+                f"model takes {', '.join(sorted(self.used))}. Rename the columns, or give remove_unused_columns=False."
             )
         return kept

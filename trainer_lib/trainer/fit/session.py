@@ -385,7 +385,7 @@ class Fitting:
         if self._has_opened:
             return batches
         self._has_opened = True
-        return rank_data_check.compared_opening(self.run.accelerator.group, self.loader, batches)
+        return rank_data_check.checked_stream(self.run.accelerator.group, self.loader, batches)
 
     def best_of(self, checkpoints: Iterable[Mapping[str, Any]]) -> Best | None:
         """Return the best evaluation of those that good checkpoints were saved with; `None` without one."""
