@@ -215,7 +215,7 @@ def told_later(project: Path, spoil_disk: Any, rank: int, then: str) -> tuple[st
 @pytest.mark.parametrize("then", ["wait_for_save", "save_state", "load_state", "end_training"])
 def test_an_error_of_the_thread_is_told_by_what_comes_next(then: str, tmp_path: Path) -> None:
     ((said, is_as_before),) = run_world(told_later, (tmp_path, full_disk, 0, then), 1, timeout=60)
-    assert said.startswith(f"The state {tmp_path / 'state'} could not be saved in the background. ")
+    assert said.startswith(f"The checkpoint {tmp_path / 'state'} could not be saved in the background. ")
     assert re.search(r"could not be written: File too large", said)
     assert is_as_before
     assert "other" not in {path.name for path in tmp_path.iterdir()}
@@ -226,7 +226,7 @@ def test_an_error_of_the_thread_is_told_by_what_comes_next(then: str, tmp_path: 
 def test_an_error_on_one_process_is_told_on_all(rank: int, then: str, tmp_path: Path) -> None:
     runs = run_world(told_later, (tmp_path, failing_disk, rank, then), timeout=60)
     for process, (said, is_as_before) in enumerate(runs):
-        assert f"The state {tmp_path / 'state'} could not be saved in the background" in said
+        assert f"The checkpoint {tmp_path / 'state'} could not be saved in the background" in said
         assert "Input/output error" in said
         assert ("failed on rank" in said) == (process != rank)
         assert is_as_before
@@ -329,7 +329,7 @@ def test_a_failure_that_nobody_asked_for_is_told_at_the_end(tmp_path: Path) -> N
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert f"The state {tmp_path / 'state'} could not be saved in the background. no such luck" in done.stderr
+    assert f"The checkpoint {tmp_path / 'state'} could not be saved in the background. no such luck" in done.stderr
 
 
 def test_a_forked_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:

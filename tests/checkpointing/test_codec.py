@@ -184,7 +184,7 @@ def test_what_pickle_cannot_take_either_is_told() -> None:
 def test_a_state_inside_of_itself_is_told() -> None:
     state: dict[str, Any] = {"a": []}
     state["a"].append(state)
-    with pytest.raises(CheckpointError, match=r"\['a.0'\] is inside of itself"):
+    with pytest.raises(CheckpointError, match=r"\['a.0'\] contains itself"):
         encode(state)
     twice = [1]
     assert decode(encode([twice, twice])) == [[1], [1]]
@@ -194,7 +194,7 @@ def test_a_state_inside_of_itself_is_told() -> None:
     ("tree", "complaint"),
     [
         ({"a": {"$tensor": "gone"}}, r"\['a'\] is a tensor that is not in the file: 'gone'"),
-        ({"a": {"$new": 1}}, r"\['a'\] is of a kind '\$new' that this version does not know"),
+        ({"a": {"$new": 1}}, r"\['a'\] has the type '\$new', which this version does not know"),
         ({"a": {"$dtype": "load"}}, r"\['a'\] is damaged"),
         ({"a": {"$counter": 3}}, r"\['a'\] is damaged"),
         ({"a": {"$array": "x"}}, r"\['a'\] is a tensor that is not in the file"),

@@ -214,7 +214,7 @@ def test_a_loop_of_accelerate_goes_on_as_there(
     assert ("sampler" in found.left_out) == (epochs is None)
     accelerator, model, optimizer, loader, scheduler = prepared()
     accelerator.load_state(tmp_path / "converted")
-    assert ("has no sampler, which stays as it is (where in the data" in caplog.text) == (epochs is None)
+    assert ("has no sampler, which stays as it is (the position in the data" in caplog.text) == (epochs is None)
     assert "engine" not in caplog.text
     if epochs is None:
         loader = accelerator.skip_first_batches(loader, 2)
@@ -256,7 +256,7 @@ def as_of_two(folder: Path) -> None:
 def test_all_that_accelerate_may_save_is_read(tmp_path: Path) -> None:
     found = convert(changed(OF_ACCELERATE, tmp_path / "two", as_of_two), tmp_path / "converted", epochs=2.0)
     assert (found.custom, found.scaler, len(found.generators)) == ([{"seen": 7}], {"scale": 1024.0}, 2)
-    assert "moves 2 times an update" in found.left_out["the unit of schedules"]
+    assert "steps a schedule 2 times per update" in found.left_out["the unit of schedules"]
     manifest = verify_state(tmp_path / "converted")
     parts = ["optimizer", "scheduler", "model", "model_1", "scaler", "sampler", "custom_checkpoint", "random_states"]
     assert (manifest.world_size, manifest.parts) == (2, parts)
@@ -272,7 +272,7 @@ def test_another_schedule_is_told_or_left_out(tmp_path: Path, caplog: pytest.Log
         accelerator.load_state(tmp_path / "converted")
     convert(OF_ACCELERATE, tmp_path / "without", without=("scheduler",))
     accelerator.load_state(tmp_path / "without")
-    assert "has no scheduler, which stays as it is (as it was asked for)" in caplog.text
+    assert "has no scheduler, which stays as it is (as requested)" in caplog.text
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, source: Path, n
 def test_generators_that_would_run_code_are_left_out(tmp_path: Path, source: Path, name: str) -> None:
     folder = changed(source, tmp_path / "foreign", with_payload(name, tmp_path / "ran", "zip"))
     found = convert(folder, tmp_path / "converted")
-    assert "is refused, and nothing in it was run" in found.left_out["random_states"]
+    assert "is refused, and no code in it was run" in found.left_out["random_states"]
     assert "mkdir" in found.left_out["random_states"]
     assert "random_states" not in verify_state(tmp_path / "converted").parts
     assert not (tmp_path / "ran").exists()
@@ -349,12 +349,12 @@ def index_outside(folder: Path) -> None:
         (
             lambda folder: (folder / "trainer_state.json").write_text("{}"),
             CheckpointError,
-            "tells nothing of the training",
+            "cannot be read as the state of a training",
         ),
         (
             lambda folder: (folder / "trainer_state.json").write_text("[["),
             CheckpointError,
-            "tells nothing of the training",
+            "cannot be read as the state of a training",
         ),
         (
             lambda folder: (folder / "pytorch_model_fsdp_0").mkdir(),
@@ -377,11 +377,13 @@ def test_what_cannot_be_read_is_refused_by_name(
 
 def test_who_gives_such_a_folder_is_told_of_the_command(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"by Hugging Face's Trainer. `trainer-lib checkpoint convert .* TARGET`"
+        ConfigurationError, match=r"by Hugging Face's Trainer. To resume .* `trainer-lib checkpoint convert .* TARGET`"
     ):
         trainer().fit(resume=OF_TRAINER)
     accelerator, *_ = prepared()
-    with pytest.raises(CheckpointError, match=r"was written by Accelerate. `trainer-lib checkpoint convert"):
+    with pytest.raises(
+        CheckpointError, match=r"was written by Accelerate. To resume .* `trainer-lib checkpoint convert"
+    ):
         accelerator.load_state(OF_ACCELERATE)
     convert(OF_ACCELERATE, tmp_path / "converted")
     with pytest.raises(CheckpointError, match=r"has 0 registered objects, and this Accelerator has 1"):
@@ -393,15 +395,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     told = json.loads(capsys.readouterr().out)
     assert (told["library"], told["epochs"]) == ("Accelerate", 1.4)
     assert main(["checkpoint", "convert", str(OF_TRAINER), str(tmp_path / "two"), "--without", "optimizer"]) == 0
-    assert "  without optimizer: as it was asked for" in capsys.readouterr().out
+    assert "  without optimizer: as requested" in capsys.readouterr().out
     assert main(["checkpoint", "inspect", str(tmp_path / "two")]) == 0
     assert "imported from Hugging Face's Trainer" in capsys.readouterr().out
     for code, arguments, words in (
-        (2, [OF_TRAINER, tmp_path / "two"], "is there already"),
-        (1, [tmp_path / "nowhere", tmp_path / "three"], "is no checkpoint of Hugging Face's Trainer or of Accelerate"),
+        (2, [OF_TRAINER, tmp_path / "two"], "exists already"),
+        (
+            1,
+            [tmp_path / "nowhere", tmp_path / "three"],
+            "is not a checkpoint of Hugging Face's Trainer or of Accelerate",
+        ),
         (2, [OF_TRAINER, tmp_path / "three", "--epochs", "-1"], "-1 must be 0 or more"),
         (2, [OF_TRAINER, tmp_path / "three", "--without", "all"], "invalid choice"),
-        (2, [OF_TRAINER, "memory://bucket/three"], "is on another machine"),
+        (2, [OF_TRAINER, "memory://bucket/three"], "is a URL. Convert to a folder on this machine"),
     ):
         assert main(["checkpoint", "convert", *map(str, arguments)]) == code, arguments
         assert words in capsys.readouterr().err

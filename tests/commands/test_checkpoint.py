@@ -114,12 +114,12 @@ def test_prune_keeps_the_newest_the_best_and_the_last_that_is_whole(
     assert told(capsys, "prune", folder, "--keep-last", 1)[1] == ""
     assert names(folder) == [f"checkpoint-000000{step}" for step in ("05", "10", "15")]
     (folder / "checkpoints" / "checkpoint-00000015").rename(folder / "checkpoints" / "checkpoint-00000015.damaged")
-    assert told(capsys, "list", folder, "--json")[1][2]["status"] == "put aside"
+    assert told(capsys, "list", folder, "--json")[1][2]["status"] == "set aside"
     trainer(arguments(output_dir=folder.parent, resume=str(folder), num_train_epochs=4), eval_dataset=points(16)).fit()
     _, text = told(capsys, "prune", folder, "--keep-last", 1)
     assert "deleted" in text
     assert "checkpoint-00000015.damaged" in names(folder)
-    assert "which was put aside as damaged: --damaged deletes it" in text
+    assert "which was set aside as damaged: --damaged deletes it" in text
     assert names(folder)[-1] == "checkpoint-00000020"
     assert not {"checkpoint-00000010", "checkpoint-00000015"} & set(names(folder))
     left = set(names(folder)) - {"checkpoint-00000015.damaged"}
@@ -139,7 +139,7 @@ def test_consolidate_puts_shards_together(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["verify", "nowhere"], 1, "There is no state in"),
+        (["verify", "nowhere"], 1, "There is no checkpoint in"),
         (["prune", "nowhere"], 2, "--keep-last"),
         (["prune", "nowhere", "--keep-last", "0"], 2, "0 must be 1 or more"),
         (["lst", "nowhere"], 2, "invalid choice"),

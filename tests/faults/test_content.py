@@ -411,15 +411,15 @@ def test_a_link_in_the_place_of_shards_is_refused(
 
 def test_a_later_format_is_refused_with_who_wrote_it(state: Path, training: Accelerator, ledger: Ledger) -> None:
     reseal(state, schema=99, versions={"trainer_lib": "9.0"})
-    with pytest.raises(CheckpointError, match=r"has the format 99, and this .* written by trainer_lib 9\.0"):
+    with pytest.raises(CheckpointError, match=r"has format 99, and this .* written by trainer_lib 9\.0"):
         training.load_state(state)
     ledger.note("content", "a state of a later format", injected=1, refused=1)
 
 
 def test_what_is_no_state_is_refused_by_name(tmp_path: Path, training: Accelerator, ledger: Ledger) -> None:
     makers: dict[str, Callable[[Path], Any]] = {
-        "is no state": lambda path: path.mkdir(),
-        "There is no state": lambda path: None,
+        "is not a checkpoint": lambda path: path.mkdir(),
+        "There is no checkpoint": lambda path: None,
         "is a file": lambda path: path.write_text("state"),
         "no manifest of a state: it is of something else": lambda path: _with_manifest(
             path, {"format": "x", "schema": 1}

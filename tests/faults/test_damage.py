@@ -96,7 +96,7 @@ def test_what_was_expected_and_found_is_told(state: Path) -> None:
     with pytest.raises(DamagedError) as told:
         verify_state(state)
     what = f"model.safetensors has the checksum {checksum_of(path)} instead of {expected}."
-    assert str(told.value) == f"The state in {state} is damaged: {what}"
+    assert str(told.value) == f"The checkpoint {state} is damaged: {what}"
 
 
 def test_weights_alone_are_checked_too(state: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_file_that_would_be_read_and_was_not_written_is_refused(state: Path) -
     verify_state(state)
     (state / "scheduler.json").write_text("{}")
     (state / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(DamagedError, match=r"model.safetensors.index.json was not written with it\."):
+    with pytest.raises(DamagedError, match=r"model.safetensors.index.json is not in its manifest\."):
         open_state(state)
 
 
@@ -128,7 +128,7 @@ def test_a_file_that_would_be_read_and_was_not_written_is_refused(state: Path) -
 def test_one_more_file_of_shards_is_refused(state: Path) -> None:
     folder = state / "model.shards"
     shutil.copy(next(folder.iterdir()), folder / "shard-00009-model-00001-of-00001.safetensors")
-    with pytest.raises(DamagedError, match=r"model.shards/shard-00009-\S+ was not written with it"):
+    with pytest.raises(DamagedError, match=r"model.shards/shard-00009-\S+ is not in its manifest"):
         open_state(state)
 
 
@@ -141,7 +141,7 @@ def test_a_state_of_the_first_format_is_checked_by_sizes(state: Path, caplog: py
     accelerator, *_ = trained(state.parent)
     with caplog.at_level(logging.INFO):
         accelerator.load_state(state)
-    assert caplog.text.count("has no checksums (it is of format 1): sizes alone were checked.") == 1
+    assert caplog.text.count("has no checksums (format 1): only the sizes of its files were checked.") == 1
 
 
 def test_processes_share_the_reading(states: Path) -> None:
@@ -166,7 +166,9 @@ def test_the_newest_that_is_whole_is_loaded_and_the_others_are_kept(
     assert state_of(accelerator) == found[0]
     (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert re.search(r"checkpoint_2 is damaged: optimizer.safetensors has .*now called checkpoint_2.damaged", said)
-    assert re.search(r"checkpoint_1\S* is no manifest .*now called checkpoint_1.damaged. Going on from \S+_0\.", said)
+    assert re.search(
+        r"checkpoint_1\S* is not the manifest .*now called checkpoint_1.damaged. Going on from \S+_0\.", said
+    )
     for _ in range(4):
         accelerator.save_state()
     names = sorted(path.name for path in folder.iterdir())
@@ -177,7 +179,7 @@ def test_where_none_is_whole_all_are_named(tmp_path: Path) -> None:
     accelerator, _ = saved_often(tmp_path)
     for number in range(3):
         spoil(tmp_path / "checkpoints" / f"checkpoint_{number}" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"checkpoint_2 is .*checkpoint_0 is damaged.* no state to load yet"):
+    with pytest.raises(CheckpointError, match=r"checkpoint_2 is .*checkpoint_0 is damaged.* no checkpoint to load yet"):
         accelerator.load_state()
 
 

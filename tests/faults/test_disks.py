@@ -73,7 +73,7 @@ def test_a_full_disk_takes_nothing_from_the_state_before(
     runs = run_world(saves_on_a_full_disk, (make, small_disk, background), processes, timeout=60)
     for said, is_as_before, left in runs:
         assert re.search(r"checkpoint_1\.partial/\S+ could not be written: No space left on device", said), said
-        assert re.search(r"This process's part of the state takes about \S+ KB; \S+ \w+ are free there", said), said
+        assert re.search(r"This rank's files need about \S+ KB; \S+ \w+ are free there", said), said
         assert is_as_before
         assert left == ["checkpoint_0"]
     ledger.note("disks", "a file system that is full", injected=1, told=1, whole=1, went_on=1)
@@ -105,7 +105,7 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
         (
             "a limit on the size of files, on one of two processes",
             full_disk,
-            r"(model|random_states)\S* could not be written: File too large. This process's part of",
+            r"(model|random_states)\S* could not be written: File too large. This rank's files need",
         ),
         ("a disk that fails, on one of two processes", failing_disk, r"could not be written: Input/output error"),
     ],
@@ -117,7 +117,7 @@ def test_a_full_or_failing_disk_on_one_process_is_told_on_all(
     for process, (said, before, after) in enumerate(runs):
         assert re.search(reason, said), said
         assert ("save_state failed on rank" in said) == (process != rank)
-        assert "are free there. What was saved before is as it was." in said
+        assert "are free there. Earlier checkpoints are unchanged." in said
         assert before == after
     assert sorted(path.name for path in tmp_path.iterdir()) == ["next", "state"]
     verify_state(tmp_path / "next")
@@ -350,7 +350,7 @@ def goes_around_a_file(output: Path) -> tuple[list[int], list[str]]:
     """Train where plain files have the names of two checkpoints, the last one among them."""
     files = [FileInTheWay(4), FileInTheWay(8)]
     one = trainer(arguments(output_dir=output, save_every=2, max_steps=8), train_dataset=points(64), callbacks=files)
-    with warned() as said, pytest.raises(UnsavedError, match=r"00000008 is a file, and a state is a folder"):
+    with warned() as said, pytest.raises(UnsavedError, match=r"00000008 is a file, and a checkpoint is a folder"):
         one.fit()
     return [entry["step"] for entry in one.state.checkpoints], said
 

@@ -158,7 +158,7 @@ def test_what_saves_refuse() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigurationError, match="memory://bucket is a bucket"):
         accelerator.save_state("memory://bucket")
-    with pytest.raises(CheckpointError, match="There is no state memory://bucket/none"):
+    with pytest.raises(CheckpointError, match="There is no checkpoint memory://bucket/none"):
         accelerator.load_state("memory://bucket/none")
     with pytest.raises(UnsupportedError, match="common to all machines"):
         Accelerator(cpu=True, project_config=ProjectConfiguration(save_on_each_node=True)).save_state("memory://a/b")
@@ -174,7 +174,7 @@ def test_processes_without_a_storage_in_common() -> None:
     def both() -> None:
         trained("memory://bucket/project")[0].save_state()  # type: ignore[arg-type]
 
-    with pytest.raises(ProcessFailedError, match="do not write to the same storage"):
+    with pytest.raises(ProcessFailedError, match="the ranks write to different storages"):
         run_forked(both, timeout=60)
 
 
@@ -185,7 +185,7 @@ def test_two_processes_that_write_one_file() -> None:
         accelerator.register_save_state_pre_hook(lambda _, __, folder: Path(folder, "notes").write_text(str(rank)))
         accelerator.save_state()
 
-    with pytest.raises(ProcessFailedError, match="Two processes wrote a file notes"):
+    with pytest.raises(ProcessFailedError, match="Two ranks wrote different contents to the file notes"):
         run_forked(both, timeout=60)
 
 
@@ -197,7 +197,7 @@ def test_a_save_that_was_cut_short_is_cleared_away(memory: Any) -> None:
         memory.pipe(f"{place}/checkpoint_0/{name}", b"torn")
     memory.pipe(f"{place}/checkpoint_7/partial.json", b'["model.safetensors"]')
     memory.pipe(f"{place}/checkpoint_7/model.safetensors", b"torn")
-    with pytest.raises(CheckpointError, match="no state to load yet"):
+    with pytest.raises(CheckpointError, match="no checkpoint to load yet"):
         accelerator.load_state()
     accelerator.save_state()
     there = path_at("memory://bucket/project/checkpoints").sizes()  # type: ignore[union-attr]

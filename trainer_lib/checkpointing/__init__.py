@@ -1,1 +1,1 @@
-"""This package is state on disk: what it is made of, how it is written so that it cannot be lost, and read back."""
+"""Checkpoints on a disk or behind a URL: their format, saving, loading, retention and conversion."""

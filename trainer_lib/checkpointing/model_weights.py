@@ -1,4 +1,4 @@
-"""This file is a model's weights without anything else: saved for others to read, and loaded from what others saved."""
+"""Saving and loading the weights of a model alone, in Hugging Face's layout."""
 
 import re
 import shutil
@@ -39,27 +39,27 @@ _ENDINGS = (".safetensors", ".bin", ".index.json")
 
 
 def save_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int | str, safe: bool) -> None:
-    """Save weights in Hugging Face's layout, each file as a whole, in the place of those that were there.
+    """Save weights in Hugging Face's layout, each file atomically, and delete the files of an earlier save.
 
     Args:
-        state: The state of a model, of which the tensors are saved.
-        folder: Where to.
+        state: The state of a model. Only its tensors are saved.
+        folder: The folder to save to.
         max_shard_size: The size of one file.
-        safe: As safetensors; else as pickles of tensors.
+        safe: Whether to write safetensors; otherwise pickles of tensors.
     """
     convert_file_size_to_int(max_shard_size)
     if folder.is_file():
         raise ConfigurationError(f"{folder} is a file, and weights are saved to a folder. Give another name.")
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if len(tensors) < len(state):
-        others = [name for name in state if name not in tensors]
-        _logger.warning("%s are no tensors and are not saved with the weights.", ", ".join(others))
+        skipped = [name for name in state if name not in tensors]
+        _logger.warning("%s are not tensors and are not saved with the weights.", ", ".join(skipped))
     files = weight_files(tensors, max_shard_size, safe=safe)
     storage = storage_of(folder)
     try:
         for name, content in files.items():
             storage.write_with(name, content.write)
-        # Those of an earlier save, which a reader of the folder might take for these.
+        # Weights of an earlier save, which a reader of the folder could mistake for these.
         storage.delete_files([path.name for path in _weights_in(folder) if path.name not in files])
     except (OSError, UnreachableError) as error:
         needed = convert_bytes(sum(content.size for content in files.values()))
@@ -80,26 +80,26 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load weights into a model that is not prepared yet; one on the meta device gets them on the CPU.
+    """Load weights into a model before `prepare`; weights on the meta device become weights on the CPU.
 
     Args:
         model: The model.
-        checkpoint: A file of weights, an index of several, or a folder with the one or the other, such as what
-            `save_model`, `save_state` and `save_pretrained` wrote.
-        device_map: `{"": device}`, to bring the model to that device. This version does not spread or offload.
-        offload_folder: Not supported by this version, as all that offloads.
-        dtype: The type that loaded weights take in the model; by default the type that the model has.
+        checkpoint: A file of weights, an index of several files, or a folder with either, such as those that
+            `save_model`, `save_state` and `save_pretrained` write.
+        device_map: `{"": device}`, to move the model to that device. This version does not split or offload models.
+        offload_folder: Not supported by this version, like all offloading.
+        dtype: The dtype of the loaded weights in the model; by default the model's own.
         offload_state_dict: See `offload_folder`.
         offload_buffers: See `offload_folder`.
         keep_in_fp32_modules: See `offload_folder`.
         offload_8bit_bnb: See `offload_folder`.
-        strict: Raise for names that only one side has; else a warning tells of them.
+        strict: Whether names that only the model or only the checkpoint has raise; otherwise they are logged.
         full_state_dict: Not supported by this version: load weights before `prepare` shards the model.
         broadcast_from_rank0: See `full_state_dict`.
 
     Raises:
-        CheckpointError: If the weights are not there or damaged.
-        StateError: If they do not fit.
+        CheckpointError: If the weights are missing or damaged.
+        StateError: If they do not fit the model.
         PreparationError: If the model is sharded.
 
     Example:
@@ -125,22 +125,22 @@ def load_checkpoint_in_model(
         weights = read_weights(files)
     check_fits(model, {name: tensor.shape for name, tensor in weights.items()}, strict)
     ties = find_tied_parameters(model)
-    loaded = _put_in(model, weights, chosen)
+    loaded = _assign(model, weights, chosen)
     retie_parameters(model, ties)
     if device is not None:
         model.to(device)
     if not strict:
-        _tell_differences(model, loaded, weights, checkpoint)
+        _warn_about_differences(model, loaded, weights, checkpoint)
 
 
 @contextmanager
-def checked_weights(given: str | AnyPath) -> Generator[Path]:
-    """Give the weights that lie somewhere, checked if they lie in a state; behind a URL, copies for as long.
+def checked_weights(location: str | AnyPath) -> Generator[Path]:
+    """Yield a local path of weights, verified if they are in a checkpoint; of weights behind a URL, temporary copies.
 
     Raises:
-        DamagedError: If they are not as they were written.
+        DamagedError: If a file of the checkpoint is damaged.
     """
-    checkpoint = path_at(given)
+    checkpoint = path_at(location)
     if isinstance(checkpoint, Path):
         if is_committed(checkpoint):
             manifest = read_manifest(checkpoint)
@@ -180,43 +180,46 @@ def _refuse_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "_local_tensor"):
             raise PreparationError(
-                f"{name} is sharded. Load weights before prepare(model) shards it: all processes then start from the "
-                "main process's. A whole training goes on with load_state."
+                f"{name} is sharded. Load weights before prepare(model) shards it: all ranks then start from the "
+                "weights of the main rank. To resume a training, use load_state."
             )
 
 
-def _put_in(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> set[int]:
-    """Load what the model has a name for, and return the ids of what was loaded."""
+def _assign(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> set[int]:
+    """Assign weights to the tensors of the model with the same names, and return the ids of those tensors."""
     loaded: set[int] = set()
     for name, current in list(model.state_dict(keep_vars=True).items()):
         value = weights.get(canonical_name(name))
         if value is None or not isinstance(current, Tensor):
             continue
-        wanted = current.dtype if dtype is None or not current.is_floating_point() else dtype
+        target_dtype = current.dtype if dtype is None or not current.is_floating_point() else dtype
         if current.device.type == "meta":
             owner, _, attribute = name.rpartition(".")
-            value = value.to(wanted, copy=True)
+            value = value.to(target_dtype, copy=True)
             is_parameter = isinstance(current, nn.Parameter)
-            made = nn.Parameter(value, current.requires_grad) if is_parameter else value
-            setattr(model.get_submodule(owner), attribute, made)
-            loaded |= {id(made), id(current)}
+            new = nn.Parameter(value, current.requires_grad) if is_parameter else value
+            setattr(model.get_submodule(owner), attribute, new)
+            loaded |= {id(new), id(current)}
             continue
-        if current.dtype == wanted:
+        if current.dtype == target_dtype:
             with torch.no_grad():
                 current.copy_(value)
         else:
-            current.data = value.to(current.device, wanted)
+            current.data = value.to(current.device, target_dtype)
         loaded.add(id(current))
     return loaded
 
 
-def _tell_differences(model: nn.Module, loaded: set[int], weights: Mapping[str, Tensor], checkpoint: Any) -> None:
-    own = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    missing = [name for name, value in own.items() if id(value) not in loaded and isinstance(value, Tensor)]
-    unexpected = [name for name in weights if name not in own]
-    for text, names in (("are not in it and stay as they were", missing), ("are not in the model", unexpected)):
-        if names:
-            _logger.warning("Of the weights in %s, %s: %s.", checkpoint, text, ", ".join(sorted(names)[:8]))
+def _warn_about_differences(model: nn.Module, loaded: set[int], weights: Mapping[str, Tensor], checkpoint: Any) -> None:
+    state = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    missing = [name for name, value in state.items() if id(value) not in loaded and isinstance(value, Tensor)]
+    unexpected = [name for name in weights if name not in state]
+    if missing:
+        _logger.warning("Weights that %s does not have are unchanged: %s.", checkpoint, ", ".join(sorted(missing)[:8]))
+    if unexpected:
+        _logger.warning(
+            "Weights in %s that the model does not have: %s.", checkpoint, ", ".join(sorted(unexpected)[:8])
+        )
 
 
 def _one_device(device_map: Any) -> torch.device | None:
@@ -226,7 +229,9 @@ def _one_device(device_map: Any) -> torch.device | None:
     try:
         return torch.device(device_map[""])
     except (RuntimeError, TypeError) as error:
-        raise ConfigurationError(f"device_map={device_map!r} names no device: {str(error).splitlines()[0]}") from error
+        raise ConfigurationError(
+            f"device_map={device_map!r} does not name a device: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _refuse(**arguments: Any) -> None:
@@ -238,17 +243,19 @@ def _refuse(**arguments: Any) -> None:
             )
 
 
-def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
-    if given is None:
+def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+    if value is None:
         return None
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if not isinstance(found, torch.dtype):
-        raise ConfigurationError(f"dtype={shown(given)} is no type of torch. Give torch.float16, 'bfloat16' or such.")
-    return found
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(
+            f"dtype={shown(value)} is not a torch dtype. Give one such as torch.float16 or 'bfloat16'."
+        )
+    return dtype
 
 
 def _weights_in(folder: AnyPath) -> list[AnyPath]:
-    """Return the files of a first model's weights: whole, shards and indexes, of both kinds."""
+    """Return the files of the first model's weights: whole files, shards and indexes, safetensors and pickles."""
     return [
         path
         for stem, ending in ((weights_stem(safe=safe), weights_ending(safe)) for safe in (True, False))

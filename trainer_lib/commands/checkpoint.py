@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(verbs, "inspect", _inspect, "what a checkpoint (or the newest) is made of")
     prune = _add(verbs, "prune", _prune, "delete old ones; never the newest, the best, or the last that is whole")
     prune.add_argument("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest stay")
-    prune.add_argument("--damaged", action="store_true", help="delete those too that were put aside as damaged")
+    prune.add_argument("--damaged", action="store_true", help="delete those too that were set aside as damaged")
     consolidate = _add(verbs, "consolidate", _consolidate, "write the weights, whole, to a folder")
     consolidate.add_argument("target", metavar="TARGET", type=_path, help="the folder to write to")
     consolidate.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
@@ -152,7 +152,7 @@ def _prune(options: argparse.Namespace) -> int:
         if not options.json:
             print(f"deleted {one.path} ({convert_bytes(one.size)})")
     for one in aside if not (options.damaged or options.json) else []:
-        print(f"kept {one.path} ({convert_bytes(one.size)}), which was put aside as damaged: --damaged deletes it")
+        print(f"kept {one.path} ({convert_bytes(one.size)}), which was set aside as damaged: --damaged deletes it")
     _prune_debris(options)
     if options.json:
         _print_json([_facts(one) for one in going])
@@ -202,7 +202,7 @@ def _groups(folder: AnyPath) -> Any:
 def _newest(folder: AnyPath) -> Any:
     present = [one for group in _groups(folder) for one in group if not one.is_aside]
     if not present:
-        raise CheckpointError(f"All checkpoints in {folder} were put aside, as damaged.")
+        raise CheckpointError(f"All checkpoints in {folder} were set aside as damaged.")
     return max(reversed(present), key=lambda one: one.saved)  # of the same second, the later one
 
 

@@ -97,7 +97,7 @@ def test_a_loop_of_its_own_tells_what_it_knows(tmp_path: Path) -> None:
     [
         (lambda: {"sampels": 7}, "Unknown fact 'sampels'.*Did you mean 'samples'"),
         (lambda: {"samples": "7"}, "samples is '7'"),
-        (lambda: {"arguments": {"lr": torch.ones(1)}}, "arguments has tensors or arrays in it: lr"),
+        (lambda: {"arguments": {"lr": torch.ones(1)}}, "arguments contains tensors or arrays: lr"),
         (lambda: {"arguments": {"lr": object()}}, r"arguments\['lr'\] is a builtins.object"),
     ],
 )

@@ -1,4 +1,4 @@
-"""This file is the names in a state folder and beside it."""
+"""The names of files and folders in a checkpoint and beside it."""
 
 import re
 from pathlib import Path
@@ -22,59 +22,59 @@ AUTOMATIC_FOLDER = "checkpoints"  # in a project's folder
 
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 _NUMBERED = re.compile(r"checkpoint[-_]\d+(\.replaced)?")  # of a project, or of a run of a Trainer
-_ON_THE_WAY = (".partial", ".deleted")
+_UNFINISHED = (".partial", ".deleted")  # of saves and deletions
 
 
 def numbered(stem: str, index: int) -> str:
-    """Return the name of the first, second … of a kind."""
+    """Return the name of the part with this index: `optimizer`, `optimizer_1` and so on."""
     return f"{stem}_{index}" if index else stem
 
 
 def automatic_name(number: int) -> str:
-    """Return the name of a state folder under automatic naming."""
+    """Return the name of a checkpoint folder under automatic naming."""
     return f"checkpoint_{number}"
 
 
 def automatic_number(name: str) -> int | None:
-    """Return the number in such a name, or of what stands beside such a folder; `None` if it is another name."""
-    found = _AUTOMATIC.fullmatch(name.removesuffix(".replaced"))
-    return int(found[1]) if found else None
+    """Return the number in an automatic name, with or without `.replaced`; `None` for any other name."""
+    match = _AUTOMATIC.fullmatch(name.removesuffix(".replaced"))
+    return int(match[1]) if match else None
 
 
 def is_debris(name: str) -> bool:
-    """Whether a folder of this name is left of a save or a deletion that was cut short, if neither is under way.
+    """Whether an interrupted save or deletion left a folder of this name; also true while either is running.
 
     Example:
         >>> is_debris("checkpoint-00000500.partial"), is_debris("checkpoint_3.deleted"), is_debris("mine.partial")
         (True, True, False)
     """
     stem, dot, ending = name.rpartition(".")
-    return dot + ending in _ON_THE_WAY and _NUMBERED.fullmatch(stem) is not None
+    return dot + ending in _UNFINISHED and _NUMBERED.fullmatch(stem) is not None
 
 
 def partial_beside(folder: Path) -> Path:
-    """Return where a state is written before it is there."""
+    """Return the folder that a checkpoint is written to before it is complete."""
     return folder.with_name(f"{folder.name}.partial")
 
 
 def replaced_beside(folder: _Path) -> _Path:
-    """Return where an older state stands until the newer one of the same name is there."""
+    """Return the folder that an older checkpoint is moved to while a new one replaces it."""
     return cast(Any, folder.with_name(f"{folder.name}.replaced"))
 
 
 def deleted_beside(folder: Path) -> Path:
-    """Return where something stands while it is being deleted."""
+    """Return the folder that a checkpoint is moved to while it is deleted."""
     return folder.with_name(f"{folder.name}.deleted")
 
 
 def damaged_beside(folder: AnyPath) -> AnyPath:
-    """Return a free name for a state that is damaged: kept for people to look at, and never looked at again."""
+    """Return an unused name for a damaged checkpoint: it is kept for inspection and never loaded."""
     names = [f"{folder.name}.damaged", *(f"{folder.name}.damaged-{number}" for number in range(2, 1000))]
     return next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file in a state holds weights and buffers of a model, by its name.
+    """Whether a file of a checkpoint holds weights and buffers of a model, by its name.
 
     Example:
         >>> is_weights("model_1.safetensors"), is_weights("model.shards/a.safetensors"), is_weights("optimizer.json")
@@ -84,7 +84,7 @@ def is_weights(name: str) -> bool:
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Whether a file in a state holds the state of an optimizer, by its name.
+    """Whether a file of a checkpoint holds the state of an optimizer, by its name.
 
     Example:
         >>> is_optimizer_state("optimizer_1.safetensors"), is_optimizer_state("model.safetensors")
@@ -94,46 +94,46 @@ def is_optimizer_state(name: str) -> bool:
 
 
 def is_committed(folder: AnyPath) -> bool:
-    """Whether a folder holds a state that was written to the end."""
+    """Whether a folder holds a complete checkpoint: one with a manifest."""
     return (folder / MANIFEST_NAME).is_file()
 
 
 def committed(folder: _Path) -> _Path | None:
-    """Return where the state of this name is: in its folder, or beside it if a rename was cut short."""
+    """Return where the checkpoint of this name is: in its folder, or beside it if a rename was interrupted."""
     return next((path for path in (folder, replaced_beside(folder)) if is_committed(path)), None)
 
 
-def path_of(given: str | AnyPath) -> AnyPath:
-    """Return what was given as a path.
+def checkpoint_path(folder: str | AnyPath) -> AnyPath:
+    """Return the path of a checkpoint folder.
 
     Raises:
-        ConfigurationError: If it is none.
+        ConfigurationError: If `folder` is not a path.
     """
     try:
-        return path_at(given)
+        return path_at(folder)
     except TypeError as error:
-        raise ConfigurationError(f"A state is in a folder, given by its path; got {shown(given)}.") from error
+        raise ConfigurationError(f"A checkpoint folder must be a path (got {shown(folder)}).") from error
 
 
-def state_folder(given: str | AnyPath) -> AnyPath:
-    """Return the folder to save to.
+def state_folder(path: str | AnyPath) -> AnyPath:
+    """Return the folder to save a checkpoint to.
 
     Raises:
-        ConfigurationError: If it cannot be a folder of its own.
-        OccupiedError: If a plain file has its name.
+        ConfigurationError: If the checkpoint cannot replace this folder as a whole.
+        OccupiedError: If a file has this name.
     """
-    folder = path_of(given).resolve()
+    folder = checkpoint_path(path).resolve()
     if isinstance(folder, RemotePath):
         if not folder.parent.name:
             raise ConfigurationError(
-                f"{folder} is a bucket, and a state takes a folder of its own. Give {folder}/state."
+                f"{folder} is a bucket, and a checkpoint needs a folder of its own. Give {folder}/checkpoint."
             )
         return folder
     if folder.is_file():
-        raise OccupiedError(f"{folder} is a file, and a state is a folder. Give another name.")
+        raise OccupiedError(f"{folder} is a file, and a checkpoint is a folder. Give another name.")
     if Path.cwd().is_relative_to(folder):
         raise ConfigurationError(
-            f"{folder} is the working directory or above it, and a state takes a folder of its own, which is replaced "
-            f"as a whole. Give a folder inside, such as {folder / 'state'}."
+            f"{folder} is the working directory or above it, and a save replaces the checkpoint folder as a whole. "
+            f"Give a folder inside it, such as {folder / 'checkpoint'}."
         )
     return folder

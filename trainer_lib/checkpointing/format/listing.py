@@ -1,4 +1,4 @@
-"""This file is which states lie in a folder, and what can be told of them without reading their tensors."""
+"""The checkpoints in a folder: what `trainer-lib checkpoint list` shows, without reading tensors."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,28 +20,28 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.file_contents import Json
 
-# What a save writes, or an error has renamed; `.partial` and `.deleted` are on their way in or out.
+# The names of complete and of damaged checkpoints; those of running saves and deletions are left out.
 _NAME = re.compile(r"checkpoint[-_](\d+)(\.replaced)?")
 _ASIDE = re.compile(r".*\.damaged(-\d+)?")
-_ON_THE_WAY = (".partial", ".deleted")
+_UNFINISHED = (".partial", ".deleted")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSummary:
-    """What is told of a state.
+    """The facts of a checkpoint.
 
     Attributes:
         path: Its folder.
-        manifest: What it says of itself; `None` if it cannot be read.
-        problem: What is wrong with it, as far as names and sizes of files tell.
-        is_aside: Whether it was put aside because it is damaged.
+        manifest: Its manifest; `None` if it cannot be read.
+        problem: What is wrong with it, by the names and sizes of its files.
+        is_aside: Whether it was set aside (renamed) because it is damaged.
         size: The bytes of its files.
-        saved: When, in seconds since 1970.
-        step: The updates, or for a loop of one's own the backward passes, that were made.
-        run_id: The run it is of, if that is known.
+        saved: When it was saved, in seconds since 1970.
+        step: The optimizer steps that were made; backward passes, if your own loop does not report steps.
+        run_id: The run it belongs to, if known.
         metrics: The evaluation at its step, if there was one.
         best_step: The step of the best evaluation so far, if there was one.
-        kept: Why retention would keep it, as far as that is known.
+        kept: Why retention would keep it, if known.
     """
 
     path: AnyPath
@@ -58,76 +58,77 @@ class CheckpointSummary:
 
     @property
     def status(self) -> str:
-        """How it is, in a word."""
+        """Its condition: "complete", "not finite", "damaged" or "set aside"."""
         if self.is_aside:
-            return "put aside"
+            return "set aside"
         return "damaged" if self.problem is not None else "not finite" if self.nonfinite else "complete"
 
     @property
     def nonfinite(self) -> list[str]:
-        """The weights, buffers and optimizer states that are not finite."""
+        """The weights, buffers and optimizer states with a NaN or an infinity."""
         return [] if self.manifest is None else self.manifest.nonfinite
 
 
 def checkpoints_by_run(folder: AnyPath, may_be_empty: bool = False) -> list[list[CheckpointSummary]]:
-    """Return the states that a folder is or holds, each run's together, the oldest first.
+    """Return the checkpoint or checkpoints in a folder, grouped by run, the oldest first.
 
     Args:
-        folder: A state, a folder of states, a run, a project, or a folder of runs.
-        may_be_empty: Whether a folder without a state is no error.
+        folder: A checkpoint, a folder of checkpoints, a run, a project, or a folder of runs.
+        may_be_empty: Whether to return an empty list, rather than raise, for a folder without checkpoints.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is no checkpoint.
     """
     if is_committed(folder):
-        return [[_listed(folder)]]
-    groups = [states for place in _places(folder) for states in _states_in(place)]
+        return [[_summary(folder)]]
+    groups = [group for parent in _checkpoint_folders(folder) for group in _groups_in(parent)]
     if not groups and not may_be_empty:
-        raise CheckpointError(f"There is no state in {folder}. Give the folder of a state, of a run, or of runs.")
+        raise CheckpointError(
+            f"There is no checkpoint in {folder}. Give the folder of a checkpoint, of a run, or of runs."
+        )
     return groups
 
 
 def debris_in(folder: AnyPath) -> list[AnyPath]:
-    """Return what saves and deletions that were cut short left in a folder of states, a run, a project, or of runs."""
-    return [path for place in _places(folder) for path in storage_of(place).debris()]
+    """Return what interrupted saves and deletions left in a folder of checkpoints, a run, a project, or of runs."""
+    return [path for parent in _checkpoint_folders(folder) for path in storage_of(parent).debris()]
 
 
-def prunable(states: Sequence[CheckpointSummary], keep_last: int) -> list[CheckpointSummary]:
-    """Return which states of a run can go: not the newest, not the best, and not the last one that is whole.
+def prunable(checkpoints: Sequence[CheckpointSummary], keep_last: int) -> list[CheckpointSummary]:
+    """Return the checkpoints of a run to delete: not the newest, not the best, and not the last intact one.
 
     Args:
-        states: The states of one run, the oldest first.
-        keep_last: How many of the newest stay.
+        checkpoints: The checkpoints of one run, the oldest first.
+        keep_last: How many of the newest to keep.
     """
-    present = [state for state in states if not state.is_aside and not state.nonfinite]
-    kept, older = present[-keep_last:], present[:-keep_last]
-    for one in [*reversed(kept), *reversed(older)]:
-        if _is_whole(one):
-            older = [other for other in older if other is not one]
-            break
-    faulty = [state for state in states if state.nonfinite and not state.is_aside and state is not states[-1]]
-    return [state for state in older if "best" not in state.kept] + faulty
+    candidates = [checkpoint for checkpoint in checkpoints if not checkpoint.is_aside and not checkpoint.nonfinite]
+    kept, older = candidates[-keep_last:], candidates[:-keep_last]
+    intact = next((checkpoint for checkpoint in [*reversed(kept), *reversed(older)] if _is_intact(checkpoint)), None)
+    older = [checkpoint for checkpoint in older if checkpoint is not intact and "best" not in checkpoint.kept]
+    faulty = [checkpoint for checkpoint in checkpoints[:-1] if checkpoint.nonfinite and not checkpoint.is_aside]
+    return older + faulty
 
 
-def _places(folder: AnyPath) -> list[AnyPath]:
-    """Return the folders that may hold the states of a project, a run, or of runs."""
+def _checkpoint_folders(folder: AnyPath) -> list[AnyPath]:
+    """Return the folders that may hold the checkpoints of a project, a run, or of runs."""
     return [folder, folder / AUTOMATIC_FOLDER, *sorted(folder.glob(f"*/{AUTOMATIC_FOLDER}"))]
 
 
-def _states_in(place: AnyPath) -> list[list[CheckpointSummary]]:
-    """Return the states in a folder, those of each run together: whose is not known are with the newest run's."""
-    found = [_listed(path) for path in sorted(_folders(place), key=_order)]
-    known = [one.run_id for one in found if one.run_id is not None]
-    of_unknown = known[-1] if known else None
-    runs = list(dict.fromkeys(one.run_id or of_unknown for one in found))
-    return [_with_reasons([one for one in found if (one.run_id or of_unknown) == run]) for run in runs]
+def _groups_in(folder: AnyPath) -> list[list[CheckpointSummary]]:
+    """Return the checkpoints in a folder by run; those of an unknown run go with the newest known run."""
+    checkpoints = [_summary(path) for path in sorted(_candidates(folder), key=_order)]
+    known = [checkpoint.run_id for checkpoint in checkpoints if checkpoint.run_id is not None]
+    groups: dict[str | None, list[CheckpointSummary]] = {}
+    for checkpoint in checkpoints:
+        groups.setdefault(checkpoint.run_id or (known[-1] if known else None), []).append(checkpoint)
+    return [_with_reasons(group) for group in groups.values()]
 
 
-def _folders(place: AnyPath) -> Iterator[AnyPath]:
-    for path in storage_of(place).states():
-        if path.name.endswith(_ON_THE_WAY):
+def _candidates(folder: AnyPath) -> Iterator[AnyPath]:
+    for path in storage_of(folder).states():
+        if path.name.endswith(_UNFINISHED):
             continue
-        if path.name.endswith(".replaced"):  # which counts where a rename was cut short
+        if path.name.endswith(".replaced"):  # it is the checkpoint if a rename was interrupted
             if committed(path.with_name(path.name.removesuffix(".replaced"))) == path:
                 yield path
         elif is_committed(path) or _NAME.fullmatch(path.name) or _ASIDE.fullmatch(path.name):
@@ -135,38 +136,39 @@ def _folders(place: AnyPath) -> Iterator[AnyPath]:
 
 
 def _order(path: AnyPath) -> tuple[int, str]:
-    found = _NAME.match(path.name)
-    return (int(found[1]) if found else -1, path.name)
+    match = _NAME.match(path.name)
+    return (int(match[1]) if match else -1, path.name)
 
 
-def _with_reasons(states: list[CheckpointSummary]) -> list[CheckpointSummary]:
-    newest = next((one for one in reversed(states) if not (one.is_aside or one.problem or one.nonfinite)), None)
+def _with_reasons(checkpoints: list[CheckpointSummary]) -> list[CheckpointSummary]:
+    good = [checkpoint for checkpoint in checkpoints if checkpoint.status == "complete"]
+    newest = good[-1] if good else None
     best = None if newest is None else newest.best_step
 
-    def reasons(one: CheckpointSummary) -> Iterator[str]:
-        if one is newest:
+    def reasons(checkpoint: CheckpointSummary) -> Iterator[str]:
+        if checkpoint is newest:
             yield "newest"
-        if best is not None and one.step == best and not one.is_aside:
+        if best is not None and checkpoint.step == best and not checkpoint.is_aside:
             yield "best"
 
-    return [replace(one, kept=tuple(reasons(one))) for one in states]
+    return [replace(checkpoint, kept=tuple(reasons(checkpoint))) for checkpoint in checkpoints]
 
 
-def _listed(folder: AnyPath) -> CheckpointSummary:
+def _summary(folder: AnyPath) -> CheckpointSummary:
     manifest, problem = None, None
     try:
         manifest = open_state(folder)
     except CheckpointError as error:
         problem = str(error)
     facts = {} if manifest is None else _facts(folder, manifest)
-    written = folder / MANIFEST_NAME
+    manifest_file = folder / MANIFEST_NAME
     return CheckpointSummary(
         path=folder,
         manifest=manifest,
         problem=problem,
         is_aside=_ASIDE.fullmatch(folder.name) is not None,
         size=sum(storage_of(folder).sizes().values()),
-        saved=(written if written.is_file() else folder).stat().st_mtime,
+        saved=(manifest_file if manifest_file.is_file() else folder).stat().st_mtime,
         step=facts.get("step"),
         run_id=facts.get("run_id"),
         metrics=facts.get("metrics", {}),
@@ -175,7 +177,7 @@ def _listed(folder: AnyPath) -> CheckpointSummary:
 
 
 def _facts(folder: AnyPath, manifest: Manifest) -> Mapping[str, Any]:
-    """Return what a manifest tells of the run; of one that tells nothing of it yet, what the run's state does."""
+    """Return the facts of the run, from the manifest; before format 3, from the saved state of the run."""
     if manifest.schema >= 3:
         return {name: getattr(manifest, name) for name in ("step", "run_id", "metrics", "best")}
     for name in manifest.files:
@@ -183,14 +185,14 @@ def _facts(folder: AnyPath, manifest: Manifest) -> Mapping[str, Any]:
             tree = Json.read(folder / name)
             if isinstance(tree, dict) and {"run", "callbacks"} <= tree.keys():
                 run = decode(Encoded(tree["run"]))
-                here = [one["metrics"] for one in run["checkpoints"] if one["step"] == run["step"]]
-                return {**run, "metrics": here[-1] if here else {}}
+                metrics = [entry["metrics"] for entry in run["checkpoints"] if entry["step"] == run["step"]]
+                return {**run, "metrics": metrics[-1] if metrics else {}}
     return {"step": manifest.step}
 
 
-def _is_whole(one: CheckpointSummary) -> bool:
+def _is_intact(checkpoint: CheckpointSummary) -> bool:
     try:
-        verify_state(one.path)
+        verify_state(checkpoint.path)
     except CheckpointError:
         return False
     return True

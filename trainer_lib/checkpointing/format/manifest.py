@@ -1,4 +1,4 @@
-"""This file is the manifest of a state folder: what is in it and of which training. It is written last."""
+"""The manifest of a checkpoint: its files, their checksums, and the facts of the training. It is written last."""
 
 import json
 import platform
@@ -15,9 +15,9 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError
 
-SCHEMA = 3  # 1 had the sizes of files and no checksums, 2 nothing of the run
-CHECKSUM = "xxh3_128"  # what a file's checksum is called by
-NONFINITE = "nonfinite"  # what is known of a file of weights or of an optimizer, if some tensors in it are not finite
+SCHEMA = 3  # version 1 had the sizes of files and no checksums; 2 had no facts of the run
+CHECKSUM = "xxh3_128"  # the key of a file's checksum
+NONFINITE = "nonfinite"  # the key of the tensors of a file that have a NaN or an infinity
 _FORMAT = "trainer_lib state"
 _NONE = type(None)
 _TYPES: dict[str, Any] = {
@@ -41,34 +41,36 @@ _TYPES: dict[str, Any] = {
     "versions": dict,
 }
 _UNSEALED = "0" * 32
-# What who trains tells of a state, by the names it has in a manifest.
+# The fields that the training reports.
 REPORTED_FIELDS = ("run_id", "step", "epoch", "samples", "items", "arguments", "reasons", "metrics", "best")
-_ENCODED = ("arguments", "metrics", "best")  # which may hold values that JSON cannot represent, such as NaN
+_ENCODED = ("arguments", "metrics", "best")  # may hold values that JSON cannot represent, such as NaN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a state folder says of itself.
+    """The contents of `manifest.json`.
+
+    A Trainer reports `run_id` and the fields after it; your own loop reports them with `register_state_facts`.
 
     Args:
-        world_size: How many processes saved it.
-        step: The updates that the training had made; of a loop that does not tell them, its backward passes.
-        backwards: The backward passes that it had made.
+        world_size: How many ranks saved the checkpoint.
+        step: The optimizer steps that were made; backward passes, if your own loop does not report steps.
+        backwards: The backward passes that were made.
         iteration: Its number under automatic naming, if it has one.
         precision: The precision of the training.
-        run_id: The run it is of; this and the following are known of a Trainer, or of what a loop of one's own tells.
+        run_id: The run that the checkpoint belongs to.
         epoch: The passes over the data.
         samples: The samples that updates were made from.
-        items: What the loss counted in them: tokens of a language model, samples of a classifier.
+        items: What the loss counted in these samples: tokens of a language model, samples of a classifier.
         arguments: The arguments of the training, as plain values.
         reasons: Why it was saved: "interval", "best", "end", "asked", "interruption", "exception"; "imported".
         metrics: The evaluation at its step, if there was one.
         best: The best evaluation so far: its metric, value and step.
-        origin: Of what another library saved: which, and what of it was left out.
-        parts: The names of what was saved.
-        kinds: For the parts of which that matters, the name of their class.
-        files: For each file what is known of it: its size, its checksum, and which tensors in it are not finite.
-        versions: Of the libraries that wrote it.
+        origin: For a converted checkpoint, the library that saved it, and what the conversion left out.
+        parts: The names of the parts that were saved.
+        kinds: The class of each part that only an object of the same class can load.
+        files: For each file its size, its checksum, and its tensors with a NaN or an infinity.
+        versions: The versions of the libraries that wrote it.
         schema: The version of this format.
     """
 
@@ -98,29 +100,30 @@ class Manifest:
         return list(dict.fromkeys(name for facts in self.files.values() for name in facts.get(NONFINITE, ())))
 
     def content(self) -> dict[str, Any]:
-        """Return what the file says."""
+        """Return the contents of the file, without the digest."""
         content = {"format": _FORMAT, **asdict(self)}
         return content | {name: _plain(name, content[name]) for name in _ENCODED}
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a manifest; its digest is that of all of them, taken with zeros in its own place."""
+    """Return the bytes of a manifest with its digest, which is computed with zeros in its own place."""
     text = json.dumps({**content, "digest": _UNSEALED}, indent=2, allow_nan=False) + "\n"
     return text.replace(_UNSEALED, checksum_of_bytes(text.encode())).encode()
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of what has a part in how a state is written and read."""
-    others = {name: version(name) for name in ("torch", "numpy", "safetensors")}
-    own = sys.modules["trainer_lib"].__version__  # above everything, so that no import from here may name it
-    return {"trainer_lib": own, "python": platform.python_version(), **others}
+    """Return the versions of the libraries that write and read checkpoints."""
+    dependencies = {name: version(name) for name in ("torch", "numpy", "safetensors")}
+    library = sys.modules["trainer_lib"].__version__  # not imported: the package is above this layer
+    return {"trainer_lib": library, "python": platform.python_version(), **dependencies}
 
 
 def read_manifest(folder: AnyPath) -> Manifest:
-    """Return the manifest of a state folder.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: If it is none, is damaged, or is of a later version of the library.
+        DamagedError: If there is no manifest, or it is damaged.
+        CheckpointError: If it cannot be read, or a later version of the library wrote it.
     """
     path = folder / MANIFEST_NAME
     try:
@@ -128,20 +131,21 @@ def read_manifest(folder: AnyPath) -> Manifest:
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except OSError as error:
-        raise DamagedError(f"{path} is no manifest of a state: {error}") from error
+        raise DamagedError(f"{path} is not the manifest of a checkpoint: {error}") from error
     try:
         content = read_json(text)
         schema = content["schema"]
         if content.pop("format") != _FORMAT or not isinstance(schema, int):
-            raise ValueError("it is of something else")
+            raise ValueError("it has another format")
         digest = content.pop("digest", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path} is no manifest of a state: {error}") from error
+        raise DamagedError(f"{path} is not the manifest of a checkpoint: {error}") from error
     _check_seal(path, text, digest, schema)
     if schema > SCHEMA:
         raise CheckpointError(
-            f"The state in {folder} has the format {schema}, and this version of trainer_lib reads up to {SCHEMA}. "
-            f"It was written by trainer_lib {content.get('versions', {}).get('trainer_lib', 'of a later version')}."
+            f"The checkpoint {folder} has format {schema}, and this version of trainer_lib reads formats up to "
+            f"{SCHEMA}. It was written by trainer_lib "
+            f"{content.get('versions', {}).get('trainer_lib', 'of a later version')}: install that version or newer."
         )
     try:
         if schema < 3:
@@ -155,27 +159,27 @@ def read_manifest(folder: AnyPath) -> Manifest:
     except (KeyError, TypeError, AttributeError, CheckpointError) as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
     if not (sizes_are_numbers and has_checksums and names_are_texts):
-        raise DamagedError(f"{path} is damaged: sizes have to be numbers, and checksums texts.")
+        raise DamagedError(f"{path} is damaged: sizes must be numbers, and checksums strings.")
     return manifest
 
 
 def check_reported(manifest: Manifest) -> None:
-    """Raise unless what was told of a state can be written and read back.
+    """Raise unless the facts that the training reports can be written and read back.
 
     Raises:
-        ConfigurationError: With what cannot.
+        ConfigurationError: With the fact that cannot.
     """
     try:
         _check_types(manifest)
         manifest.content()
     except (TypeError, CheckpointError) as error:
-        raise ConfigurationError(f"What was told of the state (register_state_facts): {error}") from error
+        raise ConfigurationError(f"A fact reported by register_state_facts cannot be saved: {error}") from error
 
 
 def _plain(name: str, value: Any) -> Any:
     encoded = encode(value, label=name)
     if encoded.tensors:
-        raise CheckpointError(f"{name} has tensors or arrays in it: {', '.join(encoded.tensors)}. Give plain values.")
+        raise CheckpointError(f"{name} contains tensors or arrays: {', '.join(encoded.tensors)}. Give plain values.")
     return encoded.tree
 
 
@@ -186,7 +190,7 @@ def _check_types(manifest: Manifest) -> None:
             raise TypeError(f"{name} is {value!r}")
     for name in (*manifest.parts, *manifest.kinds.values(), *manifest.versions.values(), *manifest.reasons):
         if not isinstance(name, str):
-            raise TypeError(f"{name!r} is no text")
+            raise TypeError(f"{name!r} is not a string")
     if manifest.origin is not None and not isinstance(manifest.origin.get("left_out"), dict):
         raise TypeError(f"origin is {dict(manifest.origin)!r}")
 
@@ -196,6 +200,6 @@ def _check_seal(path: AnyPath, text: bytes, digest: Any, schema: int) -> None:
         return
     if digest is None:
         raise DamagedError(f"{path} is damaged: it has no digest.")
-    found = checksum_of_bytes(text.replace(str(digest).encode(), _UNSEALED.encode()))
-    if found != digest:
-        raise DamagedError(f"{path} is damaged: by its digest it is {digest}, and what is there is {found}.")
+    actual = checksum_of_bytes(text.replace(str(digest).encode(), _UNSEALED.encode()))
+    if actual != digest:
+        raise DamagedError(f"{path} is damaged: its digest is {digest}, and its contents have the digest {actual}.")

@@ -1,4 +1,4 @@
-"""This file is the random generators of a process as a state: Python's, numpy's, torch's, and its accelerator's."""
+"""The random number generators of a rank as a state: Python's, NumPy's, torch's, and its accelerator's."""
 
 import random
 from collections.abc import Generator
@@ -14,17 +14,17 @@ _logger = get_logger(__name__)
 
 
 class Generators:
-    """The generators that a training draws from.
+    """The generators that training draws from.
 
     Args:
-        device: The device of this process.
+        device: The device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the generators stand."""
+        """Return the states of the generators."""
         state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),
@@ -35,22 +35,22 @@ class Generators:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the generators go on where they stood."""
+        """Restore the states of the generators."""
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"].cpu())
         devices = state.get("device", {})
         if not devices and self._device_type != "cpu":
             _logger.warning(
-                "The state was saved on a CPU and has no generator of %s, which draws from where it stands.",
+                "The checkpoint was saved on a CPU and has no generator state for %s: that generator is not restored.",
                 self._device_type,
             )
-        for kind, of_device in devices.items():
+        for kind, generator_state in devices.items():
             if kind == self._device_type:
-                torch.get_device_module(kind).set_rng_state(of_device.cpu())
+                torch.get_device_module(kind).set_rng_state(generator_state.cpu())
             else:
                 _logger.warning(
-                    "The state was saved on %s, and training goes on on %s: what is drawn there will differ.",
+                    "The checkpoint was saved on %s and is loaded on %s: random numbers drawn there will differ.",
                     kind,
                     self._device_type,
                 )
@@ -58,10 +58,10 @@ class Generators:
 
 @contextmanager
 def preserved_generators(device: torch.device) -> Generator[None]:
-    """Return the context after which the generators of this process and its device stand where they stood before it."""
+    """Run a block, and restore the generators of this rank and its device afterwards."""
     generators = Generators(device)
-    drawn = generators.state_dict()
+    state = generators.state_dict()
     try:
         yield
     finally:
-        generators.load_state_dict(drawn)
+        generators.load_state_dict(state)

@@ -1,8 +1,8 @@
-"""This file is the states of sharded models and optimizers: each process writes its shards, and reads what it needs.
+"""The states of sharded models and optimizers: each rank writes its shards, and reads the regions that it needs.
 
-What is read need not be cut as it was when it was written: each process takes its regions from whichever files have
-them. torch's own distributed checkpoints were tried here first; they refuse tied weights, know no plain values, and
-bring a commit and errors of their own.
+The world that loads may shard differently from the world that saved: each rank reads its regions from the files that
+have them. torch.distributed.checkpoint was tried first: it refuses tied weights, has no plain values, and has a commit
+and errors of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,36 +31,38 @@ class ShardedWeights(Weights):
     """A sharded model.
 
     Args:
-        rank: The number of this process.
-        targets: Gives the model's shards by name, which those that are read are made like.
+        rank: The rank that writes and reads.
+        targets: Returns the model's shards by name. Tensors that are read get the same sharding.
     """
 
     rank: int
     targets: Callable[[], Mapping[str, Tensor]]
 
     def files(self, state: Mapping[str, Any], options: StateOptions) -> dict[str, Content]:
-        """Return this process's file of shards, and the main one's of extra state if there is any."""
+        """Return this rank's file of shards; on the main rank also the extra state, if there is any."""
         extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         files = shard_files(self.name, tensors, self.rank)
         return files | (state_files(self.extra_name, extra, options) if extra and self.writes else {})
 
     def read(self, folder: Path, options: StateOptions) -> dict[str, Any]:
-        """Return this process's shards; the whole weights of a state that was saved so."""
+        """Return this rank's shards, or the whole weights if the checkpoint was not sharded."""
         if not (folder / f"{self.name}{SHARDS_ENDING}").is_dir():
             return super().read(folder, options)
         targets = self.targets()
-        made: dict[str, Any] = {}
-        made_of: dict[tuple[str, int], Tensor] = {}
+        shards: dict[str, Any] = {}
+        by_target: dict[tuple[str, int], Tensor] = {}
         for name, saved in read_shards(folder / f"{self.name}{SHARDS_ENDING}").items():
             target = targets.get(name)
             if target is None or target.shape != saved.shape:
-                # Nothing to fill; who loads it will tell by name and shape.
-                made[name] = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
+                # It fits no parameter: loading it into the model raises with the name and the shape.
+                shards[name] = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
             else:
                 key = (saved.name, id(target))
-                made[name] = made_of[key] if key in made_of else made_of.setdefault(key, filled_like(target, saved))
-        return made | self.read_extra(folder, options)
+                if key not in by_target:
+                    by_target[key] = filled_like(target, saved)
+                shards[name] = by_target[key]
+        return shards | self.read_extra(folder, options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +70,21 @@ class ShardedOptimizer(State):
     """The optimizer of a sharded model.
 
     Args:
-        rank: The number of this process.
-        targets: Gives the parameters by name, which shards of their state are made like.
+        rank: The rank that writes and reads.
+        targets: Returns the parameters by name. Their optimizer state gets the same sharding.
     """
 
     rank: int
     targets: Callable[[], Mapping[str, Tensor]]
 
     def files(self, state: Any, options: StateOptions) -> dict[str, Content]:
-        """Return this process's file of shards, and the main one's of everything else."""
+        """Return this rank's file of shards; on the main rank also the values that are not tensors."""
         encoded = encode(state, options.allow_pickle, f"the state of {self.name}", shards=True)
         files = shard_files(self.name, encoded.tensors, self.rank)
         return files | ({f"{self.name}.json": Json(encoded.tree)} if self.writes else {})
 
     def read(self, folder: Path, options: StateOptions) -> Any:
-        """Return this process's shards; the whole state of one that was saved so."""
+        """Return this rank's shards, or the whole state if the checkpoint was not sharded."""
         shards = folder / f"{self.name}{SHARDS_ENDING}"
         if not shards.is_dir():
             return super().read(folder, options)
@@ -91,7 +93,7 @@ class ShardedOptimizer(State):
         state = decode(encoded, options.allow_pickle, f"the state of {self.name}")
         targets = self.targets()
         state["state"] = {
-            name: {key: _made(value, targets.get(name)) for key, value in values.items()}
+            name: {key: _sharded_like(value, targets.get(name)) for key, value in values.items()}
             if isinstance(values, dict)
             else values
             for name, values in state["state"].items()
@@ -100,30 +102,30 @@ class ShardedOptimizer(State):
 
 
 def shard_files(name: str, tensors: Mapping[str, Any], rank: int) -> dict[str, Content]:
-    """Return the file of this process's parts of tensors."""
+    """Return the file with this rank's shards of tensors."""
     chunks = {key: chunk for key, value in tensors.items() if (chunk := _chunk(value, rank)) is not None}
     return {f"{name}{SHARDS_ENDING}/{shard_file(rank)}": shard_content(chunks)}
 
 
 def filled_like(target: Any, saved: SavedTensor) -> Tensor:
-    """Return a tensor that is sharded like `target`, with the values that were saved."""
+    """Return a tensor with the sharding of `target` and the saved values."""
     if not hasattr(target, "_local_tensor"):
         return saved.read().to(target.device)
-    made: Any = torch.empty_like(target, dtype=saved.dtype, requires_grad=False)
+    filled: Any = torch.empty_like(target, dtype=saved.dtype, requires_grad=False)
     sizes, offsets = _region(target)
-    if made._local_tensor.numel():
-        made._local_tensor.copy_(saved.read(offsets, sizes))
-    return made
+    if filled._local_tensor.numel():
+        filled._local_tensor.copy_(saved.read(offsets, sizes))
+    return filled
 
 
-def _made(value: Any, parameter: Any) -> Any:
+def _sharded_like(value: Any, parameter: Any) -> Any:
     if not isinstance(value, SavedTensor):
         return value
     if parameter is None or not hasattr(parameter, "_local_tensor") or not value.shape:
         return value.read()
     if value.shape == parameter.shape:
         return filled_like(parameter, value)
-    # Of another shape, such as the rows and columns that some optimizers keep: whole on each process.
+    # Another shape, such as the row and column statistics of Adafactor: whole on each rank.
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = parameter.device_mesh
@@ -132,11 +134,11 @@ def _made(value: Any, parameter: Any) -> Any:
 
 
 def _chunk(value: Any, rank: int) -> Chunk | None:
-    """Return what this process writes of a tensor; `None` if that is nothing."""
+    """Return the part of a tensor that this rank writes; `None` if it writes none."""
     if not hasattr(value, "_local_tensor"):
         return Chunk(value, [0] * value.dim()) if rank == 0 else None
     coordinates = value.device_mesh.get_coordinate()
-    # Of several copies the first.
+    # The first of several replicas writes.
     if any(at and placement.is_replicate() for at, placement in zip(coordinates, value.placements, strict=True)):
         return None
     local = value._local_tensor.detach()
@@ -144,7 +146,7 @@ def _chunk(value: Any, rank: int) -> Chunk | None:
 
 
 def _region(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and offsets of this process's part."""
+    """Return the sizes and offsets of this rank's shard."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)

@@ -1,6 +1,6 @@
-"""This file is a copy of all tensors of a state in host memory: once it is made, training may change them.
+"""A copy of all tensors of a checkpoint in host memory, so that training may change them while a thread writes.
 
-The memory is taken at the first snapshot and used again by each further one, so no two of them may be in use.
+The first snapshot allocates the memory and later ones reuse it, so only one snapshot may be in use at a time.
 """
 
 import math
@@ -19,31 +19,32 @@ from trainer_lib.tensor_files.safetensors import why_not
 from trainer_lib.tensor_files.tensor_storage import without_aliases
 
 _ALIGNMENT = 64
-_PIECE = 16 << 20  # bytes that one thread copies at a time
-_THREADS = 4  # more do not make memory faster
+_PIECE = 16 << 20  # bytes that a thread copies at a time
+_THREADS = 4  # more threads do not make memory faster
 
 
 class Snapshots:
-    """Makes snapshots, one after the other, in the same memory."""
+    """Takes snapshots, one after the other, in the same memory."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, files: Mapping[str, Content]) -> dict[str, Content]:
-        """Return the files with copies in the place of their tensors; the copies of an earlier snapshot are lost."""
-        with_tensors = {name: one for name, one in files.items() if isinstance(one, (Tensors, PickledTensors))}
-        kept = {name: without_aliases(one.tensors) for name, one in with_tensors.items()}
-        places = [(name, key) for name, (own, _) in kept.items() for key in own]
-        copies = self._copied([kept[name][0][key] for name, key in places])
-        by_place = dict(zip(places, copies, strict=True))
-        taken = dict(files)
+        """Return the files with copies in place of their tensors; this overwrites the copies of the last snapshot."""
+        with_tensors = {
+            name: content for name, content in files.items() if isinstance(content, (Tensors, PickledTensors))
+        }
+        unique = {name: without_aliases(content.tensors) for name, content in with_tensors.items()}
+        keys = [(name, key) for name, (tensors, _) in unique.items() for key in tensors]
+        copies = dict(zip(keys, self._copy_all([unique[name][0][key] for name, key in keys]), strict=True))
+        snapshot = dict(files)
         for name, content in with_tensors.items():
-            aliases = kept[name][1]
-            tensors = {key: by_place[name, aliases.get(key, key)] for key in content.tensors}
-            taken[name] = replace(content, tensors=tensors)
-        return taken
+            aliases = unique[name][1]
+            tensors = {key: copies[name, aliases.get(key, key)] for key in content.tensors}
+            snapshot[name] = replace(content, tensors=tensors)
+        return snapshot
 
-    def _copied(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _copy_all(self, tensors: list[Tensor]) -> list[Tensor]:
         buffers = self._buffers(tensors)
         pieces: list[tuple[Any, Any]] = []
         streams = _SideStreams()
@@ -62,25 +63,27 @@ class Snapshots:
         return buffers
 
     def _buffers(self, tensors: list[Tensor]) -> list[Tensor]:
-        fitting = [why_not(tensor) is None for tensor in tensors]
+        fit = [why_not(tensor) is None for tensor in tensors]
         starts: list[int] = []
         end = 0
-        for tensor, fits in zip(tensors, fitting, strict=True):
+        for tensor, fits in zip(tensors, fit, strict=True):
             starts.append(end)
             end += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT if fits else 0
         if self._memory.numel() < end:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # first, so that there is never more than one
-            # What is copied from an accelerator behind its back has to lie where it can reach it.
-            is_pinned = any(fits and one.device.type != "cpu" for one, fits in zip(tensors, fitting, strict=True))
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
+            # An asynchronous copy from an accelerator needs pinned memory.
+            is_pinned = any(fits and tensor.device.type != "cpu" for tensor, fits in zip(tensors, fit, strict=True))
             self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=True) if is_pinned else _large_memory(end)
         return [
-            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape) if fits else _own(tensor)
-            for tensor, fits, start in zip(tensors, fitting, starts, strict=True)
+            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if fits
+            else _separate_copy(tensor)
+            for tensor, fits, start in zip(tensors, fit, starts, strict=True)
         ]
 
 
 def _large_memory(size: int) -> Tensor:
-    """Return memory in large pages where the system has them: the first write to small ones takes twice the copy."""
+    """Return memory in huge pages if the system has them: the first write to small pages takes twice as long."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -88,13 +91,13 @@ def _large_memory(size: int) -> Tensor:
 
 
 class _SideStreams:
-    """Copies from an accelerator, beside what it computes."""
+    """Copies from accelerators on streams of their own, while they compute."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Have a tensor copied once all that is to be done to it before is done."""
+        """Start the copy of a tensor; it runs after the kernels that were launched before."""
         device = source.device
         if device not in self._streams:
             stream = torch.Stream(device=device)
@@ -102,16 +105,16 @@ class _SideStreams:
             self._streams[device] = stream
         with self._streams[device]:
             target.copy_(source, non_blocking=True)
-        source.record_stream(self._streams[device])  # what was gathered for this may be freed before it is copied
+        source.record_stream(self._streams[device])  # a gathered tensor must not be freed before it is copied
 
     def wait(self) -> None:
-        """Wait until all copies are made."""
+        """Wait until all copies are complete."""
         for stream in self._streams.values():
             stream.synchronize()
 
 
 def _copy(pieces: list[tuple[Any, Any]]) -> None:
-    # Not torch's own threads: those are the training's, and do not survive the fork of a loader's workers.
+    # Not torch's own threads: training uses them, and they do not survive the fork of a loader's workers.
     threads = min(torch.get_num_threads(), _THREADS, len(pieces))
     if threads < 2:
         for target, source in pieces:
@@ -134,6 +137,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _own(tensor: Tensor) -> Tensor:
-    # What only a pickle can hold is rare: memory of its own. What has no values is refused by who writes it.
+def _separate_copy(tensor: Tensor) -> Tensor:
+    # Tensors that only a pickle can hold are rare. The writer refuses those on the meta device, which have no values.
     return tensor if tensor.device.type == "meta" else tensor.detach().clone()

@@ -1,6 +1,6 @@
-"""This file is states as JSON and tensors, and back exactly as they were: nothing in between is pickled.
+"""States encoded as JSON and tensors, without pickle, and decoded to exactly the same values.
 
-JSON has six kinds of values and Python has more: what JSON cannot say is an object of one key that begins with `$`.
+A value that JSON cannot represent becomes an object whose first key begins with `$`, such as `{"$tuple": [1, 2]}`.
 """
 
 import base64
@@ -22,7 +22,7 @@ from trainer_lib.tensor_files.safetensors import why_not
 
 _DEFAULT_FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, tuple)}
 
-# The states of torchao's optimizers: tensors made of other tensors. No other class is imported for a name in a file.
+# The states of torchao's optimizers: tensors made of other tensors. A name in a file imports no other class.
 _QUANTIZED = frozenset(
     {
         "torchao.optim.subclass_8bit.OptimState8bit",
@@ -34,11 +34,11 @@ _QUANTIZED = frozenset(
 
 @dataclass
 class Encoded:
-    """A state in two halves.
+    """An encoded state.
 
     Args:
-        tree: What JSON can say, with places for the tensors.
-        tensors: The tensors by the names of their places.
+        tree: The values for JSON, which name the tensors.
+        tensors: The tensors by name.
     """
 
     tree: Any = None
@@ -46,19 +46,19 @@ class Encoded:
 
 
 def encode(state: Any, allow_pickle: bool = False, label: str = "the state", shards: bool = False) -> Encoded:
-    """Take a state apart.
+    """Encode a state.
 
-    Nested dicts, lists, tuples, sets, ordered dicts, counters, default dicts and deques of numbers (with infinities
-    and nan), texts, bytes, tensors, numpy's arrays and scalars, and torch's types, devices and sizes.
+    The state may hold nested dicts, lists, tuples, sets, ordered dicts, counters, default dicts and deques of numbers
+    (with infinities and NaN), strings, bytes, tensors, NumPy arrays and scalars, and torch dtypes, devices and sizes.
 
     Args:
         state: The state.
-        allow_pickle: Pickle what else there is; else it is refused.
-        label: What errors call the state.
-        shards: Whether sharded tensors are tensors too.
+        allow_pickle: Whether to pickle other values; otherwise they raise.
+        label: The name of the state in errors.
+        shards: Whether sharded tensors (DTensors) are stored as tensors.
 
     Raises:
-        CheckpointError: With the path of what cannot be taken apart.
+        CheckpointError: With the path of the value that cannot be encoded.
 
     Example:
         >>> decode(encode({"lr": 0.1, 7: (math.inf, torch.ones(2))}))
@@ -69,15 +69,15 @@ def encode(state: Any, allow_pickle: bool = False, label: str = "the state", sha
 
 
 def decode(encoded: Encoded, allow_pickle: bool = False, label: str = "the state") -> Any:
-    """Put a state together again.
+    """Decode a state.
 
     Raises:
-        CheckpointError: If something was pickled and `allow_pickle` does not say so, or the two halves do not fit.
+        CheckpointError: If a value was pickled and `allow_pickle` is not set, or the tensors do not fit the tree.
     """
     try:
         return _Decoder(encoded.tensors, allow_pickle, label).value(encoded.tree, "")
     except RecursionError as error:
-        raise CheckpointError(f"{label} is too deep: no state that was saved is.") from error
+        raise CheckpointError(f"{label} is damaged: it is nested too deeply.") from error
 
 
 class _Encoder:
@@ -90,17 +90,17 @@ class _Encoder:
 
     def tree(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind in _SAID_BY_JSON or (kind is float and math.isfinite(value)):
+        if kind in _JSON_TYPES or (kind is float and math.isfinite(value)):
             return value
         if kind in _SIMPLE:
-            tag, encode_one, _ = _SIMPLE[kind]
-            return {tag: encode_one(value)}
+            tag, to_json, _ = _SIMPLE[kind]
+            return {tag: to_json(value)}
         if kind in _CONTAINERS:
             return self._container(value, path)
         if kind is Tensor or kind is Parameter:
             return self._tensor(value, path)
         if self.shards and hasattr(value, "_local_tensor"):
-            return {"$tensor": self._placed(value, path)}
+            return {"$tensor": self._add_tensor(value, path)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._array(value, path)
         if (name := f"{kind.__module__}.{kind.__qualname__}") in _QUANTIZED:
@@ -109,7 +109,7 @@ class _Encoder:
 
     def _container(self, value: Any, path: str) -> Any:
         if id(value) in self._inside:
-            raise CheckpointError(f"{self._told(path)} is inside of itself, so it cannot be saved.")
+            raise CheckpointError(f"{self._name(path)} contains itself, so it cannot be saved.")
         self._inside.add(id(value))
         try:
             return _CONTAINERS[type(value)](self, value, path)
@@ -138,15 +138,15 @@ class _Encoder:
         return {"$defaultdict": [name, self.pairs(values, path)]}
 
     def _tensor(self, tensor: Tensor, path: str) -> Any:
-        told: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if isinstance(tensor, Parameter):
-            told["parameter"] = tensor.requires_grad
+            facts["parameter"] = tensor.requires_grad
         values = tensor.detach()
         if values.dtype is torch.complex128:
-            values, told["complex"] = torch.view_as_real(values.resolve_conj()), True
+            values, facts["complex"] = torch.view_as_real(values.resolve_conj()), True
         if (reason := why_not(values)) is not None:
             return self._pickled(tensor, path, reason)
-        return {"$tensor": self._placed(values, path), **told}
+        return {"$tensor": self._add_tensor(values, path), **facts}
 
     def _array(self, array: Any, path: str) -> Any:
         dtype = array.dtype
@@ -154,7 +154,7 @@ class _Encoder:
             return self._pickled(array, path, f"is an array of {dtype}")
         values = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
         tag = "$array" if isinstance(array, np.ndarray) else "$number"
-        return {tag: self._placed(values, path), "dtype": dtype.str, "shape": list(array.shape)}
+        return {tag: self._add_tensor(values, path), "dtype": dtype.str, "shape": list(array.shape)}
 
     def _parts(self, tensor: Any, path: str) -> dict[str, Any]:
         names, context = tensor.__tensor_flatten__()
@@ -162,9 +162,9 @@ class _Encoder:
         layout = {"size": list(tensor.size()), "stride": list(tensor.stride())}
         return {"parts": parts, "context": self.tree(list(context), f"{path}.context"), **layout}
 
-    def _placed(self, tensor: Tensor, path: str) -> str:
+    def _add_tensor(self, tensor: Tensor, path: str) -> str:
         name = path or "value"
-        while name in self.tensors:  # keys that look alike, such as 1 and "1"
+        while name in self.tensors:  # keys that print the same, such as 1 and "1"
             name += "'"
         self.tensors[name] = tensor
         return name
@@ -172,15 +172,15 @@ class _Encoder:
     def _pickled(self, value: Any, path: str, reason: str) -> Any:
         if not self.allow_pickle:
             raise CheckpointError(
-                f"{self._told(path)} {reason}, and a state on disk holds plain values, tensors and arrays only. "
-                "Put it in such terms in state_dict(), or say allow_pickle=True here and when it is loaded."
+                f"{self._name(path)} {reason}, and a checkpoint holds plain values, tensors and arrays only. Return "
+                "those from state_dict(), or give allow_pickle=True both here and to load_state."
             )
         try:
             return {"$pickle": base64.b64encode(pickle.dumps(value)).decode()}
         except Exception as error:
-            raise CheckpointError(f"{self._told(path)} {reason}, which cannot be pickled either: {error}") from error
+            raise CheckpointError(f"{self._name(path)} {reason}, which cannot be pickled either: {error}") from error
 
-    def _told(self, path: str) -> str:
+    def _name(self, path: str) -> str:
         return f"{self.label}[{path!r}]" if path else self.label
 
 
@@ -197,19 +197,19 @@ class _Decoder:
             return tree
         tag = next(iter(tree), "")
         if not tag.startswith("$"):
-            return {key: self.value(one, f"{path}.{key}" if path else key) for key, one in tree.items()}
+            return {key: self.value(branch, f"{path}.{key}" if path else key) for key, branch in tree.items()}
         try:
             return self._tagged(tag, tree, path)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{self._told(path)} is damaged: {error!r}.") from error
+            raise CheckpointError(f"{self._name(path)} is damaged: {error!r}.") from error
 
     def items(self, trees: list[Any], path: str) -> list[Any]:
         return [self.value(tree, f"{path}.{index}" if path else str(index)) for index, tree in enumerate(trees)]
 
     def pairs(self, trees: list[Any], path: str) -> list[tuple[Any, Any]]:
-        return [(self.value(key, path), self.value(one, f"{path}.{key}" if path else str(key))) for key, one in trees]
+        return [(self.value(key, path), self.value(tree, f"{path}.{key}" if path else str(key))) for key, tree in trees]
 
     def _tagged(self, tag: str, tree: dict[str, Any], path: str) -> Any:
         content = tree[tag]
@@ -220,61 +220,61 @@ class _Decoder:
         if tag == "$tensor":
             return self._tensor(content, tree, path)
         if tag in ("$array", "$number"):
-            data = self._placed(content, path).cpu().numpy().tobytes()
+            data = self._stored_tensor(content, path).cpu().numpy().tobytes()
             array = np.frombuffer(data, np.dtype(tree["dtype"])).reshape(tree["shape"])
             return array.copy() if tag == "$array" else array[()]
         if tag == "$quantized":
             return self._quantized(content, tree, path)
         if tag == "$pickle":
             return self._unpickled(content, path)
-        raise CheckpointError(f"{self._told(path)} is of a kind {tag!r} that this version does not know.")
+        raise CheckpointError(f"{self._name(path)} has the type {tag!r}, which this version does not know.")
 
-    def _tensor(self, name: str, told: dict[str, Any], path: str) -> Any:
-        tensor = self._placed(name, path)
-        if told.get("complex"):
+    def _tensor(self, name: str, facts: dict[str, Any], path: str) -> Any:
+        tensor = self._stored_tensor(name, path)
+        if facts.get("complex"):
             tensor = torch.view_as_complex(tensor)
-        return Parameter(tensor, told["parameter"]) if "parameter" in told else tensor
+        return Parameter(tensor, facts["parameter"]) if "parameter" in facts else tensor
 
-    def _quantized(self, name: str, told: dict[str, Any], path: str) -> Any:
+    def _quantized(self, name: str, facts: dict[str, Any], path: str) -> Any:
         if name not in _QUANTIZED:
-            raise CheckpointError(f"{self._told(path)} is a {name}, which this version does not know.")
+            raise CheckpointError(f"{self._name(path)} is a {name}, which this version does not know.")
         module, _, kind = name.rpartition(".")
         try:
             cls: Any = getattr(import_module(module), kind)
         except ImportError as error:
-            raise CheckpointError(f"{self._told(path)} is a {name}: install torchao to load it.") from error
-        parts = {part: self.value(tree, f"{path}.{part}") for part, tree in told["parts"].items()}
-        size, stride = torch.Size(told["size"]), tuple(told["stride"])
-        return cls.__tensor_unflatten__(parts, self.value(told["context"], path), size, stride)
+            raise CheckpointError(f"{self._name(path)} is a {name}: install torchao to load it.") from error
+        parts = {part: self.value(tree, f"{path}.{part}") for part, tree in facts["parts"].items()}
+        size, stride = torch.Size(facts["size"]), tuple(facts["stride"])
+        return cls.__tensor_unflatten__(parts, self.value(facts["context"], path), size, stride)
 
-    def _placed(self, name: str, path: str) -> Any:
+    def _stored_tensor(self, name: str, path: str) -> Any:
         if name not in self.tensors:
-            raise CheckpointError(f"{self._told(path)} is a tensor that is not in the file: {name!r}.")
+            raise CheckpointError(f"{self._name(path)} is a tensor that is not in the file: {name!r}.")
         return self.tensors[name]
 
     def _unpickled(self, content: str, path: str) -> Any:
         if not self.allow_pickle:
             raise CheckpointError(
-                f"{self._told(path)} was pickled when it was saved, and to load it may run code that came with it. Say "
-                "allow_pickle=True if you trust where this state comes from."
+                f"{self._name(path)} was pickled when it was saved, and loading a pickle can run code. Give "
+                "allow_pickle=True if you trust where this checkpoint comes from."
             )
-        return pickle.loads(base64.b64decode(content))  # noqa: S301 - on the user's explicit word only
+        return pickle.loads(base64.b64decode(content))  # noqa: S301 - only with allow_pickle=True
 
-    def _told(self, path: str) -> str:
+    def _name(self, path: str) -> str:
         return f"{self.label}[{path!r}]" if path else self.label
 
 
 def _read_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{name} is no type")
+        raise TypeError(f"torch.{name} is not a dtype")
     return dtype
 
 
-_SAID_BY_JSON = frozenset({type(None), bool, int, str})
-# For each type: its tag, how it is said, and how it is read.
+_JSON_TYPES = frozenset({type(None), bool, int, str})
+# For each type: its tag, the function that makes it JSON, and the one that reads it.
 _SIMPLE: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    float: ("$float", repr, float),  # inf and nan
+    float: ("$float", repr, float),  # infinities and NaN
     complex: ("$complex", repr, complex),
     bytes: ("$bytes", lambda value: base64.b64encode(value).decode(), base64.b64decode),
     bytearray: (

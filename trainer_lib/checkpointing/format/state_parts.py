@@ -1,4 +1,4 @@
-"""This file is the parts of a state: all that survives a restart has a name, and a state to take and to give back."""
+"""The parts of a checkpoint: models, optimizers, schedules, loaders and registered objects, and the files of each."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,7 +19,7 @@ from trainer_lib.tensor_files.model_files import find_weights, read_weights, wei
 from trainer_lib.tensor_files.shards import SHARDS_ENDING, read_whole
 from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME
 
-# What is called how in messages, and has to be as many when a state is loaded as when it was saved.
+# The kinds of parts whose number must be the same when a checkpoint is loaded, and their names in messages.
 COUNTED = {
     "model": "models",
     "optimizer": "optimizers",
@@ -30,27 +30,27 @@ COUNTED = {
 
 
 class Stateful(Protocol):
-    """What has a state."""
+    """An object with a state."""
 
     def state_dict(self) -> Any:
         """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state up."""
+        """Load a state."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateOptions:
-    """What the caller says to a save or a load.
+    """The options of `save_state` and `load_state`.
 
     Args:
-        allow_pickle: Pickles may be written, and read.
-        safe_serialization: Weights are safetensors; else pickles of tensors.
+        allow_pickle: Whether pickles may be written and read.
+        safe_serialization: Whether weights are safetensors; otherwise pickles of tensors.
         max_shard_size: The size of one file of weights.
-        strict: The names of weights have to be those of the model.
-        device: Where tensors are read to.
+        strict: Whether the names of weights must be those of the model.
+        device: The device that tensors are read to.
     """
 
     allow_pickle: bool = False
@@ -60,20 +60,20 @@ class StateOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        """Check the size now, not when a part of the state is written."""
+        """Check the size now, not when a part of the checkpoint is written."""
         convert_file_size_to_int(self.max_shard_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part(ABC):
-    """One of the things that survive a restart.
+    """An object that a checkpoint saves and restores.
 
     Args:
-        kind: What it is.
-        stateful: Its state.
-        index: Which of its kind.
-        writes: Whether this process writes it down.
-        class_name: Of what the state is, if no other class can take it up.
+        kind: Its kind: "model", "optimizer", "scheduler", …
+        stateful: The object.
+        index: Its index among the objects of its kind.
+        writes: Whether this rank writes its files.
+        class_name: Its class, if only an object of the same class can load the state.
     """
 
     kind: str
@@ -84,16 +84,16 @@ class Part(ABC):
 
     @property
     def name(self) -> str:
-        """What its files are called by."""
+        """The stem of its files' names."""
         return numbered(self.kind, self.index)
 
     @abstractmethod
     def files(self, state: Any, options: StateOptions) -> dict[str, Content]:
-        """Return what this process is to write of a state."""
+        """Return the files that this rank writes for a state."""
 
     @abstractmethod
     def read(self, folder: Path, options: StateOptions) -> Any:
-        """Return the state that this process is to take up.
+        """Return the state that this rank loads.
 
         Raises:
             CheckpointError: If it cannot be read.
@@ -105,28 +105,28 @@ class State(Part):
     """Any state, as JSON and tensors.
 
     Args:
-        file_name: What its files are called, if not as the part.
-        reads: Whether this process reads them; else another one hands it what it needs.
+        file_name: The stem of its files' names, if it is not the name of the part.
+        reads: Whether this rank reads the files; otherwise it gets the values from another rank.
     """
 
     file_name: str | None = None
     reads: bool = True
 
     def files(self, state: Any, options: StateOptions) -> dict[str, Content]:
-        """Return a file of JSON, and one of tensors if there are any."""
+        """Return a JSON file, and a file of tensors if there are any."""
         return state_files(self.file_name or self.name, state, options) if self.writes else {}
 
     def read(self, folder: Path, options: StateOptions) -> Any:
-        """Read both."""
+        """Read the JSON file and the tensors."""
         return read_state(folder, self.file_name or self.name, options) if self.reads else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Part):
-    """A model: its tensors in Hugging Face's layout; what else it keeps (extra state) beside them.
+    """A model: its tensors in Hugging Face's layout, and its extra state beside them.
 
     Args:
-        reads: Whether this process reads the files; else another one hands it what it needs.
+        reads: Whether this rank reads the files; otherwise it gets the values from another rank.
     """
 
     kind: str = SAFE_MODEL_NAME
@@ -134,11 +134,11 @@ class Weights(Part):
 
     @property
     def extra_name(self) -> str:
-        """The name of the files of what is no tensor."""
+        """The stem of the files of extra state, which holds values that are not tensors."""
         return f"{self.name}.extra"
 
     def files(self, state: Mapping[str, Any], options: StateOptions) -> dict[str, Content]:
-        """Return the files of weights, and of extra state if there is any."""
+        """Return the files of weights, and those of extra state if there is any."""
         if not self.writes:
             return {}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -147,31 +147,34 @@ class Weights(Part):
         return files | (state_files(self.extra_name, extra, options) if extra else {})
 
     def read(self, folder: Path, options: StateOptions) -> dict[str, Any]:
-        """Read both."""
+        """Read the weights and the extra state."""
         if not self.reads:
             return {}
         shards = folder / f"{self.name}{SHARDS_ENDING}"
-        # Shards that were written by many are read whole by who has none.
-        tensors = read_whole(shards) if shards.is_dir() else read_weights(self._found(folder, options), options.device)
+        # A model that is not sharded reads all shards of one that was.
+        is_sharded = shards.is_dir()
+        tensors = (
+            read_whole(shards) if is_sharded else read_weights(self._weights_file(folder, options), options.device)
+        )
         return {**tensors, **self.read_extra(folder, options)}
 
     def read_extra(self, folder: Path, options: StateOptions) -> dict[str, Any]:
-        """Return what was saved that is no tensor."""
-        there = (folder / f"{self.extra_name}.json").is_file()
-        return read_state(folder, self.extra_name, options) if there else {}
+        """Return the extra state, if any was saved."""
+        has_extra = (folder / f"{self.extra_name}.json").is_file()
+        return read_state(folder, self.extra_name, options) if has_extra else {}
 
-    def _found(self, folder: Path, options: StateOptions) -> Path:
+    def _weights_file(self, folder: Path, options: StateOptions) -> Path:
         safe, pickled = (find_weights(folder, self.index, kind) for kind in (True, False))
         if safe is not None:
             return safe
         if pickled is None:
             raise CheckpointError(
-                f"{folder} has no weights of {self.name}: a hook took them out of what was saved. Register a hook "
-                "with register_load_state_pre_hook that loads the model, and takes it out of the list."
+                f"{folder} has no weights of {self.name}: a save hook removed them. Register a hook with "
+                "register_load_state_pre_hook that loads the model and removes it from the list."
             )
         if options.safe_serialization:
             raise CheckpointError(
-                f"The weights in {folder} were saved with safe_serialization=False, as a pickle. Say "
+                f"The weights in {folder} were saved with safe_serialization=False, as a pickle. Call "
                 "load_state(…, safe_serialization=False) if you trust where they come from; only tensors are read."
             )
         return pickled
@@ -185,15 +188,15 @@ def state_files(name: str, state: Any, options: StateOptions) -> dict[str, Conte
 
 
 def read_state(folder: Path, name: str, options: StateOptions) -> Any:
-    """Read a state from its files.
+    """Read the state that `state_files` wrote.
 
     Raises:
-        CheckpointError: If they cannot be read.
+        CheckpointError: If the files cannot be read.
     """
     tensors, shards = folder / f"{name}.safetensors", folder / f"{name}{SHARDS_ENDING}"
     read: dict[str, Tensor] = {}
     if tensors.is_file():
-        # Not where they lie in the file: what is deleted while it is in use keeps its space on the disk taken.
+        # Not memory-mapped: a deleted file that is mapped still takes its space on the disk.
         read = load_tensors(tensors, options.device)
     elif shards.is_dir():
         read = read_whole(shards)
@@ -201,44 +204,44 @@ def read_state(folder: Path, name: str, options: StateOptions) -> Any:
 
 
 def check_counts(saved: Sequence[str], present: Sequence[str], where: str) -> None:
-    """Raise unless as many of each kind were saved as there are now.
+    """Raise unless there are as many parts of each kind now as were saved.
 
     Args:
-        saved: The names of parts that were saved.
-        present: The names of parts there are.
-        where: The folder.
+        saved: The names of the parts that were saved.
+        present: The names of the parts that there are now.
+        where: The folder of the checkpoint.
 
     Raises:
-        CheckpointError: With what differs, and what to do.
+        CheckpointError: With the counts that differ, and how to fix it.
     """
-    then, now = (Counter(_kind(name) for name in names) for names in (saved, present))
-    for kind, text in COUNTED.items():
-        if then[kind] != now[kind]:
+    saved_counts, counts = (Counter(_kind(name) for name in names) for names in (saved, present))
+    for kind, plural in COUNTED.items():
+        if saved_counts[kind] != counts[kind]:
             verb = "register_for_checkpointing" if kind == "custom_checkpoint" else "prepare"
             raise CheckpointError(
-                f"The state in {where} has {then[kind]} {text}, and this Accelerator has {now[kind]}. Make and "
-                f"{verb} the same ones before load_state; for a model's weights alone, use "
+                f"The checkpoint {where} has {saved_counts[kind]} {plural}, and this Accelerator has {counts[kind]}. "
+                f"Make and {verb} the same ones before load_state; for a model's weights alone, use "
                 "load_checkpoint_in_model(model, folder)."
             )
 
 
 def kinds_of(parts: Sequence[Part]) -> dict[str, str]:
-    """Return the classes of parts by name, where they matter."""
+    """Return the class of each part, by its name, that only an object of the same class can load."""
     return {part.name: part.class_name for part in parts if part.class_name is not None}
 
 
 def check_kinds(saved: Mapping[str, str], present: Mapping[str, str], where: str) -> None:
-    """Raise if what was saved is of another class than what is there now.
+    """Raise if the class of a part differs from the class that was saved.
 
     Raises:
         CheckpointError: With both classes.
     """
-    for name, then in saved.items():
-        now = present.get(name, then)
-        if now != then:
+    for name, saved_class in saved.items():
+        class_name = present.get(name, saved_class)
+        if class_name != saved_class:
             raise CheckpointError(
-                f"The state in {where} has as {name} the state of {then}, and here it is {now}, to which that means "
-                f"nothing. Prepare {then} as before; for a model's weights alone, use "
+                f"The checkpoint {where} has the state of {saved_class} as {name}, and {name} is now {class_name}, "
+                f"which cannot load it. Prepare {saved_class} as before; for a model's weights alone, use "
                 "load_checkpoint_in_model(model, folder)."
             )
 

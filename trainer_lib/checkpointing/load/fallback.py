@@ -1,4 +1,4 @@
-"""This file is opening a state on all processes, every byte of it checked, and putting one aside that is damaged."""
+"""Opening a checkpoint on all ranks with every byte verified, and setting aside a damaged one."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from trainer_lib.process_group import ProcessGroup
 
 
 class OpenedCheckpoint(NamedTuple):
-    """A state of which every byte is as it was written.
+    """A checkpoint whose every byte was verified.
 
     Attributes:
         manifest: Its manifest.
@@ -28,29 +28,29 @@ class OpenedCheckpoint(NamedTuple):
 def open_verified(
     folder: AnyPath,
     group: ProcessGroup,
-    doing: str,
+    operation: str,
     reader: int,
     readers: int,
     is_loaded_next: bool = False,
 ) -> OpenedCheckpoint:
-    """Return a state of which every byte is as it was written; each process reads a part of them.
+    """Verify every byte of a checkpoint and return it; the ranks share the reading.
 
     Args:
-        folder: The state.
-        group: The processes, all of which get the same answer.
-        doing: What this is a part of: the call that the user made.
-        reader: The number of this process among those that share this folder.
-        readers: How many share it.
-        is_loaded_next: Whether it will be opened once more, to be loaded: then it need not be read again.
+        folder: The checkpoint.
+        group: The ranks, which all return or raise the same.
+        operation: The call that the user made, for errors.
+        reader: The number of this rank among those that share this folder.
+        readers: How many ranks share it.
+        is_loaded_next: Whether the checkpoint will be opened again to be loaded, without reading every byte again.
 
     Raises:
         DamagedError: If it is damaged.
         CheckpointError: If it cannot be read for another reason.
     """
-    files = local_files(folder, group, doing, reader, readers)
+    files = local_files(folder, group, operation, reader, readers)
     try:
         # It is damaged only if every rank that fails calls it damaged.
-        with raise_on_all_ranks(group, f"{doing}: checking the checkpoint", CheckpointError):
+        with raise_on_all_ranks(group, f"{operation}: checking the checkpoint", CheckpointError):
             manifest = open_state(folder)
             files.check(manifest)
     except CheckpointError:
@@ -61,17 +61,17 @@ def open_verified(
     return OpenedCheckpoint(manifest, files)
 
 
-def set_aside(folder: AnyPath, group: ProcessGroup, doing: str, leads: bool) -> AnyPath:
-    """Rename a damaged state, so that nobody takes it for a good one, and return what it is called now.
+def set_aside(folder: AnyPath, group: ProcessGroup, operation: str, leads: bool) -> AnyPath:
+    """Rename a damaged checkpoint, so that it is never loaded, and return its new path.
 
     Args:
-        folder: The state.
-        group: The processes.
-        doing: What this is a part of.
-        leads: Whether this process renames folders.
+        folder: The checkpoint.
+        group: The ranks.
+        operation: The call that the user made, for errors.
+        leads: Whether this rank renames folders.
     """
     aside = damaged_beside(folder)
-    with raise_on_all_ranks(group, doing, CheckpointError):
+    with raise_on_all_ranks(group, operation, CheckpointError):
         if leads:
             try:
                 storage_of(folder).rename(aside.name)

@@ -1,4 +1,4 @@
-"""This file is the files of a state on this machine: those on its disk, or copies of what is behind a URL."""
+"""The files of a checkpoint on this machine: its own files on a disk, or copies of files behind a URL."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -20,54 +20,55 @@ _Stamp = list[tuple[str, int, int, int]]
 
 
 class LocalFiles(ABC):
-    """The files of a state.
+    """The files of a checkpoint.
 
     Attributes:
-        folder: Where they are.
+        folder: Their folder on this machine.
     """
 
     folder: Path
 
     @abstractmethod
     def check(self, manifest: Manifest) -> None:
-        """Read this process's part of all bytes, and raise if one is not as it was written."""
+        """Read this rank's share of the bytes, and raise if any of them is wrong."""
 
     @abstractmethod
     def keep(self) -> None:
-        """Have the next `local_files` of this state find them checked."""
+        """Let the next `local_files` of this checkpoint skip the check."""
 
     @abstractmethod
     def release(self) -> None:
-        """Say that no process needs them any more."""
+        """Delete what was copied; no rank needs the files any more."""
 
 
-def local_files(folder: AnyPath, group: ProcessGroup, doing: str, reader: int, readers: int) -> LocalFiles:
-    """Return the files of a state, to be checked; all processes ask.
+def local_files(folder: AnyPath, group: ProcessGroup, operation: str, reader: int, readers: int) -> LocalFiles:
+    """Return the files of a checkpoint, which are still to be checked; all ranks call it.
 
     Args:
-        folder: The state.
-        group: The processes.
-        doing: What this is a part of.
-        reader: The number of this process among those that share a folder on a disk.
-        readers: How many share it.
+        folder: The checkpoint.
+        group: The ranks.
+        operation: The call that the user made, for errors.
+        reader: The number of this rank among those that share a folder on a disk.
+        readers: How many ranks share it.
     """
     if isinstance(folder, RemotePath):
-        return _kept.pop(folder, None) or _FetchedFiles.between(folder, group, doing)
+        return _kept.pop(folder, None) or _FetchedFiles.between(folder, group, operation)
     return _FilesOnDisk(folder, reader, readers)
 
 
 def fetch(folder: RemotePath, names: Collection[str], manifest: Manifest | None, to: Path) -> list[str]:
-    """Copy files here, and return what is wrong with those that are not as they were written."""
-    return [found for found in for_each_file(lambda name: _fetch(folder, name, manifest, to), names) if found]
+    """Copy files to this machine, and return what is wrong with each damaged one."""
+    complaints = for_each_file(lambda name: _fetch(folder, name, manifest, to), names)
+    return [complaint for complaint in complaints if complaint]
 
 
-# What was just checked in order to be loaded, and how its files looked then.
+# Checkpoints that were checked and will be loaded next, with the stamps of their files.
 _checked: dict[Path, _Stamp] = {}
 _kept: dict[RemotePath, "_FetchedFiles"] = {}
 
 
 class _FilesOnDisk(LocalFiles):
-    """Files that are here."""
+    """Files on a disk of this machine."""
 
     def __init__(self, folder: Path, reader: int, readers: int) -> None:
         self.folder = folder
@@ -83,18 +84,18 @@ class _FilesOnDisk(LocalFiles):
         _checked[self.folder] = self._stamp
 
     def release(self) -> None:
-        """Leave them where they are."""
+        """Do nothing: the files are the checkpoint itself."""
         del self
 
 
 class _FetchedFiles(LocalFiles):
-    """Copies of files, one for all processes that see the same disk, each of which fetches a part.
+    """Copies of files behind a URL: one copy for all ranks that see the same disk, which share the fetching.
 
     Args:
-        source: Where they are from.
-        folder: Where they are put.
-        reader: The number of this process among those that put files there.
-        readers: How many do.
+        source: The checkpoint.
+        folder: The folder of the copies.
+        reader: The number of this rank among those that fetch into this folder.
+        readers: How many ranks do.
     """
 
     def __init__(self, source: RemotePath, folder: Path, reader: int, readers: int) -> None:
@@ -104,16 +105,16 @@ class _FetchedFiles(LocalFiles):
         self._fetched: Manifest | None = None
 
     @classmethod
-    def between(cls, source: RemotePath, group: ProcessGroup, doing: str) -> "_FetchedFiles":
-        own = temporary_folder()
-        # Names are drawn: a process that has a folder of this name sees the disk of the one who made it.
-        folders = gather_checked(group, str(own), doing, CheckpointError)
+    def between(cls, source: RemotePath, group: ProcessGroup, operation: str) -> "_FetchedFiles":
+        created = temporary_folder()
+        # The names are random: a rank that sees another rank's folder shares a disk with it.
+        folders = gather_checked(group, str(created), operation, CheckpointError)
         chosen = next(Path(folder) for folder in folders if Path(folder).is_dir())
-        chosen_by_rank = gather_checked(group, str(chosen), doing, CheckpointError)
-        together = [rank for rank, folder in enumerate(chosen_by_rank) if folder == str(chosen)]
-        if chosen != own:
-            own.rmdir()
-        return cls(source, chosen, together.index(group.rank), len(together))
+        chosen_by_rank = gather_checked(group, str(chosen), operation, CheckpointError)
+        sharing = [rank for rank, folder in enumerate(chosen_by_rank) if folder == str(chosen)]
+        if chosen != created:
+            created.rmdir()
+        return cls(source, chosen, sharing.index(group.rank), len(sharing))
 
     def check(self, manifest: Manifest) -> None:
         if manifest == self._fetched:
@@ -145,5 +146,5 @@ def _fetch(folder: RemotePath, name: str, manifest: Manifest | None, to: Path) -
 
 
 def _stamp(folder: Path, manifest: Manifest) -> _Stamp:
-    found = [(name, (folder / name).stat()) for name in (MANIFEST_NAME, *manifest.files)]
-    return [(name, facts.st_ino, facts.st_size, facts.st_mtime_ns) for name, facts in found]
+    stats = [(name, (folder / name).stat()) for name in (MANIFEST_NAME, *manifest.files)]
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

@@ -1,4 +1,4 @@
-"""This file is whether a state on disk is as it was written: which files, how long, and every byte of them."""
+"""Verifying a checkpoint: the names, sizes and checksums of its files."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,27 +18,27 @@ _SHOWN = 4
 
 
 def check_sizes(folder: AnyPath, manifest: Manifest) -> None:
-    """Raise unless all files are there, in full length, and nothing among them that does not belong; reads none.
+    """Raise unless all files exist in full length, without extra files that a part would read; reads no contents.
 
     Raises:
-        DamagedError: With the names of those that are not.
+        DamagedError: With the names of the wrong files.
     """
-    found = storage_of(folder).sizes()
-    complaints = [*_sizes(folder, manifest.files, found), *_strangers(manifest, found)]
+    present = storage_of(folder).sizes()
+    complaints = [*_wrong_sizes(folder, manifest.files, present), *_extra_files(manifest, present)]
     if complaints:
         raise damaged(folder, complaints)
 
 
 def check_bytes(folder: AnyPath, manifest: Manifest, names: Collection[str] | None = None) -> None:
-    """Raise unless all files hold what was written.
+    """Raise unless all files have the checksums in the manifest.
 
     Args:
-        folder: The state.
-        manifest: Its manifest, with the sizes of whose files is all well.
-        names: Of which files; by default of all.
+        folder: The checkpoint.
+        manifest: Its manifest. The sizes of the files must have been checked.
+        names: The files to check; by default all.
 
     Raises:
-        DamagedError: With the names of those that do not.
+        DamagedError: With the names of the files that differ.
     """
     complaints = differences(folder, manifest, manifest.files if names is None else names)
     if complaints:
@@ -46,9 +46,9 @@ def check_bytes(folder: AnyPath, manifest: Manifest, names: Collection[str] | No
 
 
 def differences(folder: AnyPath, manifest: Manifest, names: Collection[str]) -> list[str]:
-    """Return what is wrong with the bytes of files, each with what was expected and what was found."""
+    """Return a message for each file whose bytes are wrong, with the expected and the actual checksum."""
     if manifest.schema < 2:
-        _logger.info("The state in %s has no checksums (it is of format 1): sizes alone were checked.", folder)
+        _logger.info("The checkpoint %s has no checksums (format 1): only the sizes of its files were checked.", folder)
         return []
     for name in names:
         inside(folder, name, MANIFEST_NAME)
@@ -57,43 +57,43 @@ def differences(folder: AnyPath, manifest: Manifest, names: Collection[str]) -> 
 
 
 def share(files: Mapping[str, Mapping[str, Any]], rank: int, size: int) -> list[str]:
-    """Return which files a process reads, so that each of them has about as many bytes to read."""
+    """Return the files that a rank reads, so that all ranks read about as many bytes."""
     loads = [0] * size
-    own: list[str] = []
+    names: list[str] = []
     for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
         least = loads.index(min(loads))
         loads[least] += files[name]["size"]
         if least == rank:
-            own.append(name)
-    return own
+            names.append(name)
+    return names
 
 
 def damaged(folder: AnyPath, complaints: Sequence[str]) -> DamagedError:
-    """Return the error that tells what is wrong with a state."""
+    """Return the error for a damaged checkpoint, with what is wrong."""
     more = f", and {len(complaints) - _SHOWN} more" if len(complaints) > _SHOWN else ""
-    return DamagedError(f"The state in {folder} is damaged: {', '.join(complaints[:_SHOWN])}{more}.")
+    return DamagedError(f"The checkpoint {folder} is damaged: {', '.join(complaints[:_SHOWN])}{more}.")
 
 
-def _sizes(folder: AnyPath, files: Mapping[str, Mapping[str, Any]], found: Mapping[str, int]) -> list[str]:
+def _wrong_sizes(folder: AnyPath, files: Mapping[str, Mapping[str, Any]], present: Mapping[str, int]) -> list[str]:
     complaints: list[str] = []
     for name, facts in files.items():
         inside(folder, name, MANIFEST_NAME)
-        if name not in found:
+        if name not in present:
             complaints.append(f"{name} is missing")
-        elif found[name] != facts["size"]:
-            complaints.append(f"{name} has {found[name]} bytes instead of {facts['size']}")
+        elif present[name] != facts["size"]:
+            complaints.append(f"{name} has {present[name]} bytes instead of {facts['size']}")
     return complaints
 
 
-def _strangers(manifest: Manifest, found: Iterable[str]) -> list[str]:
-    """Return what was put where the files of a part are looked for; other files that people add are theirs."""
-    taken = {_stem(name) for name in manifest.files} | set(manifest.parts)
-    strangers = [
+def _extra_files(manifest: Manifest, present: Iterable[str]) -> list[str]:
+    """Return the files that a part would read and that are not in the manifest; other added files are allowed."""
+    stems = {_stem(name) for name in manifest.files} | set(manifest.parts)
+    extra = [
         name
-        for name in found
-        if name not in manifest.files and _stem(name) in taken and name.endswith((".json", ".safetensors"))
+        for name in present
+        if name not in manifest.files and _stem(name) in stems and name.endswith((".json", ".safetensors"))
     ]
-    return [f"{name} was not written with it" for name in sorted(strangers)]
+    return [f"{name} is not in its manifest" for name in sorted(extra)]
 
 
 def _stem(name: str) -> str:
@@ -102,10 +102,10 @@ def _stem(name: str) -> str:
 
 def _difference(folder: AnyPath, name: str, facts: Mapping[str, Any]) -> str | None:
     try:
-        found = storage_of(folder).checksum(name)
+        actual = storage_of(folder).checksum(name)
     except PermissionError as error:
         raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}.") from error
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     expected = facts[CHECKSUM]
-    return None if found == expected else f"{name} has the checksum {found} instead of {expected}"
+    return None if actual == expected else f"{name} has the checksum {actual} instead of {expected}"

@@ -1,4 +1,4 @@
-"""This file is saves behind the training: a thread writes one at a time, and who waits for it hears of its failure."""
+"""Background saves: a thread writes one checkpoint at a time, and the next call that waits for it raises its error."""
 
 import atexit
 import contextlib
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
-# Seconds that the others have to answer when this process ends with an error: they may never do.
+# Seconds that a rank that ends with an error waits for the other ranks, which may never answer.
 _PATIENCE_AFTER_AN_ERROR = 10.0
 
-UPLOAD_THREADS = "upload"  # what the names of threads begin with that send files
+UPLOAD_THREADS = "upload"  # the prefix of the names of threads that upload files
 
 
 class BackgroundSaves:
-    """The thread that writes, and what it needs: a snapshot, and a group of processes of its own."""
+    """The thread that writes checkpoints, with the snapshot and the process group that it uses."""
 
     def __init__(self) -> None:
         self._snapshots: Snapshots | None = None
@@ -38,15 +38,15 @@ class BackgroundSaves:
         self._written_at: float | None = None
         self._hang: str | None = None
         self._has_ended = False
-        self._released = threading.Event()  # once it has ended, or hangs
-        self.ended_at = 0.0  # the last one, by time.monotonic
-        self.nonfinite: list[str] = []  # what makes the last one not finite, on any process
-        self.infinite_states: list[str] = []  # its optimizer states with an infinity
+        self._released = threading.Event()  # set when the save has ended or hangs
+        self.ended_at = 0.0  # the end of the last save, by time.monotonic
+        self.nonfinite: list[str] = []  # the tensors of the last save that are not finite, on any rank
+        self.infinite_states: list[str] = []  # the optimizer states of the last save with an infinity
         self._groups: tuple[ProcessGroup, ProcessGroup] | None = None
 
     @property
     def snapshots(self) -> "Snapshots":
-        """Where the tensors of a state are copied to before it is written."""
+        """The memory that tensors are copied to before the thread writes them."""
         from trainer_lib.checkpointing.format.snapshot import Snapshots
 
         if self._snapshots is None:
@@ -60,12 +60,12 @@ class BackgroundSaves:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the part of this process is being written, and it does not wait for those of others."""
+        """Whether this rank is still writing its part, and not yet waiting for the other ranks."""
         return self.is_running and self._written_at is None
 
     @property
     def hang(self) -> str | None:
-        """Where the save hangs, as `report_hang` was told; `None` if it does not."""
+        """Where the save hangs, as reported to `report_hang`; `None` if it does not hang."""
         return self._hang if self.is_running else None
 
     @property
@@ -75,36 +75,37 @@ class BackgroundSaves:
 
     @property
     def threads(self) -> list[int]:
-        """The threads that write: those that send files for a save, and that of the save."""
-        own = self._thread
-        sending = [thread for thread in threading.enumerate() if thread.name.startswith(UPLOAD_THREADS)]
-        return [thread.ident for thread in (*sending, own) if thread is not None and thread.ident is not None]
+        """The ids of the threads that write: those that upload files, and the thread of the save."""
+        uploading = [thread for thread in threading.enumerate() if thread.name.startswith(UPLOAD_THREADS)]
+        return [
+            thread.ident for thread in (*uploading, self._thread) if thread is not None and thread.ident is not None
+        ]
 
-    def group(self, beside: ProcessGroup) -> ProcessGroup:
-        """Return a group of the same processes for the thread; made at the first call, of all of them."""
-        if self._groups is None or self._groups[0] is not beside:
-            self._groups = beside, beside.another()
+    def group(self, training_group: ProcessGroup) -> ProcessGroup:
+        """Return a second group of the same ranks for the thread; the first call, on all ranks, creates it."""
+        if self._groups is None or self._groups[0] is not training_group:
+            self._groups = training_group, training_group.another()
         return self._groups[1]
 
     def start(self, target: AnyPath, work: Callable[[], object]) -> None:
-        """Have a thread do the work that makes `target`; the one before has to be waited for."""
+        """Write the checkpoint `target` by calling `work` on a thread; wait for the previous save first."""
         _wait_at_exit(self)
         self._target, self._error, self._written_at = target, None, None
         self._hang, self._has_ended, self._released = None, False, threading.Event()
-        # A daemon, as Python waits for any other thread for ever: `at_exit` knows better.
-        self._thread = threading.Thread(target=self._do, args=(work,), name=f"save of {target.name}", daemon=True)
+        # A daemon thread, because Python waits without limit for any other; `at_exit` waits instead.
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"save of {target.name}", daemon=True)
         self._thread.start()
 
     def mark_written(self) -> None:
-        """Note that the part of this process is on the disk: now it depends on the others."""
+        """Record that this rank has written its part; the save now waits for the other ranks."""
         self._written_at = time.monotonic()
 
     def report_hang(self, where: str | None) -> None:
-        """Note that the save hangs, so that nobody waits for it; or, with `None`, that it moves again."""
-        before, self._hang = self._hang, where
+        """Report that the save hangs, so that no call waits for it; `None` reports that it makes progress again."""
+        previous, self._hang = self._hang, where
         if where is not None:
             self._released.set()
-        elif before is not None:
+        elif previous is not None:
             self._released = threading.Event()
             if self._has_ended:
                 self._released.set()
@@ -115,10 +116,10 @@ class BackgroundSaves:
             self._released.wait()
 
     def wait(self) -> None:
-        """Wait until the state is there.
+        """Wait until the checkpoint is complete.
 
         Raises:
-            CheckpointError: If it could not be written; once.
+            CheckpointError: If it could not be written. It is raised once.
             UnwritableError: If the save hangs.
         """
         self.wait_until_released()
@@ -130,37 +131,40 @@ class BackgroundSaves:
         error, self._error = self._error, None
         if error is not None:
             kind = UnwritableError if isinstance(error, UnwritableError) else CheckpointError
-            raise kind(f"The state {self._target} could not be saved in the background. {error}") from error
+            raise kind(f"The checkpoint {self._target} could not be saved in the background. {error}") from error
 
     def release(self) -> None:
-        """Wait, and give back the memory; a failure is told by the log, as nobody asks for the state here."""
-        with self._told():
+        """Wait for the save, log its error if it failed, and free the memory of the snapshot."""
+        with self._errors_logged():
             self.wait()
         self._snapshots = None
 
     def at_exit(self) -> None:
-        """Wait as the process ends: never for a save that hangs; after an error, for other ranks a few seconds."""
-        if self.hang is not None:  # which was logged
+        """Wait for the save at the end of the process.
+
+        A save that hangs is not waited for. After an error in this process, other ranks get a few seconds to answer.
+        """
+        if self.hang is not None:  # the hang was logged
             return
         while self.is_running and hasattr(sys, "last_value"):
             if self._written_at is not None and time.monotonic() > self._written_at + _PATIENCE_AFTER_AN_ERROR:
-                _logger.error("The state %s is not saved: the other processes did not answer.", self._target)
+                _logger.error("The checkpoint %s is not saved: the other ranks did not answer.", self._target)
                 return
             time.sleep(0.05)
-        with self._told():
+        with self._errors_logged():
             self.wait()
 
-    def _do(self, work: Callable[[], object]) -> None:
+    def _run(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - the main thread has to hear of it
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it on the main thread
             self._error = error
         self.ended_at = time.monotonic()
         self._has_ended = True
         self._released.set()
 
     @contextlib.contextmanager
-    def _told(self) -> Generator[None]:
+    def _errors_logged(self) -> Generator[None]:
         try:
             yield
         except CheckpointError as error:
@@ -168,17 +172,17 @@ class BackgroundSaves:
 
 
 _known: "weakref.WeakSet[BackgroundSaves]" = weakref.WeakSet()
-_waiting: set[int] = set()  # the processes, of which one may be a fork of another, that wait as they end
+_registered: set[int] = set()  # the ids of the processes with exit handlers; a forked process needs its own
 
 
 def _wait_at_exit(saves: BackgroundSaves) -> None:
     _known.add(saves)
-    if os.getpid() not in _waiting:
-        _waiting.add(os.getpid())
-        # After the world has formed, and so before it is left. A forked process runs multiprocessing's functions only.
+    if os.getpid() not in _registered:
+        _registered.add(os.getpid())
+        # Registered after the process group was created, so it runs before the group is destroyed.
         atexit.register(_at_exit)
-        # That is after the end of all pools of threads, which uploads need; what Python has for before it has no
-        # public name.
+        # atexit runs after Python has ended all thread pools, which uploads need. The hook that runs earlier is
+        # private. A forked process runs the finalizers of multiprocessing only.
         threading_at_exit: Callable[[Callable[[], None]], None] | None = vars(threading).get("_register_atexit")
         if threading_at_exit is not None:
             threading_at_exit(_at_exit)

@@ -1,4 +1,4 @@
-"""This file is any object in a file, for scripts that save and load what they like themselves."""
+"""`save` and `load` of any object in a file, as `torch.save` and `torch.load` on the right ranks."""
 
 import pickle
 from pathlib import Path
@@ -19,9 +19,9 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
     Args:
         obj: The object.
-        f: A path, which is replaced at once, or a file that is open for writing.
+        f: A path, whose file is replaced atomically, or a file that is open for writing.
         save_on_each_node: Save on the main process of each machine.
-        safe_serialization: Write a dict of tensors as safetensors; else whatever it is with `torch.save`.
+        safe_serialization: Write a dict of tensors as safetensors; otherwise use `torch.save`.
 
     Example:
         >>> save({"seen": 7}, "/tmp/seen.pt")
@@ -37,19 +37,19 @@ def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
     """Save an object on this process."""
     if safe_serialization and not (isinstance(obj, dict) and all(isinstance(value, Tensor) for value in obj.values())):
         raise ConfigurationError(
-            f"safe_serialization=True writes a dict of tensors, got a {type(obj).__name__}"
-            f"{' of other things' if isinstance(obj, dict) else ''}. Leave it out to save anything with torch.save."
+            f"safe_serialization=True needs a dict of tensors (got a {type(obj).__name__}"
+            f"{' with other values' if isinstance(obj, dict) else ''}). Leave it out to save anything with torch.save."
         )
     if isinstance(f, (str, Path, RemotePath)):
         replace_file(local_path(f, "save"), lambda path: _write(obj, path, safe_serialization))
     elif safe_serialization:
-        raise ConfigurationError("safe_serialization=True writes to a path, not to an open file. Give the path.")
+        raise ConfigurationError("safe_serialization=True needs a path (got an open file). Give the path.")
     else:
         torch.save(obj, f)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Load what `torch.save` wrote: tensors and plain values only, unless `weights_only=False` is said.
+    """Load what `torch.save` wrote: tensors and plain values only, unless you give `weights_only=False`.
 
     Args:
         f: A path, or a file that is open for reading.
@@ -57,14 +57,14 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         **kwargs: Other arguments of `torch.load`. `weights_only=False` lets the file run code.
 
     Raises:
-        CheckpointError: If it holds something else.
+        CheckpointError: If the file holds other objects.
     """
     try:
         return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{f} holds more than tensors and plain values: {str(error).splitlines()[0]} If you trust where it comes "
-            "from, say load(…, weights_only=False): it can run code."
+            "from, call load(…, weights_only=False), which can run code."
         ) from error
 
 

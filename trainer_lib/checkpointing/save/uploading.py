@@ -1,7 +1,7 @@
-"""This file is one save to a URL: all processes send their files, and the manifest, sent last, makes them the state.
+"""Saving a checkpoint to a URL: all ranks upload their files, and the manifest, uploaded last, commits them.
 
-Nothing is written to the disk here but what hooks write. An older state of the same name is moved beside first
-(`layout.replaced_beside`), where loading finds it until the new one is there.
+Only files that hooks write touch the local disk. An older checkpoint of the same name is first moved beside
+(`layout.replaced_beside`), where loading finds it until the new one is complete.
 """
 
 import json
@@ -29,19 +29,19 @@ from trainer_lib.tensor_files.file_contents import Content
 
 _logger = get_logger(__name__)
 
-_AT_ONCE = 4  # files that a process sends at a time
+_AT_ONCE = 4  # files that a rank uploads at a time
 
-# Where saves of this process failed: what they sent is deleted once one succeeds.
+# The folders of failed saves of this process: the next save that succeeds deletes what they uploaded.
 _debris: set[RemotePath] = set()
 
 
 def writer_for(target: AnyPath, group: ProcessGroup, leader: int) -> "CheckpointWriter | CheckpointUploader":
-    """Return the save of a state to a folder, on a disk or behind a URL.
+    """Return the writer of a checkpoint to a folder, on a disk or behind a URL.
 
     Args:
-        target: The folder.
-        group: The processes.
-        leader: The process that makes and renames folders for this one.
+        target: The folder of the checkpoint.
+        group: The ranks that save.
+        leader: The rank that creates and renames folders for this one.
     """
     return (
         CheckpointWriter(target, group, leader)
@@ -51,16 +51,16 @@ def writer_for(target: AnyPath, group: ProcessGroup, leader: int) -> "Checkpoint
 
 
 class CheckpointUploader:
-    """The save of one state to a URL, on all processes.
+    """Saves one checkpoint to a URL, on all ranks.
 
     Args:
-        target: The folder of the state.
-        group: The processes.
-        leader: The process that sends the manifest.
+        target: The folder of the checkpoint.
+        group: The ranks that save.
+        leader: The rank that uploads the manifest.
 
     Attributes:
-        folder: Where hooks of this process write, on this machine.
-        finite: What of it is not finite; of all processes after `commit`.
+        folder: The local folder that hooks of this rank write to.
+        finite: The tensors that are not finite; those of all ranks after `commit`.
     """
 
     folder: Path
@@ -71,14 +71,14 @@ class CheckpointUploader:
         self._group = group
         self._leads = group.rank == leader
         self.finite = FiniteCheck()
-        self._written: dict[str, str] = {}  # checksums of what was sent from here, by name
+        self._written: dict[str, str] = {}  # the checksums of the files that this rank uploaded, by name
 
     def __enter__(self) -> "CheckpointUploader":
         self.folder = temporary_folder()
         return self
 
     def switch_group(self, group: ProcessGroup) -> None:
-        """Go on in another thread, where the same processes talk in a group of its own."""
+        """Use another group of the same ranks from now on: that of the thread that writes."""
         self._group = group
 
     def __exit__(
@@ -89,31 +89,31 @@ class CheckpointUploader:
             _debris.add(self.target)
 
     def write(self, files: Mapping[str, Content]) -> None:
-        """Send the files of this process, and those that hooks wrote here."""
+        """Upload the files of this rank, and those that its hooks wrote."""
         by_hooks = {
             path.relative_to(self.folder).as_posix(): FileOnDisk(path)
             for path in self.folder.rglob("*")
             if path.is_file() and not path.is_symlink()
         }
-        mine = {**by_hooks, **files}
-        names_by_rank = gather_checked(self._group, sorted(mine), "save_state", CheckpointError)
+        all_files = {**by_hooks, **files}
+        names_by_rank = gather_checked(self._group, sorted(all_files), "save_state", CheckpointError)
         names = {name for names in names_by_rank for name in names}
         with raise_on_all_ranks(self._group, "save_state", CheckpointError):
             if self._leads:
-                self._make_room(names)
+                self._prepare_target(names)
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=UPLOAD_THREADS) as pool:
-            for name, checksum in zip(mine, pool.map(self._send, mine, mine.values()), strict=True):
+            for name, checksum in zip(all_files, pool.map(self._send, all_files, all_files.values()), strict=True):
                 self._written[name] = checksum
-                self.finite.check(name, mine[name])
+                self.finite.check(name, all_files[name])
 
     def commit(self, manifest: Manifest) -> None:
-        """Send the manifest, once all processes are through."""
+        """Upload the manifest once all ranks have uploaded their files."""
         answers = gather_checked(self._group, (self._written, self.finite), "save_state", CheckpointError)
         reports = [written for written, _ in answers]
         self.finite.merge(finite for _, finite in answers)
         with raise_on_all_ranks(self._group, "save_state", CheckpointError):
             if self._leads:
-                checksums = _united(reports)
+                checksums = _merged(reports)
                 try:
                     files = self._all_files(checksums)
                     complete = replace(manifest, files=files, versions=library_versions())
@@ -130,17 +130,17 @@ class CheckpointUploader:
         except (OSError, UnreachableError) as error:
             raise cannot_send(path, error) from error
 
-    def _make_room(self, names: Collection[str]) -> None:
-        """Move an older state of this name beside, delete what is left of a save, and tell what will be here."""
+    def _prepare_target(self, names: Collection[str]) -> None:
+        """Move an older checkpoint of this name beside, delete what a failed save left, and list what will come."""
         try:
-            found = self._storage.sizes()
-            if MANIFEST_NAME in found:
-                ours = {*self._older_manifest().files, MANIFEST_NAME}
-                aside = replaced_beside(self.target)
-                RemoteStorage(aside).delete()
-                self._storage.move(aside.name, [name for name in found if name in ours])
-            elif PARTIAL_NAME in found:
-                self._storage.delete_partial(found)
+            present = self._storage.sizes()
+            if MANIFEST_NAME in present:
+                older = {*self._older_manifest().files, MANIFEST_NAME}
+                replaced = replaced_beside(self.target)
+                RemoteStorage(replaced).delete()
+                self._storage.move(replaced.name, [name for name in present if name in older])
+            elif PARTIAL_NAME in present:
+                self._storage.delete_partial(present)
             self._storage.write(PARTIAL_NAME, json.dumps(sorted(names)).encode())
         except (OSError, UnreachableError) as error:
             raise cannot_send(self.target, error) from error
@@ -152,39 +152,39 @@ class CheckpointUploader:
             raise
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error} So it is not known which files there a new state of the same name would replace. Move the "
-                "folder away, or save under another name."
+                f"{error} It is unknown which files a new checkpoint of the same name would replace. Move the folder "
+                "away, or save under another name."
             ) from error
 
     def _all_files(self, checksums: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        found = self._storage.sizes()
-        missing = sorted(set(checksums) - set(found))
+        present = self._storage.sizes()
+        missing = sorted(set(checksums) - set(present))
         if missing:
             raise UnwritableError(
-                f"{self.target} has no {', '.join(missing[:4])}, which was just written there: the processes do not "
-                "write to the same storage, or it loses what it is given."
+                f"{self.target} has no {', '.join(missing[:4])}, which was just written there: the ranks write to "
+                "different storages, or the storage loses files. Give all ranks the same URL and endpoint."
             )
         return {
-            name: {"size": found[name], CHECKSUM: checksum, **self.finite.facts(name)}
+            name: {"size": present[name], CHECKSUM: checksum, **self.finite.facts(name)}
             for name, checksum in sorted(checksums.items())
         }
 
     def _clear_up(self) -> None:
-        """Delete what is not needed now that the state is there, and what failed saves left."""
+        """Delete the checkpoint that this one replaces, and what failed saves left."""
         try:
             self._storage.delete_files([PARTIAL_NAME])
             RemoteStorage(replaced_beside(self.target)).delete()
             while _debris:
                 folder = _debris.pop()
-                if not is_committed(folder) and PARTIAL_NAME in (found := RemoteStorage(folder).sizes()):
-                    RemoteStorage(folder).delete_partial(found)
+                if not is_committed(folder) and PARTIAL_NAME in (present := RemoteStorage(folder).sizes()):
+                    RemoteStorage(folder).delete_partial(present)
         except (OSError, UnreachableError) as error:
-            _logger.warning("%s is saved, but what it replaces could not be deleted: %s", self.target, error)
+            _logger.warning("%s is saved, but the files it replaces could not be deleted: %s", self.target, error)
 
 
 @dataclass(frozen=True)
 class FileOnDisk(Content):
-    """What a file on this machine holds.
+    """The contents of a file on this machine.
 
     Args:
         source: The file.
@@ -200,25 +200,25 @@ class FileOnDisk(Content):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The size of the file in bytes."""
         return self.source.stat().st_size
 
 
 def cannot_send(path: RemotePath, error: Exception) -> UnwritableError:
-    """Return the error that tells what could not be written, and that nothing else is lost."""
-    told = f"{getattr(error, 'strerror', None) or error}."
-    reason = str(error).replace(f"{path} cannot", "it cannot") if isinstance(error, UnreachableError) else told
-    return UnwritableError(f"{path} could not be written: {reason} What was saved before is as it was.")
+    """Return the error for a file that could not be uploaded."""
+    message = f"{getattr(error, 'strerror', None) or error}."
+    reason = str(error).replace(f"{path} cannot", "it cannot") if isinstance(error, UnreachableError) else message
+    return UnwritableError(f"{path} could not be written: {reason} Earlier checkpoints are unchanged.")
 
 
-def _united(reports: list[dict[str, str]]) -> dict[str, str]:
-    """Return the checksums of what all processes sent."""
-    united: dict[str, str] = {}
+def _merged(reports: list[dict[str, str]]) -> dict[str, str]:
+    """Return the checksums of the files that all ranks uploaded."""
+    merged: dict[str, str] = {}
     for report in reports:
         for name, checksum in report.items():
-            if united.setdefault(name, checksum) != checksum:
+            if merged.setdefault(name, checksum) != checksum:
                 raise CheckpointError(
-                    f"Two processes wrote a file {name}, each another one: a hook of save_state has to write it on the "
-                    "main process alone, or under a name for each process."
+                    f"Two ranks wrote different contents to the file {name}. Have the hook of save_state write it on "
+                    "the main process only, or under a different name on each rank."
                 )
-    return united
+    return merged

@@ -1,7 +1,7 @@
-"""This file is one save on a disk: all processes write into a partial folder, and one rename makes it the state.
+"""Saving a checkpoint to a disk: all ranks write into a partial folder, and one rename commits it.
 
-At any moment, a process that is killed leaves the older state of the same name where loading finds it: in its folder,
-or beside it (`layout.replaced_beside`) between two renames.
+A kill at any moment leaves the older checkpoint of the same name where loading finds it: in its folder, or beside it
+(`layout.replaced_beside`) between two renames.
 """
 
 import os
@@ -32,15 +32,16 @@ from trainer_lib.tensor_files.file_contents import Content
 
 
 class CheckpointWriter:
-    """The save of one state, on all processes.
+    """Saves one checkpoint to a disk, on all ranks.
 
     Args:
-        target: The folder of the state.
-        group: The processes.
-        leader: The process that makes and renames folders for this one: the first of all, or of its machine.
+        target: The folder of the checkpoint.
+        group: The ranks that save.
+        leader: The rank that creates and renames folders for this one: rank 0, or the first rank of its machine.
 
     Attributes:
-        finite: What of it is not finite; of all processes after `commit`.
+        folder: The partial folder that files are written to.
+        finite: The tensors that are not finite; those of all ranks after `commit`.
     """
 
     def __init__(self, target: Path, group: ProcessGroup, leader: int = 0) -> None:
@@ -50,7 +51,7 @@ class CheckpointWriter:
         self._leader = leader
         self._leads = group.rank == leader
         self.finite = FiniteCheck()
-        self._written: dict[str, str] = {}  # checksums of what was written here, by name
+        self._written: dict[str, str] = {}  # the checksums of the files that this rank wrote, by name
 
     def __enter__(self) -> "CheckpointWriter":
         with raise_on_all_ranks(self._group, "save_state", CheckpointError):
@@ -63,7 +64,7 @@ class CheckpointWriter:
         return self
 
     def switch_group(self, group: ProcessGroup) -> None:
-        """Go on in another thread, where the same processes talk in a group of its own."""
+        """Use another group of the same ranks from now on: that of the thread that writes."""
         self._group = group
 
     def __exit__(
@@ -73,7 +74,7 @@ class CheckpointWriter:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, files: Mapping[str, Content]) -> None:
-        """Write the files of this process, and have the disk take them."""
+        """Write the files of this rank, and sync them to the disk."""
         for name, content in files.items():
             path = self.folder / name
             try:
@@ -83,15 +84,18 @@ class CheckpointWriter:
             except TrainerLibError:
                 raise
             except (OSError, RuntimeError) as error:
-                raise _cannot_write(path, error, sum(one.size for one in files.values())) from error
+                raise _cannot_write(path, error, sum(content.size for content in files.values())) from error
             self._written[name] = checksum
             self.finite.check(name, content)
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest and make the folder the state, once all processes are through."""
+        """Write the manifest and rename the folder, once all ranks have written their files."""
         reports = gather_checked(self._group, (self._leader, self._written, self.finite), "save_state", CheckpointError)
         written = {
-            name: checksum for leader, its, _ in reports if leader == self._leader for name, checksum in its.items()
+            name: checksum
+            for leader, checksums, _ in reports
+            if leader == self._leader
+            for name, checksum in checksums.items()
         }
         self.finite.merge(finite for *_, finite in reports)
         with raise_on_all_ranks(self._group, "save_state", CheckpointError):
@@ -103,7 +107,7 @@ class CheckpointWriter:
 
     def _finish(self, manifest: Manifest, written: Mapping[str, str]) -> None:
         files = self._all_files(written)
-        self._take_over_foreign_files()
+        self._link_added_files()
         path = self.folder / MANIFEST_NAME
         path.write_bytes(sealed(replace(manifest, files=files, versions=library_versions()).content()))
         sync(path)
@@ -112,7 +116,7 @@ class CheckpointWriter:
         self._swap()
 
     def _all_files(self, written: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Return what is known of the files in the folder, hooks' files included, once the disk has them."""
+        """Return the manifest's entries for all files in the folder, after syncing those that hooks wrote."""
         files: dict[str, dict[str, Any]] = {}
         for path in sorted(path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink()):
             name = path.relative_to(self.folder).as_posix()
@@ -123,30 +127,30 @@ class CheckpointWriter:
             files[name] = {"size": path.stat().st_size, CHECKSUM: checksum, **self.finite.facts(name)}
         return files
 
-    def _take_over_foreign_files(self) -> None:
-        """Link what others put into the older folder of this name, such as a tokenizer: it is not ours to delete."""
+    def _link_added_files(self) -> None:
+        """Keep files that you added to the older folder of this name, such as a tokenizer, by linking them."""
         if not self.target.is_dir():
             return
-        ours = {*self._older_manifest().files, MANIFEST_NAME} if is_committed(self.target) else set[str]()
+        saved = {*self._older_manifest().files, MANIFEST_NAME} if is_committed(self.target) else set[str]()
 
-        def known(folder: str, names: list[str]) -> set[str]:
-            return {name for name in names if Path(folder, name).relative_to(self.target).as_posix() in ours}
+        def ignore(folder: str, names: list[str]) -> set[str]:
+            return {name for name in names if Path(folder, name).relative_to(self.target).as_posix() in saved}
 
-        shutil.copytree(self.target, self.folder, ignore=known, copy_function=_link, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(self.target, self.folder, ignore=ignore, copy_function=_link, symlinks=True, dirs_exist_ok=True)
 
     def _older_manifest(self) -> Manifest:
         try:
             return read_manifest(self.target)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error} So it is not known which files there a new state of the same name would replace. Move the "
-                "folder away, or save under another name."
+                f"{error} It is unknown which files a new checkpoint of the same name would replace. Move the folder "
+                "away, or save under another name."
             ) from error
 
     def _swap(self) -> None:
         replaced, deleted = replaced_beside(self.target), deleted_beside(self.target)
         if self.target.exists():
-            # What is no whole state must not take the place of one that a rename cut short left beside it.
+            # An incomplete folder must not overwrite a complete checkpoint that an interrupted rename left beside it.
             aside = replaced if is_committed(self.target) else deleted
             remove(aside)
             self.target.rename(aside)
@@ -161,16 +165,16 @@ def _link(source: str, target: str) -> None:
         return
     try:
         os.link(source, target)
-    except OSError:  # a file system that has no links
+    except OSError:  # a file system without hard links
         shutil.copy2(source, target)
 
 
-def _cannot_write(path: Path, error: Exception, needed: int | None = None) -> UnwritableError:
+def _cannot_write(path: Path, error: Exception, bytes_needed: int | None = None) -> UnwritableError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
     free = convert_bytes(shutil.disk_usage(parent).free)
-    takes = "" if needed is None else f" This process's part of the state takes about {convert_bytes(needed)};"
+    needs = "" if bytes_needed is None else f" This rank's files need about {convert_bytes(bytes_needed)};"
     return UnwritableError(
-        f"{path} could not be written: {reason}.{takes} {free} are free there. What was saved before is as it was. "
-        "(On several machines without a common file system, say ProjectConfiguration(save_on_each_node=True).)"
+        f"{path} could not be written: {reason}.{needs} {free} are free there. Earlier checkpoints are unchanged. "
+        "(On several machines without a shared file system, use ProjectConfiguration(save_on_each_node=True).)"
     )

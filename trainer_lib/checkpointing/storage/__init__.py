@@ -1,1 +1,1 @@
-"""Where checkpoints are kept: a folder of this machine, or one behind a URL."""
+"""The storage of checkpoints: a folder on this machine, or one behind a URL."""

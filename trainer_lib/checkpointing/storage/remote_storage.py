@@ -1,4 +1,4 @@
-"""This file is a folder behind a URL, where a state is there once its manifest is."""
+"""A folder behind a URL, where the manifest commits a checkpoint."""
 
 import functools
 import json
@@ -15,10 +15,10 @@ from trainer_lib.checkpointing.storage.storage import Storage
 from trainer_lib.filesystem.checksums import checksum_of
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, with_retries
 
-# In a folder while a state is written there: which files that will be. What has one and no manifest is debris.
+# Lists the files that a running save will upload. A folder that has it and no manifest is an unfinished save.
 PARTIAL_NAME = "partial.json"
 
-_put_up: dict[Path, tuple[int, int]] = {}  # how files that grow looked when they were put up
+_uploaded: dict[Path, tuple[int, int]] = {}  # size and time of local files when they were last uploaded
 
 
 class RemoteStorage(Storage):
@@ -32,24 +32,24 @@ class RemoteStorage(Storage):
         self._folder = folder
 
     def states(self) -> Sequence[RemotePath]:
-        """Return the folders in it that have a manifest."""
+        """Return the subfolders that have a manifest."""
         return [self._folder / name for name, files in self._folders().items() if MANIFEST_NAME in files]
 
     def sizes(self) -> Mapping[str, int]:
-        """Ask once for all of them."""
+        """List all files by one request."""
         return self._folder.sizes()
 
     def checksum(self, name: str) -> str:
-        """Read the file, of which nothing is kept."""
+        """Read the file without storing it."""
         path = self._folder / name
         return with_retries(str(path), lambda: checksum_of(path))
 
     def write(self, name: str, data: bytes) -> None:
-        """Write it: an object is there as a whole."""
+        """Write the object, which is atomic."""
         (self._folder / name).write_bytes(data)
 
     def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
-        """Have it written, again if that fails."""
+        """Write the file with `write`, and retry if that fails."""
         path = self._folder / name
         with_retries(str(path), lambda: write(path))
 
@@ -60,70 +60,70 @@ class RemoteStorage(Storage):
         probe.unlink()
 
     def rename(self, name: str) -> None:
-        """Copy all files on the other side, the manifest last, and delete them here, the manifest first."""
+        """Copy all files within the storage, the manifest last, then delete the originals, the manifest first."""
         self.move(name, self.sizes())
         self.delete()
 
     def move(self, name: str, files: Collection[str]) -> None:
-        """Rename some of its files to the same names in a folder beside it, the manifest last and first."""
+        """Move some files to a folder beside this one: the manifest is copied last and deleted first."""
         target = self._folder.with_name(name)
-        for one in sorted(files, key=lambda one: one == MANIFEST_NAME):
-            (self._folder / one).copy(target / one)
+        for file in sorted(files, key=lambda file: file == MANIFEST_NAME):
+            (self._folder / file).copy(target / file)
         self.delete_files(files)
 
     def delete(self) -> None:
-        """Delete the manifest first: what is left is no state, and known as debris if this is cut short."""
-        if found := self.sizes():
-            self.write(PARTIAL_NAME, json.dumps(sorted(found)).encode())
-            self.delete_files(found)
+        """Delete the checkpoint, the manifest first, so that an interrupted deletion leaves an unfinished save."""
+        if present := self.sizes():
+            self.write(PARTIAL_NAME, json.dumps(sorted(present)).encode())
+            self.delete_files(present)
             self.delete_files([PARTIAL_NAME])
 
     def delete_files(self, names: Collection[str]) -> None:
-        """Delete some of its files, the manifest first; they may not be there."""
+        """Delete some files, the manifest first; missing files are no error."""
         self._folder.delete_files([name for name in names if name == MANIFEST_NAME])
         self._folder.delete_files([name for name in names if name != MANIFEST_NAME])
 
     def debris(self) -> Sequence[RemotePath]:
-        """Return those that say what was to be written, and have no manifest."""
+        """Return the subfolders with `partial.json` and without a manifest."""
         return self._debris(self._folders())
 
     def delete_debris(self, only: Collection[AnyPath] | None = None) -> None:
-        """Delete what was written of states that never came to be."""
+        """Delete the files of unfinished saves and deletions."""
         folders = self._folders()
         for path in self._debris(folders):
             if only is None or path in only:
                 RemoteStorage(path).delete_partial(folders[path.name])
 
-    def delete_partial(self, found: Collection[str]) -> None:
-        """Delete what a save that was cut short wrote, of the files that are there; other people's stay."""
-        told: Any = json.loads((self._folder / PARTIAL_NAME).read_bytes())
-        self.delete_files([name for name in found if name in told and name != PARTIAL_NAME])
+    def delete_partial(self, present: Collection[str]) -> None:
+        """Delete the files of an unfinished save, of those present; files that you added stay."""
+        listed: Any = json.loads((self._folder / PARTIAL_NAME).read_bytes())
+        self.delete_files([name for name in present if name in listed and name != PARTIAL_NAME])
         self.delete_files([PARTIAL_NAME])
 
     def local_folder(self) -> Path:
-        """Return a folder of this process's own."""
-        return _growing(self._folder)
+        """Return a temporary folder of this process."""
+        return _local_folder(self._folder)
 
     def download(self, name: str) -> None:
-        """Fetch it, if it is there."""
+        """Copy the file to the local folder, if it exists."""
         if (self._folder / name).is_file():
             (self._folder / name).fetch(self.local_folder() / name)
 
     def upload(self) -> None:
-        """Put those there that changed since the last time."""
-        here = self.local_folder()
-        for path in sorted(path for path in here.rglob("*") if path.is_file()):
-            facts = path.stat()
-            stamp = (facts.st_size, facts.st_mtime_ns)
-            if _put_up.get(path) != stamp:
-                (self._folder / path.relative_to(here)).put(path)
-                _put_up[path] = stamp
+        """Upload the files that changed since the last upload."""
+        folder = self.local_folder()
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            stat = path.stat()
+            stamp = (stat.st_size, stat.st_mtime_ns)
+            if _uploaded.get(path) != stamp:
+                (self._folder / path.relative_to(folder)).put(path)
+                _uploaded[path] = stamp
 
     def _debris(self, folders: Mapping[str, Collection[str]]) -> list[RemotePath]:
         return [self._folder / name for name, files in folders.items() if _is_partial(files)]
 
     def _folders(self) -> dict[str, list[str]]:
-        """Return the folders in this one by name, and the files in each."""
+        """Return the files in each subfolder, by the name of the subfolder."""
         folders: dict[str, list[str]] = {}
         for name in self.sizes():
             first, _, rest = name.partition("/")
@@ -137,14 +137,14 @@ def _is_partial(files: Collection[str]) -> bool:
 
 
 def temporary_folder() -> Path:
-    """Return a folder of this process, which goes with it at the latest."""
+    """Return a new temporary folder, which is deleted when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="trainer_lib-"))
-    # Forked processes run these functions only, and none of the process that they are a fork of.
+    # Not atexit, which a forked process does not run; a forked process does not run its parent's finalizers either.
     util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=0)
     return folder
 
 
 @functools.cache
-def _growing(folder: RemotePath) -> Path:
-    del folder  # each has its own
+def _local_folder(folder: RemotePath) -> Path:
+    del folder  # the key of the cache
     return temporary_folder()

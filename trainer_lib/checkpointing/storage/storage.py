@@ -1,7 +1,7 @@
-"""This file is what differs between a folder on this machine and one behind a URL; all else is said in paths.
+"""The operations that differ between a checkpoint folder on a disk and one behind a URL.
 
-On a disk a state is there once its folder has its name: one rename commits it. An object store has no rename, and a
-state is there once its manifest is: it is written last and deleted first.
+On a disk, one rename of the folder commits a checkpoint. An object store has no rename: there the manifest commits it,
+and is therefore written last and deleted first.
 """
 
 import os
@@ -18,67 +18,67 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 
 
 class Storage(ABC):
-    """A folder of states, or of one."""
+    """A checkpoint folder, or a folder of checkpoints."""
 
     @abstractmethod
     def states(self) -> Sequence[AnyPath]:
-        """Return the folders in it that are states, or on a disk may be."""
+        """Return the subfolders that are checkpoints; on a disk all subfolders, which may be damaged checkpoints."""
 
     @abstractmethod
     def sizes(self) -> Mapping[str, int]:
-        """Return the sizes of all files in it by name; of a folder that is not there, none."""
+        """Return the sizes of all files in it by name; nothing for a missing folder."""
 
     @abstractmethod
     def checksum(self, name: str) -> str:
-        """Return the checksum of a file, which is read for it."""
+        """Read a file and return its checksum."""
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write a file at once: readers see the old one or the new one."""
+        """Write a file atomically: readers see the old contents or the new."""
 
     @abstractmethod
     def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
-        """Have `write` write a file at once."""
+        """Write a file atomically with `write`."""
 
     @abstractmethod
     def delete_files(self, names: Collection[str]) -> None:
-        """Delete files; they may not be there."""
+        """Delete files; missing files are no error."""
 
     @abstractmethod
     def check_writable(self) -> None:
-        """Raise an `OSError` or a `CheckpointError` unless files can be written there."""
+        """Raise an `OSError` or a `CheckpointError` unless files can be written to it."""
 
     @abstractmethod
     def rename(self, name: str) -> None:
-        """Give the state another name."""
+        """Rename the checkpoint."""
 
     @abstractmethod
     def delete(self) -> None:
-        """Delete the state, and what a deletion of it that was cut short left; it may not be there."""
+        """Delete the checkpoint if it exists, and what an interrupted deletion of it left."""
 
     @abstractmethod
     def debris(self) -> Sequence[AnyPath]:
-        """Return the folders in it that saves and deletions left, if none of these is under way."""
+        """Return the subfolders of interrupted saves and deletions, and of those that are running."""
 
     @abstractmethod
     def delete_debris(self, only: Collection[AnyPath] | None = None) -> None:
-        """Delete what saves and deletions of states in it left that were cut short: all, or these folders."""
+        """Delete the subfolders of interrupted saves and deletions: all of them, or only these."""
 
     @abstractmethod
     def local_folder(self) -> Path:
-        """Return where files are written that grow: on this machine."""
+        """Return the local folder for files that are appended to, such as logs."""
 
     @abstractmethod
     def download(self, name: str) -> None:
-        """Bring a file that grows to this machine, if it is there."""
+        """Copy a file to the local folder, if it exists."""
 
     @abstractmethod
     def upload(self) -> None:
-        """Bring files that grew to where they belong."""
+        """Copy the files of the local folder back."""
 
 
 def storage_of(folder: AnyPath) -> Storage:
-    """Return what a folder is kept in."""
+    """Return the storage of a folder."""
     if isinstance(folder, Path):
         return LocalStorage(folder)
     from trainer_lib.checkpointing.storage.remote_storage import RemoteStorage
@@ -97,11 +97,11 @@ class LocalStorage(Storage):
         self._folder = folder
 
     def states(self) -> Sequence[Path]:
-        """Return the folders in it."""
+        """Return the subfolders."""
         return [path for path in self._folder.iterdir() if path.is_dir()] if self._folder.is_dir() else []
 
     def sizes(self) -> Mapping[str, int]:
-        """Ask the disk for each."""
+        """Ask the disk for each file."""
         paths = [Path(parent, name) for parent, _, names in os.walk(self._folder) for name in names]
         return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
 
@@ -110,22 +110,22 @@ class LocalStorage(Storage):
         return checksum_of(self._folder / name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write beside it, and rename."""
+        """Write to a temporary file beside it, and rename that."""
         self.write_with(name, lambda path: path.write_bytes(data))
 
     def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
-        """Write beside it, and rename."""
+        """Write to a temporary file beside it, and rename that."""
         self._folder.mkdir(parents=True, exist_ok=True)
         replace_file(self._folder / name, write)
 
     def delete_files(self, names: Collection[str]) -> None:
-        """Delete each."""
+        """Delete each file."""
         for name in names:
             (self._folder / name).unlink(missing_ok=True)
         sync(self._folder)
 
     def check_writable(self) -> None:
-        """Make the folder and a file in it."""
+        """Create the folder, and a temporary file in it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._folder):
             return
@@ -136,37 +136,37 @@ class LocalStorage(Storage):
         sync(self._folder.parent)
 
     def delete(self) -> None:
-        """Rename it first, so that a half-deleted state is never taken for a whole one."""
-        gone = deleted_beside(self._folder)
-        remove(gone)
+        """Rename the folder first, so that a half-deleted checkpoint never looks complete."""
+        renamed = deleted_beside(self._folder)
+        remove(renamed)
         if self._folder.is_dir():
-            self._folder.rename(gone)
-            remove(gone)
+            self._folder.rename(renamed)
+            remove(renamed)
 
     def debris(self) -> Sequence[Path]:
-        """Go by their names."""
+        """Recognize them by their names."""
         return [path for path in self.states() if is_debris(path.name)]
 
     def delete_debris(self, only: Collection[AnyPath] | None = None) -> None:
-        """Delete what has the name of a state that is on its way in or out."""
+        """Delete the folders with the name of an unfinished save or deletion."""
         for path in self.debris():
             if only is None or path in only:
                 remove(path)
 
     def local_folder(self) -> Path:
-        """Return where they belong."""
+        """Return the folder itself."""
         return self._folder
 
     def download(self, name: str) -> None:
-        """Leave it: it is here."""
+        """Do nothing: the file is local."""
         del name
 
     def upload(self) -> None:
-        """Leave them: they are here."""
+        """Do nothing: the files are local."""
         del self
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, if it is there."""
+    """Remove a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)

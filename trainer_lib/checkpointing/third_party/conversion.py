@@ -1,4 +1,4 @@
-"""This file is making a state of what another library saved: weights, optimizer, schedule, place and generators."""
+"""Converting checkpoints of other libraries: weights, optimizer, schedule, position in the data and generators."""
 
 import math
 import shutil
@@ -27,7 +27,7 @@ from trainer_lib.tensor_files.file_contents import Content
 from trainer_lib.tensor_files.model_files import weight_files
 from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME
 
-# Texts beside the weights that a reader of the folder wants: configurations and vocabularies.
+# Files beside the weights that `from_pretrained` reads: configurations and vocabularies.
 _BESIDE = (".json", ".txt", ".model", ".jinja")
 _NOT_BESIDE = ("trainer_state.json", ".index.json")
 
@@ -39,95 +39,105 @@ def convert(
     without: Collection[str] = (),
     max_shard_size: int | str = "10GB",
 ) -> ThirdPartyCheckpoint:
-    """Make a state of a checkpoint of Hugging Face's Trainer or of Accelerate, and return what was read of that.
+    """Convert a checkpoint of Hugging Face's Trainer or of Accelerate, and return what was read.
 
     Args:
-        source: The folder of the checkpoint, which stays as it is.
-        target: The folder to make; it must not be there.
-        epochs: The passes over the data that were made, such as 1.4, where the checkpoint does not tell.
+        source: The folder of the checkpoint, which is not changed.
+        target: The folder to create; it must not exist.
+        epochs: The passes over the data that were made, such as 1.4, if the checkpoint does not record them.
         without: What to leave out: "optimizer", "scheduler", "scaler", "random_states".
         max_shard_size: The size of one file of weights.
 
     Raises:
-        CheckpointError: If there is none, it is damaged, or holds pickles of more than tensors and plain values.
+        CheckpointError: If there is no checkpoint, it is damaged, or its pickles hold more than tensors and plain
+            values.
         UnsupportedError: If it was saved in shards.
     """
     folder = state_folder(target)
     if not isinstance(folder, Path):
-        raise ConfigurationError(f"{folder} is on another machine. Convert to a folder on this one, and copy it there.")
+        raise ConfigurationError(f"{folder} is a URL. Convert to a folder on this machine, and copy that to the URL.")
     if folder.exists():
-        raise ConfigurationError(f"{folder} is there already. Give a folder that is not.")
-    found = read_third_party(source, without)
+        raise ConfigurationError(f"{folder} exists already. Give a folder that does not exist.")
+    checkpoint = read_third_party(source, without)
     if epochs is not None:
-        found.epochs = epochs
-    found.left_out[ENGINE_NAME] = "gradients of an unfinished window are not saved there"
-    if found.epochs is None:
-        found.left_out[SAMPLER_NAME] = (
-            "where in the data it was is not told: give it by --epochs, or skip batches as before (skip_first_batches)"
+        checkpoint.epochs = epochs
+    checkpoint.left_out[ENGINE_NAME] = "gradients of an unfinished accumulation window are not saved there"
+    if checkpoint.epochs is None:
+        checkpoint.left_out[SAMPLER_NAME] = (
+            "the position in the data is not recorded: give --epochs, or skip batches yourself (skip_first_batches)"
         )
-    files = _files(found, max_shard_size)
+    files = _files(checkpoint, max_shard_size)
     with CheckpointWriter(folder, LoneProcess()) as saving:
         saving.write(files)
         _copy_beside(source, saving.folder, files)
-        saving.commit(_manifest(found, files))
-    return found
+        saving.commit(_manifest(checkpoint, files))
+    return checkpoint
 
 
-def _files(found: ThirdPartyCheckpoint, max_shard_size: int | str) -> dict[str, Content]:
+def _files(checkpoint: ThirdPartyCheckpoint, max_shard_size: int | str) -> dict[str, Content]:
     files: dict[str, Content] = {}
-    for index, tensors in enumerate(found.weights):
+    for index, tensors in enumerate(checkpoint.weights):
         files |= weight_files(tensors, max_shard_size, index)
-    order = {"in_order_of": found.library}
+    order = {"in_order_of": checkpoint.library}
     states: dict[str, Any] = {
-        **{numbered(OPTIMIZER_NAME, index): {**one, **order} for index, one in enumerate(found.optimizers)},
-        **{numbered(SCHEDULER_NAME, index): one for index, one in enumerate(found.schedulers)},
-        **{f"{CUSTOM_STATE_NAME}_{index}": one for index, one in enumerate(found.custom)},
-        **{f"{RNG_STATE_NAME}_{rank}": one for rank, one in enumerate(found.generators)},
+        **{numbered(OPTIMIZER_NAME, index): {**state, **order} for index, state in enumerate(checkpoint.optimizers)},
+        **{numbered(SCHEDULER_NAME, index): state for index, state in enumerate(checkpoint.schedulers)},
+        **{f"{CUSTOM_STATE_NAME}_{index}": state for index, state in enumerate(checkpoint.custom)},
+        **{f"{RNG_STATE_NAME}_{rank}": state for rank, state in enumerate(checkpoint.generators)},
     }
-    if found.scaler:
-        states[SCALER_NAME] = found.scaler
-    if found.epochs is not None:
-        place = {"epoch": _passes(found.epochs), "part_of_pass": found.epochs - _passes(found.epochs)}
-        states |= {f"{SAMPLER_NAME}.process_{rank}": place for rank in range(_world(found))}
-    if found.library == TRAINER:
-        states[f"{CUSTOM_STATE_NAME}_0"] = {"run": _run(found), "callbacks": {}, "averages": {}}
+    if checkpoint.scaler:
+        states[SCALER_NAME] = checkpoint.scaler
+    if checkpoint.epochs is not None:
+        position = {
+            "epoch": _full_epochs(checkpoint.epochs),
+            "part_of_pass": checkpoint.epochs - _full_epochs(checkpoint.epochs),
+        }
+        states |= {f"{SAMPLER_NAME}.process_{rank}": position for rank in range(_world_size(checkpoint))}
+    if checkpoint.library == TRAINER:
+        states[f"{CUSTOM_STATE_NAME}_0"] = {"run": _run(checkpoint), "callbacks": {}, "averages": {}}
     for name, state in states.items():
         files |= state_files(name, state, StateOptions())
     return files
 
 
-def _run(found: ThirdPartyCheckpoint) -> dict[str, Any]:
-    """Return the counts of the run, as a Trainer has them; those of samples are made up for where they are known."""
-    epochs = found.epochs or 0.0
-    steps_per_epoch = round(found.step / epochs) if epochs else None
-    in_epoch = 0 if steps_per_epoch is None else found.step - _passes(epochs) * steps_per_epoch
+def _run(checkpoint: ThirdPartyCheckpoint) -> dict[str, Any]:
+    """Return the counts of the run as a Trainer saves them, without samples, which the checkpoint does not record."""
+    epochs = checkpoint.epochs or 0.0
+    steps_per_epoch = round(checkpoint.step / epochs) if epochs else None
+    in_epoch = 0 if steps_per_epoch is None else checkpoint.step - _full_epochs(epochs) * steps_per_epoch
     return {
-        "step": found.step,
-        "epoch": _passes(epochs),
+        "step": checkpoint.step,
+        "epoch": _full_epochs(epochs),
         "steps_in_epoch": max(in_epoch, 0),
         "steps_per_epoch": steps_per_epoch,
         "best": None,
-        "history": found.history,
+        "history": checkpoint.history,
         "checkpoints": [],
     }
 
 
-def _manifest(found: ThirdPartyCheckpoint, files: Collection[str]) -> Manifest:
+def _manifest(checkpoint: ThirdPartyCheckpoint, files: Collection[str]) -> Manifest:
     stems = {name.split(".", 1)[0] for name in files}
-    counted = {OPTIMIZER_NAME: found.optimizers, SCHEDULER_NAME: found.schedulers, SAFE_MODEL_NAME: found.weights}
+    counted = {
+        OPTIMIZER_NAME: checkpoint.optimizers,
+        SCHEDULER_NAME: checkpoint.schedulers,
+        SAFE_MODEL_NAME: checkpoint.weights,
+    }
     parts = [numbered(kind, index) for kind, states in counted.items() for index in range(len(states))]
     parts += [name for name in (SCALER_NAME, SAMPLER_NAME) if name in stems]
-    # A part's name has no number where it is the first; its file has one.
-    parts += [numbered(CUSTOM_STATE_NAME, index) for index in range(len(found.custom) + (found.library == TRAINER))]
-    parts += [RNG_STATE_NAME] * bool(found.generators)
+    # The first registered object has the number 0 in its file's name, but none in the part's name.
+    parts += [
+        numbered(CUSTOM_STATE_NAME, index) for index in range(len(checkpoint.custom) + (checkpoint.library == TRAINER))
+    ]
+    parts += [RNG_STATE_NAME] * bool(checkpoint.generators)
     return Manifest(
-        world_size=_world(found),
-        step=found.step,
-        backwards=found.step,
-        epoch=found.epochs,
+        world_size=_world_size(checkpoint),
+        step=checkpoint.step,
+        backwards=checkpoint.step,
+        epoch=checkpoint.epochs,
         parts=parts,
         reasons=["imported"],
-        origin={"library": found.library, "left_out": dict(found.left_out)},
+        origin={"library": checkpoint.library, "left_out": dict(checkpoint.left_out)},
     )
 
 
@@ -141,9 +151,9 @@ def _copy_beside(source: Path, folder: Path, files: Collection[str]) -> None:
                 raise UnwritableError(f"{folder / path.name} could not be written: {error.strerror}.") from error
 
 
-def _passes(epochs: float) -> int:
+def _full_epochs(epochs: float) -> int:
     return math.floor(epochs + 1e-6)
 
 
-def _world(found: ThirdPartyCheckpoint) -> int:
-    return max(len(found.generators), 1)
+def _world_size(checkpoint: ThirdPartyCheckpoint) -> int:
+    return max(len(checkpoint.generators), 1)

@@ -1,4 +1,4 @@
-"""This file is checkpoints of Hugging Face's Trainer and of Accelerate: recognized, and read with nothing run."""
+"""Checkpoints of Hugging Face's Trainer and of Accelerate: recognizing them, and reading them without running code."""
 
 import json
 import re
@@ -20,32 +20,33 @@ from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME
 TRAINER, ACCELERATE = "Hugging Face's Trainer", "Accelerate"
 
 _TRAINER_STATE = "trainer_state.json"
-_OF_TRAINER = (_TRAINER_STATE, "training_args.bin", "optimizer.pt", "rng_state.pth")
-_OF_ACCELERATE = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "pytorch_model_fsdp.bin", "optimizer_0")
+_TRAINER_FILES = (_TRAINER_STATE, "training_args.bin", "optimizer.pt", "rng_state.pth")
+_ACCELERATE_FILES = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "pytorch_model_fsdp.bin", "optimizer_0")
 _SHARDED = re.compile(r"pytorch_model_fsdp(_\d+|\.bin)|optimizer_\d+|global_step\d+|zero_to_fp32\.py|\.metadata")
+_AS_REQUESTED = "as requested"
 _NOT_READ = {
-    "training_args.bin": "arguments are a pickle of a class: give TrainingArguments as before "
-    "(TrainingArguments.from_transformers reads transformers')",
-    "sampler.bin": "the order of shuffled data is a pickle of a class: the order here is another",
+    "training_args.bin": "the arguments are a pickled class: give TrainingArguments again "
+    "(TrainingArguments.from_transformers converts those of transformers)",
+    "sampler.bin": "the sampler is a pickled class: shuffled data has another order here",
 }
 
 
 @dataclass
 class ThirdPartyCheckpoint:
-    """What was read of a checkpoint.
+    """The contents of a checkpoint of another library.
 
     Attributes:
-        library: What wrote it.
+        library: The library that wrote it.
         weights: The tensors of each model.
-        optimizers: The states of optimizers, by numbers of parameters.
+        optimizers: The states of optimizers, by the index of each parameter.
         schedulers: The states of schedules.
-        generators: Those of each process.
-        custom: What was registered.
-        scaler: The scale of losses in fp16.
-        step: The updates, as far as they are told.
-        epochs: The passes over the data, if they are told.
-        history: What was logged.
-        left_out: What is not taken over, with the reason.
+        generators: The states of the random generators of each rank.
+        custom: The states of registered objects.
+        scaler: The state of the loss scaler (fp16).
+        step: The optimizer steps, if recorded.
+        epochs: The passes over the data, if recorded.
+        history: The logged values.
+        left_out: What is not converted, with the reason.
     """
 
     library: str
@@ -62,88 +63,89 @@ class ThirdPartyCheckpoint:
 
 
 def library_of(folder: AnyPath) -> str | None:
-    """Return which library wrote a folder, if it is one of those that are known."""
+    """Return the library that wrote a folder; `None` if it is not a known one."""
     if is_committed(folder) or not folder.is_dir():
         return None
-    for library, names in ((TRAINER, _OF_TRAINER), (ACCELERATE, _OF_ACCELERATE)):
+    for library, names in ((TRAINER, _TRAINER_FILES), (ACCELERATE, _ACCELERATE_FILES)):
         if any((folder / name).exists() for name in names):
             return library
     return None
 
 
 def advice(folder: AnyPath, library: str) -> str:
-    """Return what to do with such a folder."""
+    """Return what the user can do with a folder of another library."""
     return (
-        f"{folder} was written by {library}. `trainer-lib checkpoint convert {folder} TARGET` makes a checkpoint of it "
-        "that can be gone on from; load_checkpoint_in_model(model, folder) reads the weights alone."
+        f"{folder} was written by {library}. To resume from it, convert it with `trainer-lib checkpoint convert "
+        f"{folder} TARGET`; load_checkpoint_in_model(model, folder) reads the weights alone."
     )
 
 
 def read_third_party(folder: Path, without: Collection[str] = ()) -> ThirdPartyCheckpoint:
-    """Read a checkpoint.
+    """Read a checkpoint of another library.
 
     Args:
-        folder: Where it is.
+        folder: The folder of the checkpoint.
         without: What to leave out: "optimizer", "scheduler", "scaler", "random_states".
 
     Raises:
-        CheckpointError: If it is none, is damaged, or a pickle in it holds more than tensors and plain values.
+        CheckpointError: If it is not such a checkpoint, is damaged, or its pickles hold more than tensors and plain
+            values.
         UnsupportedError: If it was saved in shards.
     """
     library = library_of(folder)
     if library is None:
         raise CheckpointError(
-            f"{folder} is no checkpoint of Hugging Face's Trainer or of Accelerate: it has none of "
-            f"{', '.join([*_OF_TRAINER, *_OF_ACCELERATE[:3]])}."
+            f"{folder} is not a checkpoint of Hugging Face's Trainer or of Accelerate: it has none of "
+            f"{', '.join([*_TRAINER_FILES, *_ACCELERATE_FILES[:3]])}."
         )
     _refuse_shards(folder)
-    found = ThirdPartyCheckpoint(library, _weights(folder))
+    checkpoint = ThirdPartyCheckpoint(library, _weights(folder))
     ending = ".pt" if library == TRAINER else ".bin"
-    found.optimizers = _states(found, folder, "optimizer", ending, without)
-    found.schedulers = _states(found, folder, "scheduler", ending, without)
-    found.scaler = next(iter(_states(found, folder, "scaler", ".pt", without, is_expected=False)), None)
-    _read_generators(found, folder, without)
+    checkpoint.optimizers = _states(checkpoint, folder, "optimizer", ending, without)
+    checkpoint.schedulers = _states(checkpoint, folder, "scheduler", ending, without)
+    checkpoint.scaler = next(iter(_states(checkpoint, folder, "scaler", ".pt", without, is_expected=False)), None)
+    _read_generators(checkpoint, folder, without)
     if library == TRAINER:
-        _read_trainer_state(found, folder)
+        _read_trainer_state(checkpoint, folder)
     else:
-        found.custom = _numbered(folder, lambda index: f"custom_checkpoint_{index}.pkl")
-        if found.schedulers and len(found.generators) > 1:
-            found.left_out["the unit of schedules"] = (
-                f"there one moves {len(found.generators)} times an update, and here only in an "
+        checkpoint.custom = _numbered(folder, lambda index: f"custom_checkpoint_{index}.pkl")
+        if checkpoint.schedulers and len(checkpoint.generators) > 1:
+            checkpoint.left_out["the unit of schedules"] = (
+                f"Accelerate steps a schedule {len(checkpoint.generators)} times per update: prepare it in an "
                 "Accelerator(scheduler_steps_per_process=True)"
             )
-    found.left_out |= {name: reason for name, reason in _NOT_READ.items() if (folder / name).is_file()}
-    return found
+    checkpoint.left_out |= {name: reason for name, reason in _NOT_READ.items() if (folder / name).is_file()}
+    return checkpoint
 
 
 def _refuse_shards(folder: Path) -> None:
     sharded = sorted(path.name for path in folder.iterdir() if _SHARDED.fullmatch(path.name))
     if sharded:
         raise UnsupportedError(
-            f"{folder} was saved by FSDP or DeepSpeed ({', '.join(sharded)}), in shards that are found by pickles of "
-            "classes. Only what was saved by one process or by DDP is converted. For the weights alone: `accelerate "
-            "merge-weights` (of DeepSpeed: zero_to_fp32.py) there, load_checkpoint_in_model(model, folder) here."
+            f"{folder} was saved by FSDP or DeepSpeed ({', '.join(sharded)}), in shards with pickled classes. Only "
+            "checkpoints of a single process or of DDP are converted. For the weights alone, merge them with "
+            "`accelerate merge-weights` (DeepSpeed: zero_to_fp32.py), then use load_checkpoint_in_model(model, folder)."
         )
 
 
 def _weights(folder: Path) -> list[dict[str, Tensor]]:
-    found: list[dict[str, Tensor]] = []
-    while (path := find_weights(folder, len(found)) or find_weights(folder, len(found), safe=False)) is not None:
+    models: list[dict[str, Tensor]] = []
+    while (path := find_weights(folder, len(models)) or find_weights(folder, len(models), safe=False)) is not None:
         tensors = read_weights(path)
-        # Accelerate saves the names of DDP's wrapper too.
-        wrapped = bool(tensors) and all(name.startswith("module.") for name in tensors)
-        found.append({canonical_name(name[7:] if wrapped else name): value for name, value in tensors.items()})
-    if not found:
+        # Accelerate saves the prefix of DDP's wrapper with the names.
+        is_wrapped = bool(tensors) and all(name.startswith("module.") for name in tensors)
+        models.append({canonical_name(name[7:] if is_wrapped else name): value for name, value in tensors.items()})
+    if not models:
         raise CheckpointError(
             f"{folder} has no whole weights: no {SAFE_MODEL_NAME}.safetensors, no pytorch_model.bin, and no index of "
-            f"either. It has {', '.join(sorted(path.name for path in folder.iterdir()))}. (Of an adapter, load it with "
-            "PEFT into its model, and begin a new run.)"
+            f"either. It has {', '.join(sorted(path.name for path in folder.iterdir()))}. (Load an adapter into its "
+            "model with PEFT, and begin a new run.)"
         )
-    return found
+    return models
 
 
 def _states(
-    found: ThirdPartyCheckpoint,
+    checkpoint: ThirdPartyCheckpoint,
     folder: Path,
     kind: str,
     ending: str,
@@ -151,11 +153,11 @@ def _states(
     is_expected: bool = True,
 ) -> list[Any]:
     if kind in without:
-        found.left_out[kind] = "as it was asked for"
+        checkpoint.left_out[kind] = _AS_REQUESTED
         return []
     states = _numbered(folder, lambda index: f"{numbered(kind, index)}{ending}", kind)
     if not states and is_expected:
-        found.left_out[kind] = "there is none"
+        checkpoint.left_out[kind] = "the checkpoint has none"
     return states
 
 
@@ -165,39 +167,42 @@ def _numbered(folder: Path, name: Callable[[int], str], kind: str | None = None)
         try:
             states.append(read_pickle(path))
         except CheckpointError as error:
-            leave_out = f" To do without, say --without {kind}." if kind else " Move it away to do without."
-            raise CheckpointError(f"{error}{leave_out}") from error
+            advice = f" To leave it out, give --without {kind}." if kind else " To leave it out, move the file away."
+            raise CheckpointError(f"{error}{advice}") from error
     return states
 
 
-def _read_generators(found: ThirdPartyCheckpoint, folder: Path, without: Collection[str]) -> None:
+def _read_generators(checkpoint: ThirdPartyCheckpoint, folder: Path, without: Collection[str]) -> None:
     kind = "random_states"
     if kind in without:
-        found.left_out[kind] = "as it was asked for"
+        checkpoint.left_out[kind] = _AS_REQUESTED
         return
-    several, one = ("rng_state_{}.pth", "rng_state.pth") if found.library == TRAINER else ("random_states_{}.pkl", "")
-    paths = [folder / several.format(rank) for rank in range(len(list(folder.iterdir())))]
-    paths = [path for path in [*paths, folder / one] if path.is_file()]
+    of_trainer = checkpoint.library == TRAINER
+    per_rank, single = ("rng_state_{}.pth", "rng_state.pth") if of_trainer else ("random_states_{}.pkl", "")
+    paths = [folder / per_rank.format(rank) for rank in range(len(list(folder.iterdir())))]
+    paths = [path for path in [*paths, folder / single] if path.is_file()]
     try:
-        found.generators = [read_generators(path) for path in paths]
-        found.step = max([state.pop("step") for state in found.generators], default=0)
+        checkpoint.generators = [read_generators(path) for path in paths]
+        checkpoint.step = max([state.pop("step") for state in checkpoint.generators], default=0)
     except CheckpointError as error:
-        found.left_out[kind] = str(error)
+        checkpoint.left_out[kind] = str(error)
     if not paths:
-        found.left_out[kind] = "there are none"
+        checkpoint.left_out[kind] = "the checkpoint has none"
 
 
-def _read_trainer_state(found: ThirdPartyCheckpoint, folder: Path) -> None:
+def _read_trainer_state(checkpoint: ThirdPartyCheckpoint, folder: Path) -> None:
     path = folder / _TRAINER_STATE
     try:
         state = json.loads(path.read_text())
-        found.step, found.epochs = int(state["global_step"]), float(state["epoch"] or 0.0)
-        found.history = [
+        checkpoint.step, checkpoint.epochs = int(state["global_step"]), float(state["epoch"] or 0.0)
+        checkpoint.history = [
             {name: value for name, value in entry.items() if isinstance(value, (int, float))}
             for entry in state.get("log_history", [])
             if "step" in entry and "epoch" in entry
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} tells nothing of the training: {error!r}.") from error
+        raise CheckpointError(f"{path} cannot be read as the state of a training: {error!r}.") from error
     if state.get("best_metric") is not None:
-        found.left_out["best"] = "which metric says what is the best is not told: the search begins anew"
+        checkpoint.left_out["best"] = (
+            "the metric that selects the best checkpoint is not recorded: the best is forgotten"
+        )
