@@ -711,9 +711,9 @@ def test_arguments_that_nobody_knows(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path / "state", max_shard_sise=3)
     with pytest.raises(ConfigurationError, match="'much' is no size"):
         accelerator.save_state(tmp_path / "state", max_shard_size="much")
-    with pytest.raises(ConfigurationError, match="A checkpoint folder must be a path \(got 3\)"):
+    with pytest.raises(ConfigurationError, match=r"A checkpoint folder must be a path \(got 3\)"):
         accelerator.save_state(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="A checkpoint folder must be a path \(got 3\)"):
+    with pytest.raises(ConfigurationError, match=r"A checkpoint folder must be a path \(got 3\)"):
         accelerator.load_state(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="Unknown argument of load_state 'assign'"):
         accelerator.load_state(tmp_path, assign=True)

@@ -238,7 +238,7 @@ def test_safe_objects_are_dicts_of_tensors(tmp_path: Path) -> None:
     path = tmp_path / "object.safetensors"
     save({"a": torch.ones(2)}, path, safe_serialization=True)
     assert json.loads(path.read_bytes()[8:].split(b"}}")[0] + b"}}")["a"]["dtype"] == "F32"
-    with pytest.raises(ConfigurationError, match="needs a dict of tensors \(got a dict with other values\)"):
+    with pytest.raises(ConfigurationError, match=r"needs a dict of tensors \(got a dict with other values\)"):
         save({"a": 1}, path, safe_serialization=True)
-    with pytest.raises(ConfigurationError, match="needs a path \(got an open file\)"), path.open("wb") as file:
+    with pytest.raises(ConfigurationError, match=r"needs a path \(got an open file\)"), path.open("wb") as file:
         save({"a": torch.ones(1)}, file, safe_serialization=True)

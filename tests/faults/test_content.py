@@ -421,10 +421,10 @@ def test_what_is_no_state_is_refused_by_name(tmp_path: Path, training: Accelerat
         "is not a checkpoint": lambda path: path.mkdir(),
         "There is no checkpoint": lambda path: None,
         "is a file": lambda path: path.write_text("state"),
-        "no manifest of a state: it is of something else": lambda path: _with_manifest(
+        "not the manifest of a checkpoint: it has another format": lambda path: _with_manifest(
             path, {"format": "x", "schema": 1}
         ),
-        "no manifest of a state": lambda path: _with_manifest(path, [1, 2]),
+        "not the manifest of a checkpoint": lambda path: _with_manifest(path, [1, 2]),
         "written by Accelerate": lambda path: _with(path, "optimizer.bin"),
     }
     for number, (words, make) in enumerate(makers.items()):
