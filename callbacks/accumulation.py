@@ -1,4 +1,4 @@
-"""This file is how many batches make an update, pass by pass."""
+"""A gradient accumulation schedule: the number of micro-batches per update, by epoch."""
 
 import math
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from trainer_lib.foundation.errors import ConfigurationError
 
 
 class AccumulationSchedule(Modifier):
-    """Makes updates of more batches in later passes, or of fewer.
+    """Changes the number of accumulated batches per update from epoch to epoch.
 
-    The length of the run, and of the schedule of learning rates, is told accordingly. Passes that come before the
-    first one named go by `gradient_accumulation_steps`.
+    The length of the run and of the learning-rate schedule follows. Epochs before the first one given use
+    `gradient_accumulation_steps`.
 
     Args:
-        steps: By the number of a pass, counted from 0, how many batches make an update from then on.
+        steps: The epoch, counted from 0, mapped to the number of batches per update from that epoch on.
 
     Example:
         >>> schedule = AccumulationSchedule({0: 1, 4: 2, 8: 4})
@@ -25,15 +25,15 @@ class AccumulationSchedule(Modifier):
         (2, 50)
     """
 
-    exclusive_group: ClassVar[str | None] = "say how many batches make an update"
+    exclusive_group: ClassVar[str | None] = "set the number of batches per update"
 
     def __init__(self, steps: Mapping[int, int]) -> None:
         bad = [(epoch, count) for epoch, count in steps.items() if not _is_count(epoch, 0) or not _is_count(count, 1)]
         if bad or not steps:
-            told = f"{bad[0][0]!r}: {bad[0][1]!r}" if bad else ""
+            entry = f"{bad[0][0]!r}: {bad[0][1]!r}" if bad else ""
             raise ConfigurationError(
-                f"AccumulationSchedule({{{told}}}): give passes, counted from 0, and how many batches make an update "
-                "from then on, such as {0: 1, 4: 2}."
+                f"AccumulationSchedule({{{entry}}}) is not valid. Map epochs, counted from 0, to the number of batches "
+                "per update from that epoch on, such as {0: 1, 4: 2}."
             )
         self.steps = dict(sorted(steps.items()))
         self._base = 1
@@ -43,16 +43,16 @@ class AccumulationSchedule(Modifier):
         return self
 
     def begin(self, base: int) -> int:
-        """Take note of the arguments' steps, and return those of the first pass."""
+        """Store the accumulation steps of the arguments, and return those of the first epoch."""
         self._base = base
         return self.steps_in(0)
 
     def steps_in(self, epoch: int) -> int:
-        """Return how many batches make an update in a pass."""
+        """Return the number of batches per update in an epoch."""
         return next((count for first, count in reversed(self.steps.items()) if first <= epoch), self._base)
 
     def updates(self, batches: int, epochs: float) -> int:
-        """Return how many updates so many passes of so many batches are."""
+        """Return the number of updates in `epochs` epochs of `batches` batches."""
         whole = math.floor(epochs + 1e-9)
         lengths = [math.ceil(batches / self.steps_in(epoch)) for epoch in range(whole + 1)]
         return sum(lengths[:-1]) + max(0, math.ceil((epochs - whole) * lengths[-1] - 1e-9))
@@ -60,14 +60,14 @@ class AccumulationSchedule(Modifier):
     def on_fit_begin(self, run: Run) -> None:
         if run.args.global_batch_size is not None:
             raise ConfigurationError(
-                f"global_batch_size={run.args.global_batch_size} says how large updates are, and so does "
-                "AccumulationSchedule. Leave one of them out."
+                f"global_batch_size={run.args.global_batch_size} and AccumulationSchedule both set the size of an "
+                "update. Remove one of them."
             )
 
     def on_epoch_begin(self, run: Run) -> None:
         self._apply(run)
 
-    # -- a run that goes on ---------------------------------------------------------------------------------------
+    # -- resuming -------------------------------------------------------------------------------------------------
 
     def on_load_begin(self, run: Run, folder: Path) -> None:
         del folder
@@ -77,8 +77,8 @@ class AccumulationSchedule(Modifier):
         del folder
         state, batches = run.state, _batches(run)
         if batches is not None and state.max_epochs is not None:
-            behind = self.updates(batches, state.epoch) + state.steps_in_epoch
-            steps = state.step + self.updates(batches, state.max_epochs) - behind
+            done = self.updates(batches, state.epoch) + state.steps_in_epoch
+            steps = state.step + self.updates(batches, state.max_epochs) - done
             state.max_steps = steps if run.args.max_steps is None else min(steps, run.args.max_steps)
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class AccumulationSchedule(Modifier):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         del state
         assert self._run is not None
-        self._apply(self._run)  # before it is counted how much of the pass is left
+        self._apply(self._run)  # before the rest of the epoch is counted
 
     def _apply(self, run: Run) -> None:
         steps, batches = self.steps_in(run.state.epoch), _batches(run)
@@ -97,7 +97,7 @@ class AccumulationSchedule(Modifier):
 
 
 def _batches(run: Run) -> int | None:
-    """Return the batches of a pass; `None` where the data does not tell."""
+    """Return the number of batches per epoch; `None` if the data has no length."""
     try:
         return len(run.accelerator._dataloaders[-1])
     except (TypeError, NotImplementedError):

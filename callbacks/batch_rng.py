@@ -1,4 +1,4 @@
-"""This file is the random numbers of a batch: known from the run's seed and its place, so that nothing is saved."""
+"""Random number generators seeded by the run's seed and the batch's position, so that no state is saved."""
 
 import zlib
 
@@ -9,11 +9,11 @@ from trainer_lib.events import Run
 
 
 def generator_of_batch(run: Run, name: str) -> np.random.Generator:
-    """Return a generator for the batch in hand, the same one whenever the run comes to it.
+    """Return the generator of the current batch: the same numbers each time the run reaches this batch.
 
     Args:
         run: The run.
-        name: What draws, so that each draws something else.
+        name: The name of the caller, so that each caller draws different numbers.
     """
     seed = getattr(run.args, "seed", None)
     rank = 0 if run.accelerator is None else run.accelerator.process_index

@@ -1,4 +1,4 @@
-"""This file is which checkpoints are written besides those at the trainer's interval, and which are kept."""
+"""Saving checkpoints at an interval and at the best metric, and deleting old ones (retention)."""
 
 import math
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from trainer_lib.foundation.metric_names import greater_is_better_for, read_metr
 
 
 class Checkpoint(Callback):
-    """Saves the best, and deletes what is not to be kept once a newer checkpoint is there.
+    """Saves a checkpoint when the metric is the best so far, and deletes old checkpoints after each save.
 
-    What is kept: the newest ones, the best ones, those at an interval, and always the newest and the best of all. Only
-    checkpoints of this run, in the folder of the one just written, are deleted.
+    It keeps the newest checkpoints, the best ones, and those at an interval. The newest and the best of all are never
+    deleted. It deletes only checkpoints of this run, in the folder of the one just written.
 
     Args:
-        every: An interval to save at, besides the trainer's `save_every`, such as "30 minutes".
-        keep_last: How many of the newest to keep; `None` keeps all.
-        keep_best: How many of the best to keep; with 0 a new best one is no reason to save.
-        metric: The metric to go by; `None`: that of the trainer, its `metric_for_best`.
-        greater_is_better: Whether more of `metric` is better; `None` goes by its name.
-        keep_every: An interval to keep checkpoints at for good, such as "1000 steps": of those that are saved, the
+        every: An interval to save at, in addition to the trainer's `save_every`, such as "30 minutes".
+        keep_last: The number of newest checkpoints to keep; `None` keeps all.
+        keep_best: The number of best checkpoints to keep; with 0 a new best metric does not save a checkpoint.
+        metric: The metric to compare; `None` uses the trainer's `metric_for_best`.
+        greater_is_better: Whether higher values of `metric` are better; `None` infers it from the metric's name.
+        keep_every: An interval at which checkpoints are kept permanently, such as "1000 steps": of the saved ones, the
             first at or after each multiple.
 
     Example:
@@ -49,16 +49,19 @@ class Checkpoint(Callback):
         _check_number("keep_best", keep_best, least=0)
         if keep_every is not None and keep_last is None:
             raise ConfigurationError(
-                f"keep_every={keep_every!r} says nothing where keep_last=None keeps all. Give one."
+                f"keep_every={keep_every!r} has no effect: keep_last=None keeps all checkpoints. Give keep_last a "
+                "number, or leave keep_every out."
             )
         self.keep_last, self.keep_best = keep_last, keep_best
         self.keep_every = None if keep_every is None else Every.parse(keep_every, "keep_every")
         if self.keep_every is not None and self.keep_every.unit == "tokens":
-            raise ConfigurationError(f'keep_every="{self.keep_every}": give steps, epochs, samples or a time.')
+            raise ConfigurationError(
+                f'keep_every="{self.keep_every}" is not supported. Use steps, epochs, samples or a time.'
+            )
         self.metric, self._greater_is_better = metric, greater_is_better
-        self._best: float | None = None  # by a metric of one's own
+        self._best: float | None = None  # of `metric`; the trainer tracks its own metric
         if metric is not None:
-            greater_is_better_for(metric, greater_is_better)  # refused before training, if it cannot be told
+            greater_is_better_for(metric, greater_is_better)  # raises if the direction is unknown
         self.every = None if every is None else Every.parse(every, "every")
         if every is not None:
             self._interval = EveryAmount(every, "every")
@@ -76,7 +79,7 @@ class Checkpoint(Callback):
         return self.every
 
     def on_best(self, run: Run, metric: str, value: float) -> None:
-        # With a metric of one's own, `_ask_when_best` sees to it.
+        # With a `metric` given, `_ask_when_best` asks.
         if self.metric is None and self.keep_best > 0:
             run.control.save = True
             run.control.save_reasons.add("best")
@@ -84,10 +87,10 @@ class Checkpoint(Callback):
     def on_save_end(self, run: Run, folder: Path) -> None:
         checkpoints = run.state.checkpoints
         kept = self._steps_kept(run)
-        run.state.checkpoints = [one for one in checkpoints if one["step"] in kept]
+        run.state.checkpoints = [entry for entry in checkpoints if entry["step"] in kept]
         if run.is_main_process:
-            going = [path_at(one["path"]) for one in checkpoints if one["step"] not in kept]
-            delete_older(going, folder, run.state.run_id)
+            expired = [path_at(entry["path"]) for entry in checkpoints if entry["step"] not in kept]
+            delete_older(expired, folder, run.state.run_id)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._best is None else {"best": self._best}
@@ -103,9 +106,9 @@ class Checkpoint(Callback):
             return
         run.control.save_reasons.add("interval")
         if not self._interval.is_timed:
-            run.control.agree("save")  # all processes count alike
+            run.control.agree("save")  # all ranks count alike
         elif run.is_main_process:
-            run.control.save = True  # their clocks differ, and that of the first one counts
+            run.control.save = True  # clocks differ between ranks: rank 0 decides
 
     def _ask_when_best(self, run: Run, metrics: dict[str, float]) -> None:
         if run.state.status != "running" or self.metric is None or run.leaves_out(self.metric):
@@ -117,25 +120,25 @@ class Checkpoint(Callback):
             run.control.save_reasons.add("best")
 
     def _steps_kept(self, run: Run) -> set[int]:
-        good = _good(run)
-        steps = sorted(entry["step"] for entry in good)
+        finite = _finite(run)
+        steps = sorted(entry["step"] for entry in finite)
         if self.keep_last is None:
             return {entry["step"] for entry in run.state.checkpoints}
         kept = set(steps[-self.keep_last :])
-        others = {entry["step"] for entry in run.state.checkpoints} - set(steps)
-        kept |= {max(others)} if others else set()  # to be looked at; it takes the place of none
+        nonfinite = {entry["step"] for entry in run.state.checkpoints} - set(steps)
+        kept |= {max(nonfinite)} if nonfinite else set()  # for debugging, in addition to `keep_last`
         if run.state.best is not None:
             kept.add(run.state.best.step)
         if self.keep_every is not None:
-            kept |= steps_at_intervals(good, self.keep_every)
+            kept |= steps_at_intervals(finite, self.keep_every)
         return kept | set(self._best_steps(run)[: max(self.keep_best, 1)])
 
     def _best_steps(self, run: Run) -> list[int]:
-        """Return the steps of the checkpoints that were evaluated, the best first; of equal ones the older."""
+        """Return the steps of evaluated checkpoints, best first; among equal ones the older comes first."""
         metric = self._metric(run)
         if metric is None:
             return []
-        values = {one["step"]: float(one["metrics"].get(metric, math.nan)) for one in _good(run)}
+        values = {entry["step"]: float(entry["metrics"].get(metric, math.nan)) for entry in _finite(run)}
         sign = self._sign(run)
         return sorted((s for s, value in values.items() if math.isfinite(value)), key=lambda s: (-sign * values[s], s))
 
@@ -145,13 +148,13 @@ class Checkpoint(Callback):
         return None if run.state.best is None else run.state.best.metric
 
     def _sign(self, run: Run) -> int:
-        given = self._greater_is_better
-        if given is None and self.metric is None:
-            given = getattr(run.args, "greater_is_better", None)
-        return 1 if greater_is_better_for(self._metric(run) or "", given) else -1
+        is_greater_better = self._greater_is_better
+        if is_greater_better is None and self.metric is None:
+            is_greater_better = getattr(run.args, "greater_is_better", None)
+        return 1 if greater_is_better_for(self._metric(run) or "", is_greater_better) else -1
 
 
-def _good(run: Run) -> list[dict[str, Any]]:
+def _finite(run: Run) -> list[dict[str, Any]]:
     """Return the checkpoints whose weights are finite."""
     return [entry for entry in run.state.checkpoints if not entry.get("nonfinite")]
 
@@ -161,4 +164,6 @@ def _check_number(name: str, value: Any, least: int, may_be_none: bool = False) 
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         or_none = ", or None to keep all" if may_be_none else ""
-        raise ConfigurationError(f"{name}={shown(value)} must be a number of checkpoints, {least} or more{or_none}.")
+        raise ConfigurationError(
+            f"{name} must be a number of checkpoints (got {shown(value)}). Give {least} or more{or_none}."
+        )

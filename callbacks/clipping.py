@@ -1,4 +1,4 @@
-"""This file is gradients that are cut: by value, and by the size of the weights that they are to change."""
+"""Gradient clipping by value, and adaptively by the norm of the weights (AGC)."""
 
 import math
 from typing import Any
@@ -12,9 +12,9 @@ from trainer_lib.modules.patterns import matching
 
 
 class ClipValue(Modifier):
-    """Cuts each number of the gradients to at most `value` in size.
+    """Clamps each element of the gradients to the range from `-value` to `value`.
 
-    The norm is clipped after it, unless `TrainingArguments(max_grad_norm=None)`.
+    The trainer then clips the norm, unless you set `TrainingArguments(max_grad_norm=None)`.
 
     Args:
         value: The limit.
@@ -31,15 +31,15 @@ class ClipValue(Modifier):
 
 
 class AdaptiveClipping(Modifier):
-    """Shrinks the gradient of each unit (row of a weight, whole vector) to a share of the norm of the unit itself.
+    """Scales the gradient of each unit (a row of a weight, or a whole vector) down to a share of the unit's norm.
 
-    Networks without normalization are trained so (AGC). The norm is clipped after it, unless
-    `TrainingArguments(max_grad_norm=None)`.
+    This is adaptive gradient clipping (AGC), used to train networks without normalization. The trainer then clips the
+    norm, unless you set `TrainingArguments(max_grad_norm=None)`.
 
     Args:
-        share: The most that the norm of a gradient may be of that of its unit.
-        least: The norm that smaller units, such as biases at 0, are taken to have.
-        exclude: Which weights to leave alone, such as ("head.*",): patterns over their names.
+        share: The largest allowed ratio of a gradient's norm to its unit's norm.
+        least: The lower bound on a unit's norm, for units near 0 such as new biases.
+        exclude: Patterns of the names of weights that are not clipped, such as ("head.*",).
 
     Example:
         >>> clip = AdaptiveClipping(0.01, exclude=("head.*",))
@@ -49,19 +49,19 @@ class AdaptiveClipping(Modifier):
         self.share = _positive("AdaptiveClipping(share)", share)
         self.least = _positive("AdaptiveClipping(least)", least)
         self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-        self._spared: set[Any] = set()
+        self._excluded: set[Any] = set()
 
     def on_fit_begin(self, run: Run) -> None:
         named = run.parameters
-        self._spared = {named[name] for name in matching(named, self.exclude, "AdaptiveClipping(exclude)")}
+        self._excluded = {named[name] for name in matching(named, self.exclude, "AdaptiveClipping(exclude)")}
 
     @torch.no_grad()
     def on_backward_end(self, run: Run) -> None:
         for weight in _trained(run):
-            if weight.grad is not None and weight not in self._spared:
+            if weight.grad is not None and weight not in self._excluded:
                 limit = _norms(weight).clamp(min=self.least) * self.share
                 norms = _norms(weight.grad)
-                # A norm that is not finite stays as it is, for the guard to see.
+                # Gradients with a NaN or Inf norm stay unchanged, so that `on_nonfinite` detects them.
                 weight.grad.mul_(torch.where(norms > limit, limit / norms, torch.ones_like(norms)))
 
 
@@ -71,10 +71,10 @@ def _norms(tensor: Any) -> Any:
 
 
 def _trained(run: Run) -> list[Any]:
-    return [p for one in run.optimizers.values() for group in one.param_groups for p in group["params"]]
+    return [p for optimizer in run.optimizers.values() for group in optimizer.param_groups for p in group["params"]]
 
 
-def _positive(told_as: str, value: Any) -> float:
+def _positive(option: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigurationError(f"{told_as}: {shown(value)} must be a number above 0.")
+        raise ConfigurationError(f"{option} must be a number above 0 (got {shown(value)}).")
     return value

@@ -1,4 +1,4 @@
-"""This file is a run in plain lines, where there is no bar."""
+"""Plain-text output of a run: a line per log and evaluation."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from trainer_lib.runs.report.sparkline import shows_sparklines, sparkline
 
 
 class Printer(Callback):
-    """Prints a line for each log and each evaluation, and a table of the evaluations at the end; the main process does.
+    """Prints a line for each log and evaluation, and a table of all evaluations at the end, on rank 0.
 
     Args:
         file: Where to print; by default standard output.
@@ -21,12 +21,12 @@ class Printer(Callback):
         step 50/200, epoch 1: loss 0.3457, learning_rate 5e-05
     """
 
-    order = 100  # after those who add to what is logged
+    order = 100  # after the callbacks that add values to the log
     is_display: ClassVar[bool] = True
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file
-        self._metrics: dict[str, None] = {}  # the names of those that evaluations had, in their order
+        self._metrics: dict[str, None] = {}  # the names seen in evaluations, in order
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         self._print(run, line_of(run, values))
@@ -55,7 +55,7 @@ class Printer(Callback):
 
 
 def print_curves(run: Run, file: TextIO) -> None:
-    """Print the losses and the best metric of a run, each as a line with its curve."""
+    """Print the loss and the best metric of a run, each as a line with a sparkline."""
     best = [] if run.state.best is None else [run.state.best.metric]
     curves = {name: [entry[name] for entry in run.state.history if name in entry] for name in ("loss", *best)}
     width = max(map(len, curves))
@@ -65,7 +65,7 @@ def print_curves(run: Run, file: TextIO) -> None:
 
 
 def line_of(run: Run, values: Mapping[str, Any]) -> str:
-    """Return a line that says where a run stands, and these values."""
+    """Return a line with the run's step and epoch and these values."""
     state = run.state
     of = "" if state.max_steps is None else f"/{state.max_steps}"
     shown = ", ".join(f"{name} {_short(value)}" for name, value in values.items() if name not in ("step", "epoch"))

@@ -1,4 +1,4 @@
-"""This file is what is logged and evaluated as a table that every program reads."""
+"""Logs and evaluations of a run as a CSV table."""
 
 import csv
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from typing import Any
 from trainer_lib.events import Callback, Run
 from trainer_lib.filesystem.atomic_files import replace_file
 
-_PLACE = ("step", "epoch", "samples", "seconds")
+_PROGRESS = ("step", "epoch", "samples", "seconds")
 
 
 class CsvLog(Callback):
-    """Writes a row of a CSV file for each log and each evaluation; the main process does.
+    """Writes a row to a CSV file for each log and evaluation, on rank 0.
 
-    Columns are step, epoch, samples, seconds of training, and the names of the values; a value that comes later adds
-    one, which is empty in the rows before. Each row is written at once. A resumed run takes out the rows after the step
-    it goes on from. A new run puts an older file of this name aside, as `<name>.old`.
+    The columns are step, epoch, samples, seconds of training, and the names of the values. A value that appears later
+    adds a column, which is empty in earlier rows. Each row is written immediately. A resumed run removes the rows after
+    the step it resumes from. A new run renames an existing file to `<name>.old`.
 
     Args:
         path: The file.
@@ -31,7 +31,7 @@ class CsvLog(Callback):
         10,1.0,80,2.5,0.25
     """
 
-    order = 100  # after those who add to what is logged
+    order = 100  # after the callbacks that add values to the log
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -41,7 +41,7 @@ class CsvLog(Callback):
         if not run.is_main_process:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns = list(_PLACE)
+        self._columns = list(_PROGRESS)
         if run.state.step:
             self._keep_up_to(run.state.step)
         elif self.path.exists():
@@ -49,7 +49,7 @@ class CsvLog(Callback):
 
     def on_load_end(self, run: Run, folder: Path) -> None:
         del folder
-        if run.state.status == "running" and run.is_main_process and self._columns:  # it went back
+        if run.state.status == "running" and run.is_main_process and self._columns:  # after a rewind
             self._keep_up_to(run.state.step)
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
@@ -63,13 +63,13 @@ class CsvLog(Callback):
         if not run.is_main_process:
             return
         state = run.state
-        place = {
+        progress = {
             "step": state.step,
             "epoch": state.epochs,
             "samples": state.samples,
             "seconds": round(state.seconds, 3),
         }
-        row = {**place, **{name: value for name, value in values.items() if name not in place}}
+        row = {**progress, **{name: value for name, value in values.items() if name not in progress}}
         if new := [name for name in row if name not in self._columns]:
             self._columns += new
             self._write(self._rows())
@@ -82,14 +82,14 @@ class CsvLog(Callback):
         self._write([row for row in self._rows() if row["step"].isdigit() and int(row["step"]) <= step])
 
     def _rows(self) -> list[dict[str, str]]:
-        """Return the rows of the file, whose columns become those of this; a row that was cut short is left out."""
+        """Return the complete rows of the file, and take over its columns."""
         if not self.path.exists():
             return []
         with self.path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             rows = [row for row in reader if None not in row.values() and None not in row]
-            there = list(reader.fieldnames or ())
-        self._columns = [*there, *(name for name in self._columns if name not in there)]
+            existing = list(reader.fieldnames or ())
+        self._columns = [*existing, *(name for name in self._columns if name not in existing)]
         return rows
 
     def _write(self, rows: list[dict[str, str]]) -> None:

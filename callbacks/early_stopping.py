@@ -1,4 +1,4 @@
-"""This file is the end of a run that has stopped getting better, is good enough, or has gone wrong."""
+"""Early stopping: ends a run when a metric stops improving, is good enough, or diverges."""
 
 import math
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ from trainer_lib.foundation.metric_names import greater_is_better_for, read_metr
 
 
 class EarlyStopping(Callback):
-    """Ends training by what evaluations say; `run.control.reason` tells why.
+    """Ends training by an evaluation metric; `run.control.reason` holds the reason.
 
-    Evaluations outside training do not count, nor do those that leave out the set of `metric`.
+    Evaluations outside training do not count, and neither do evaluations that leave out the dataset of `metric`.
 
     Args:
-        metric: The metric to go by, as the evaluation names it.
-        patience: End after so many evaluations in a row that were not better than the best; `None` goes on.
-        min_delta: By how much a better one has to be better.
-        greater_is_better: Whether more of the metric is better; `None` goes by its name.
-        stop_above: End once the metric is above this: good enough.
-        stop_below: End once it is below this: good enough.
-        diverged_above: End once the metric is above this: lost.
-        diverged_below: End once it is below this: lost.
-        check_finite: End once the metric is not a number, or infinite.
+        metric: The name of the evaluation metric.
+        patience: Stop after this many evaluations in a row without improvement; `None` never stops for that reason.
+        min_delta: The smallest change that counts as an improvement.
+        greater_is_better: Whether higher is better; `None` infers it from the metric's name.
+        stop_above: Stop when the metric exceeds this value: good enough.
+        stop_below: Stop when the metric falls below this value: good enough.
+        diverged_above: Stop when the metric exceeds this value: diverged.
+        diverged_below: Stop when the metric falls below this value: diverged.
+        check_finite: Stop when the metric is NaN or infinite.
 
     Example:
         >>> from trainer_lib.events import RunState
@@ -51,9 +51,11 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
     ) -> None:
         if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
-            raise ConfigurationError(f"patience={patience!r} must be a number of evaluations, 1 or more, or None.")
+            raise ConfigurationError(
+                f"patience must be a number of evaluations, 1 or more, or None (got {patience!r})."
+            )
         if not 0 <= min_delta < math.inf:
-            raise ConfigurationError(f"min_delta={min_delta!r} must be 0 or more, and finite.")
+            raise ConfigurationError(f"min_delta must be finite and at least 0 (got {min_delta!r}).")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.key = f"EarlyStopping({metric})"
         self.sign = 1 if greater_is_better_for(metric, greater_is_better) else -1
@@ -76,7 +78,7 @@ class EarlyStopping(Callback):
             run.control.stop = True
 
     def _judge(self, value: float) -> str | None:
-        """Take note of a value, and return why training is to end, if it is."""
+        """Record a value, and return the reason to stop; `None` if training continues."""
         if math.isfinite(value) and (self.best is None or self.sign * (value - self.best) > self.min_delta):
             self.best, self.bad_evaluations = value, 0
         else:

@@ -1,8 +1,8 @@
-"""This file is callbacks made of functions, and callbacks that hear of some updates only.
+"""Callbacks made of functions, and filters that pass a callback only some updates.
 
-A filter lets the events of an update through (`UPDATE_EVENTS`) or keeps them back; all other events it lets through.
-An amount is what `Every.parse` reads. Amounts of time go by the clock of each process, which differ: let them ask for
-things through `run.control`, which all processes come to know, and do nothing that all processes have to do at once.
+A filter passes the events of an update (`UPDATE_EVENTS`) or withholds them; it passes all other events. An amount is
+anything `Every.parse` reads. Amounts of time use the clock of each rank, and clocks differ: with them, only set
+requests in `run.control`, which reach all ranks, and never call a collective.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ class LambdaCallback(Callback):
 
     Args:
         order: Callbacks of a lower order are called first.
-        **functions: For each event, a function that takes what the event's method takes, without `self`.
+        **functions: A function for each event, with the arguments of the event's method except `self`.
 
     Example:
         >>> callback = LambdaCallback(on_step_end=lambda run: print("step", run.state.step))
@@ -34,24 +34,24 @@ class LambdaCallback(Callback):
             if event not in EVENTS:
                 raise ConfigurationError(unknown("event", event, EVENTS))
             if not callable(function):
-                raise ConfigurationError(f"LambdaCallback: {event}={function!r} is no function.")
+                raise ConfigurationError(f"LambdaCallback({event}) must be a function (got {function!r}).")
             setattr(self, event, function)
 
 
 def every(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
-    """Return a callback of the updates with which another `amount` of training is reached.
+    """Return a callback that runs once every `amount` of training.
 
     Args:
         amount: How often: "100 steps", "1 epoch", "10 minutes" …
-        listener: A function of the run, called at the end of such an update; or a callback, which gets the events of
-            such updates. Whether samples or time reach the amount is not known when an update begins: such a callback
+        listener: A function of the run, called at the end of the update that reaches the amount; or a callback, which
+            gets the events of that update. For samples and time the update is known only at its end, so a callback
             gets the events of the next update.
 
     Example:
         >>> from trainer_lib.events import RunState
-        >>> tell = every("100 steps", lambda run: print("step", run.state.step))
+        >>> report = every("100 steps", lambda run: print("step", run.state.step))
         >>> for step in range(1, 301):
-        ...     tell.on_step_end(Run(state=RunState(step=step)))
+        ...     report.on_step_end(Run(state=RunState(step=step)))
         step 100
         step 200
         step 300
@@ -60,7 +60,7 @@ def every(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
 
 
 def once(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
-    """Return a callback of the one update with which `amount` of training is reached; see `every`.
+    """Return a callback that runs once, when `amount` of training is reached; see `every`.
 
     Example:
         >>> save_early = once("10 minutes", lambda run: setattr(run.control, "save", True))
@@ -69,7 +69,7 @@ def once(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
 
 
 def after(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
-    """Return a callback of the updates after `amount` of training; see `every`.
+    """Return a callback that runs in each update after `amount` of training; see `every`.
 
     Example:
         >>> late = after("1 epoch", every(10, lambda run: print(run.state.step)))
@@ -78,7 +78,7 @@ def after(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
 
 
 def before(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
-    """Return a callback of the updates before the one with which `amount` of training is reached; see `every`.
+    """Return a callback that runs in each update before `amount` of training is reached; see `every`.
 
     Example:
         >>> early = before("1000 steps", lambda run: print(run.state.step))
@@ -87,7 +87,7 @@ def before(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
 
 
 class _Function(Callback):
-    """A function behind gates."""
+    """A function, called when all gates are open."""
 
     def __init__(self, function: Callable[[Run], Any], gates: tuple[Gate, ...]) -> None:
         self.listener, self.gates = function, gates
@@ -98,7 +98,7 @@ class _Function(Callback):
             gate.begin(run.state)
 
     def on_step_end(self, run: Run) -> None:
-        answers = [gate.opens_at_end(run.state) for gate in self.gates]  # each has to be asked
+        answers = [gate.opens_at_end(run.state) for gate in self.gates]  # no short-circuit: each gate counts
         if all(answers):
             self.listener(run)
 
@@ -108,12 +108,12 @@ class _Function(Callback):
 
 
 class _Filtered(Callback):
-    """A callback behind gates."""
+    """A callback that gets the events of an update when all gates are open."""
 
     def __init__(self, callback: Callback, gates: tuple[Gate, ...]) -> None:
         self.listener, self.gates = callback, gates
         self.order, self.key = callback.order, callback.key or type(callback).__name__
-        self.exclusive_group = callback.exclusive_group  # type: ignore[misc]  # this class stands for any
+        self.exclusive_group = callback.exclusive_group  # type: ignore[misc]  # per instance here
         self._is_open = False
         for event in set(EVENTS) - {"on_fit_begin", "on_step_begin"}:
             if overrides(callback, event):
@@ -126,7 +126,7 @@ class _Filtered(Callback):
         self.listener.on_fit_begin(run)
 
     def on_step_begin(self, run: Run) -> None:
-        answers = [gate.opens_at_begin(run.state) for gate in self.gates]  # each has to be asked
+        answers = [gate.opens_at_begin(run.state) for gate in self.gates]  # no short-circuit: each gate counts
         self._is_open = all(answers)
         if self._is_open:
             self.listener.on_step_begin(run)
@@ -146,7 +146,7 @@ class _Filtered(Callback):
 
 
 class _FilteredModifier(_Filtered, Modifier):
-    """The same for one that may change training."""
+    """A filtered modifier."""
 
     def eval_weights(self, run: Run) -> AbstractContextManager[Any]:
         assert isinstance(self.listener, Modifier)
@@ -156,9 +156,9 @@ class _FilteredModifier(_Filtered, Modifier):
 def _filtered(gate: Gate, listener: Callable[[Run], Any] | Callback) -> Callback:
     if isinstance(listener, (_Function, _Filtered)):
         kind, listener, gates = type(listener), listener.listener, (gate, *listener.gates)
-        return kind(listener, gates)  # type: ignore[arg-type]  # a kind fits what it was made with
+        return kind(listener, gates)  # type: ignore[arg-type]  # the class fits its own listener
     if isinstance(listener, Callback):
         return (_FilteredModifier if listener.may_change_training else _Filtered)(listener, (gate,))
     if isinstance(listener, type) or not callable(listener):
-        raise ConfigurationError(f"A filter needs a function of the run, or a callback; got {listener!r}.")
+        raise ConfigurationError(f"A filter needs a function of the run or a callback (got {listener!r}).")
     return _Function(listener, (gate,))

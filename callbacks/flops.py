@@ -1,4 +1,4 @@
-"""This file is how many operations training makes, and what share of a device's peak that is."""
+"""FLOP counting: teraflops per second and model FLOPs utilization (MFU)."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.batch_fields import as_mapping
 from trainer_lib.foundation.errors import ConfigurationError
 
-# Dense operations a second with 16 bits and with 32, as the makers give them; the first name that fits counts.
+# Dense FLOP/s in 16 and 32 bits, from the vendors' data sheets; the first matching name counts.
 _PEAKS: dict[str, tuple[float, float]] = {
     "B200": (2250e12, 75e12),
     "H200": (989e12, 67e12),
@@ -25,32 +25,31 @@ _PEAKS: dict[str, tuple[float, float]] = {
 
 
 class Flops(Callback):
-    """Adds `teraflops_per_second` of each device to what is logged, and `mfu`, their share of what it can do.
+    """Adds `teraflops_per_second` per device and `mfu`, its share of the device's peak, to the log.
 
-    The operations of one batch, forward and backward, are counted as torch runs them (`FlopCounterMode`: matrix
-    products, convolutions, attention), in the first batch of the run; from then on each sample counts as much as one of
-    that batch did. For texts of very different lengths that is an estimate. Time is that of training, without
-    evaluations and checkpoints. A model whose activations are computed twice (checkpointing) makes more operations, and
-    these count.
+    It counts the operations of the run's first batch, forward and backward, as torch executes them (`FlopCounterMode`:
+    matrix products, convolutions, attention), and takes every later sample to cost as much. For texts of very different
+    lengths this is an estimate. Only training time counts, without evaluations and checkpoints. Recomputed activations
+    (activation checkpointing) count as operations.
 
     Args:
-        peak: Operations a second that a device can do; by default known for some of them, for the precision of the run,
-            without reduced precision for float32. Where it is not known there is no `mfu`.
+        peak: The device's peak in FLOP/s; by default looked up by the device's name and the run's precision (float32
+            without reduced precision). If the device is unknown, `mfu` is not logged.
 
     Attributes:
-        per_sample: The operations of a sample; `None` before they are counted.
+        per_sample: The operations per sample; `None` until they are counted.
 
     Example:
         >>> flops = Flops(peak=312e12)
     """
 
-    order = -100  # before those who show what is logged
+    order = -100  # before the callbacks that show the log
 
     def __init__(self, peak: float | None = None) -> None:
         if peak is not None and (isinstance(peak, bool) or not isinstance(peak, (int, float)) or not peak > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"Flops(peak={peak!r}): give operations a second, such as 312e12.")
+            raise ConfigurationError(f"Flops(peak) must be a number of FLOP/s above 0, such as 312e12 (got {peak!r}).")
         self.per_sample: float | None = None
-        self._given = self.peak = peak
+        self._peak_option = self.peak = peak
         self._counter: Any = None
         self._counted = 0.0
         self._last = (0, 0.0)  # the samples and the seconds at the last log
@@ -58,7 +57,7 @@ class Flops(Callback):
 
     def on_fit_begin(self, run: Run) -> None:
         self.per_sample = None
-        self.peak = self._given or _known_peak(run)
+        self.peak = self._peak_option or _known_peak(run)
         self._last, self._has_logged = (run.state.samples, run.state.seconds), False
 
     def on_micro_batch_begin(self, run: Run) -> None:
@@ -71,17 +70,17 @@ class Flops(Callback):
 
     def on_micro_batch_end(self, run: Run) -> None:
         if self._counter is not None:
-            self._leave()
+            self._stop_counting()
             self.per_sample = self._counted / _samples(run.batch)
             run.record_event("flops", per_sample=self.per_sample)
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         samples, seconds = run.state.samples, run.state.seconds
-        passed = samples - self._last[0], seconds - self._last[1]
-        # Counting takes time, so that the first log is not like the others.
-        if self.per_sample is not None and self._has_logged and passed[1] > 0:
+        new_samples, elapsed = samples - self._last[0], seconds - self._last[1]
+        # The first log is skipped: counting slows its updates down.
+        if self.per_sample is not None and self._has_logged and elapsed > 0:
             devices = 1 if run.accelerator is None else run.accelerator.num_processes
-            speed = self.per_sample * passed[0] / passed[1] / devices
+            speed = self.per_sample * new_samples / elapsed / devices
             values["teraflops_per_second"] = speed / 1e12
             if self.peak is not None:
                 values["mfu"] = speed / self.peak
@@ -90,9 +89,9 @@ class Flops(Callback):
     def on_fit_end(self, run: Run) -> None:
         del run
         if self._counter is not None:
-            self._leave()
+            self._stop_counting()
 
-    def _leave(self) -> None:
+    def _stop_counting(self) -> None:
         self._counter.__exit__(None, None, None)
         self._counted, self._counter = float(self._counter.get_total_flops()), None
 
@@ -105,21 +104,21 @@ def _known_peak(run: Run) -> float | None:
 
 
 def peak_of(name: str, precision: str) -> float | None:
-    """Return what a device can do a second, by its name; `None` if that is not known.
+    """Return a device's peak in FLOP/s by its name; `None` if the device is unknown.
 
     Example:
         >>> peak_of("NVIDIA A100-SXM4-80GB", "bf16")
         312000000000000.0
     """
     words = name.replace("-", " ").split()
-    for known, (narrow, wide) in _PEAKS.items():
-        if all(part in words for part in known.split()):
+    for device, (narrow, wide) in _PEAKS.items():
+        if all(part in words for part in device.split()):
             return narrow if precision in ("bf16", "bf16-true", "fp16") else wide
     return None
 
 
 def _samples(batch: Any) -> int:
-    """Return the rows of a batch: those of its first tensor."""
+    """Return the number of rows in a batch: the length of its first tensor."""
     named = as_mapping(batch)
     values = list(named.values()) if named is not None else batch if isinstance(batch, (tuple, list)) else [batch]
     for value in values:

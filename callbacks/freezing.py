@@ -1,4 +1,4 @@
-"""This file is weights that are left as they are for a part of a run."""
+"""Freezing weights for part of a run, and gradual unfreezing."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,25 +13,24 @@ from trainer_lib.modules.patterns import matching
 
 
 class _Part(NamedTuple):
-    """Weights, and when they are frozen."""
+    """Patterns of weights, and when they are frozen."""
 
     patterns: tuple[str, ...]
-    begins: Gate | None  # None: from the start
-    ends: Gate | None  # None: not before the end
+    begins: Gate | None  # None: frozen from the start
+    ends: Gate | None  # None: frozen until the end
 
 
 class Freeze(Modifier):
-    """Leaves weights as they are until an amount of training is reached, after one, or between two.
+    """Freezes weights until an amount of training, from an amount on, or between the two.
 
-    What is frozen gets no gradients, which saves their computation, and what an optimizer kept of it is forgotten: it
-    begins anew when the weights are trained again. What is to be frozen in the whole run is a
-    `ParameterGroup(frozen=True)`. Several processes with replicas have to look for what is unused:
-    `TrainingArguments(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))`.
+    Frozen weights get no gradients, which saves their computation. Their optimizer state is dropped, and starts from
+    zero when the weights are trained again. To freeze weights for the whole run, use `ParameterGroup(frozen=True)`.
+    With DDP, set `TrainingArguments(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))`.
 
     Args:
-        *patterns: Which weights: shell patterns (`fnmatch`) over their whole names, such as "encoder.*".
-        until: When they are trained (again), such as "2 epochs"; `None`: not in this run.
-        after: When they are frozen; `None`: from the start.
+        *patterns: Shell patterns (`fnmatch`) of the full names of the weights, such as "encoder.*".
+        until: When the weights are unfrozen, such as "2 epochs"; `None`: never in this run.
+        after: When the weights are frozen; `None`: from the start.
 
     Example:
         >>> head_first = Freeze("encoder.*", "embeddings.*", until="1 epoch")
@@ -42,7 +41,7 @@ class Freeze(Modifier):
     def __init__(self, *patterns: str, until: Any = None, after: Any = None) -> None:
         if until is None and after is None:
             raise ConfigurationError(
-                'Freeze has to know until when, or after what: until="1 epoch". What is frozen in the whole run is '
+                'Freeze needs until=… or after=…, such as until="1 epoch". To freeze weights for the whole run, use '
                 "TrainingArguments(parameter_groups=[ParameterGroup(pattern, frozen=True)])."
             )
         ends = None if until is None else interval(until, "Freeze(until)")
@@ -63,16 +62,16 @@ class Freeze(Modifier):
                 if gate is not None:
                     gate.begin(run.state)
         self._apply(run)
-        if not any(one.requires_grad for one in _trained(run)):
+        if not any(weight.requires_grad for weight in _trained(run)):
             raise ConfigurationError(
-                f"{type(self).__name__} freezes all that is trained, so there is nothing to train. Leave something, "
-                "such as the head."
+                f"{type(self).__name__} freezes all trained weights, so nothing is left to train. Leave some weights "
+                "unfrozen, such as the head."
             )
 
     def on_step_end(self, run: Run) -> None:
         self._apply(run)
 
-    on_epoch_end = on_step_end  # for a pass whose length nobody knew
+    on_epoch_end = on_step_end  # for an epoch of unknown length
 
     def on_fit_end(self, run: Run) -> None:
         del run
@@ -82,8 +81,8 @@ class Freeze(Modifier):
 
     def _apply(self, run: Run) -> None:
         for part, weights in zip(self._parts, self._weights, strict=True):
-            begun = part.begins is None or part.begins.is_reached(run.state)
-            trains = not begun or (part.ends is not None and part.ends.is_reached(run.state))
+            has_begun = part.begins is None or part.begins.is_reached(run.state)
+            trains = not has_begun or (part.ends is not None and part.ends.is_reached(run.state))
             if weights[0].requires_grad is trains:
                 continue
             for weight in weights:
@@ -94,30 +93,35 @@ class Freeze(Modifier):
                         optimizer.state.pop(weight, None)
 
     def _check(self, run: Run) -> None:
-        trained = {id(one) for one in _trained(run)}
-        own: set[int] = set()
+        trained = {id(weight) for weight in _trained(run)}
+        frozen: set[int] = set()
         for part, weights in zip(self._parts, self._weights, strict=True):
-            told = f"{type(self).__name__}({', '.join(map(repr, part.patterns))})"
-            if any(id(one) not in trained for one in weights):
+            source = f"{type(self).__name__}({', '.join(map(repr, part.patterns))})"
+            ids = {id(weight) for weight in weights}
+            if ids - trained:
                 raise ConfigurationError(
-                    f"{told}: some of these {len(weights)} weights are not trained at all (requires_grad=False, or in "
-                    "no optimizer). Leave requires_grad as it is: this callback sees to it."
+                    f"{source}: some of these {len(weights)} weights are never trained (requires_grad=False, or in no "
+                    "optimizer). Leave requires_grad=True: this callback sets it."
                 )
-            if own & {id(one) for one in weights}:
-                raise ConfigurationError(f"{told}: some of these weights are in an earlier stage too. Name them once.")
-            own |= {id(one) for one in weights}
-        others = [one for one in run.trainer.events if isinstance(one, Freeze) and one is not self]
-        if any(id(weight) in own for other in others for weights in other._weights for weight in weights):
-            raise ConfigurationError("Two callbacks freeze the same weights, each at its own time. Name them in one.")
+            if frozen & ids:
+                raise ConfigurationError(
+                    f"{source}: some of these weights are in an earlier stage too. Name each weight in one stage."
+                )
+            frozen |= ids
+        freezers = [
+            callback for callback in run.trainer.events if isinstance(callback, Freeze) and callback is not self
+        ]
+        if any(id(weight) in frozen for freezer in freezers for weights in freezer._weights for weight in weights):
+            raise ConfigurationError("Two callbacks freeze the same weights. Name each weight in one of them.")
 
 
 class GradualUnfreezing(Freeze):
-    """Trains a first part of the weights, and one more each time an amount of training is reached.
+    """Unfreezes the weights in stages, one after each amount of training.
 
     Args:
-        *stages: The parts in the order in which they are trained, each a pattern or several in a list; the first one
-            from the start. Weights that are in none are trained from the start.
-        every: How much training comes between two stages.
+        *stages: The stages in the order in which they are unfrozen, each a pattern or a list of patterns. The first
+            stage, and weights in no stage, are trained from the start.
+        every: The amount of training between two stages.
 
     Example:
         >>> from_the_top = GradualUnfreezing("head.*", "layers.2.*", ["layers.1.*", "layers.0.*"], every="1 epoch")
@@ -125,16 +129,16 @@ class GradualUnfreezing(Freeze):
 
     def __init__(self, *stages: Any, every: Any = "1 epoch") -> None:
         interval(every, "GradualUnfreezing(every)")
-        each = Every.parse(every)
+        gap = Every.parse(every)
         if len(stages) < 2:
             raise ConfigurationError(
-                "GradualUnfreezing needs two stages at least, the one that is trained first first."
+                f"GradualUnfreezing needs at least two stages (got {len(stages)}). Give first the one to train first."
             )
         self._parts = [
             _Part(
                 _checked((stage,) if isinstance(stage, str) else tuple(stage), "GradualUnfreezing"),
                 None,
-                interval(Every(each.amount * number, each.unit), "GradualUnfreezing(every)"),
+                interval(Every(gap.amount * number, gap.unit), "GradualUnfreezing(every)"),
             )
             for number, stage in enumerate(stages[1:], start=1)
         ]
@@ -146,21 +150,23 @@ class GradualUnfreezing(Freeze):
         super().on_fit_begin(run)
 
 
-def _checked(patterns: tuple[Any, ...], told_as: str) -> tuple[str, ...]:
-    if not patterns or not all(isinstance(one, str) and one for one in patterns):
-        raise ConfigurationError(f'{told_as}{patterns!r}: give names of weights, or patterns such as "encoder.*".')
+def _checked(patterns: tuple[Any, ...], callback: str) -> tuple[str, ...]:
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ConfigurationError(
+            f'{callback} needs names of weights or patterns such as "encoder.*" (got {patterns!r}).'
+        )
     return patterns
 
 
 def _trained(run: Run) -> list[Any]:
-    return [p for one in run.optimizers.values() for group in one.param_groups for p in group["params"]]
+    return [p for optimizer in run.optimizers.values() for group in optimizer.param_groups for p in group["params"]]
 
 
-def _check_replicas(run: Run, told_as: str) -> None:
+def _check_replicas(run: Run, callback: str) -> None:
     models = [run.model] if isinstance(run.model, nn.Module) else list(run.model.values())
     if not all(getattr(model, "find_unused_parameters", True) for model in models):  # only DDP has it
         raise ConfigurationError(
-            f"{told_as}: several processes wait for the gradients of all weights, frozen ones too, unless they look "
-            "for those that are missing. Give TrainingArguments(ddp=DistributedDataParallelKwargs("
-            "find_unused_parameters=True))."
+            f"{callback} needs DDP with find_unused_parameters=True: otherwise the ranks wait for the gradients of "
+            "frozen "
+            "weights. Give TrainingArguments(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))."
         )

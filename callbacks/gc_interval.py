@@ -1,4 +1,4 @@
-"""This file is the collection of Python's garbage at times of one's choosing, on all processes at once."""
+"""Garbage collection at an interval, on all ranks at once."""
 
 import gc
 from typing import Any
@@ -8,13 +8,13 @@ from trainer_lib.events.gates import EveryAmount
 
 
 class GarbageSchedule(Modifier):
-    """Collects garbage at an interval only.
+    """Runs Python's garbage collection only at an interval.
 
-    Python collects whenever enough objects were made, which is at another step on each process; each time all others
-    wait for the one that collects.
+    Python otherwise collects whenever enough objects were created, at a different step on each rank, and each time the
+    other ranks wait for the one that collects.
 
     Args:
-        every: How often, such as "500 steps".
+        every: The interval, such as "500 steps".
 
     Example:
         >>> schedule = GarbageSchedule("500 steps")

@@ -1,4 +1,4 @@
-"""This file is the norms of gradients among what is logged, layer by layer or group by group."""
+"""Gradient norms by layer or parameter group, in the log."""
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -14,15 +14,14 @@ _PREFIX = "grad_norm/"
 
 
 class GradientNorms(Callback):
-    """Adds `grad_norm/<group>` to what is logged: the norm of a group's gradients, before they are clipped.
+    """Adds `grad_norm/<group>` to the log: the norm of each group's gradients before clipping.
 
-    It is the root of the mean of squares over the updates since the last log. With shards each process measures its
-    own, and the log puts them together. Nothing is read from an accelerator before the log.
+    The value is the root mean square of the norm over the updates since the last log. With a sharded model each rank
+    measures its shards, and the log combines them. Nothing is read from the device before the log.
 
     Args:
-        by: What a group is: "layer", the module that holds the weights; "parameter", each for itself; a number, the
-            first so many parts of a weight's name; or patterns of names by the name of the group, of which the first
-            that fits counts.
+        by: How to group the weights: "layer" (by module), "parameter" (each alone), a number (by that many leading
+            parts of the name), or a mapping from group names to name patterns, where the first match counts.
 
     Example:
         >>> monitor = GradientNorms({"norms": "*norm*", "all others": "*"})
@@ -30,12 +29,12 @@ class GradientNorms(Callback):
         >>> now_and_then = every("50 steps", GradientNorms(by=2))
     """
 
-    order = -100  # before those who show what is logged
+    order = -100  # before the callbacks that show the log
 
     def __init__(self, by: str | int | Mapping[str, str] = "layer") -> None:
         self._group_of = _grouping(by)
-        self._summed = f"grad_norm_squares {by!r}/"  # until the log, by a name that no other has
-        self._groups: dict[str, str | None] = {}  # of the names met so far
+        self._summed = f"grad_norm_squares {by!r}/"  # a unique prefix, renamed in the log
+        self._groups: dict[str, str | None] = {}  # by parameter name
 
     def on_backward_end(self, run: Run) -> None:
         grouped: dict[str, list[Any]] = {}
@@ -57,10 +56,10 @@ class GradientNorms(Callback):
 
 @torch.no_grad()
 def squared_norm(gradients: list[Any]) -> Tensor:
-    """Return the square of the norm; of shards what has the right mean over all processes."""
+    """Return the squared norm; for shards, a value whose mean over all ranks is the squared norm."""
     norms = torch._foreach_norm([_local(gradient) for gradient in gradients], dtype=torch.float32)
     device = norms[0].device
-    squares = [norm.to(device).square() * _shards(one) for norm, one in zip(norms, gradients, strict=True)]
+    squares = [norm.to(device).square() * _shards(gradient) for norm, gradient in zip(norms, gradients, strict=True)]
     return torch.stack(squares).sum()
 
 
@@ -70,7 +69,7 @@ def _local(gradient: Any) -> Tensor:
 
 
 def _shards(gradient: Any) -> int:
-    """Return into how many parts a gradient is cut, each of which is on as many processes."""
+    """Return the number of shards of a gradient."""
     shards = 1
     for dimension, placement in enumerate(getattr(gradient, "placements", ())):
         if placement.is_shard():
@@ -79,17 +78,18 @@ def _shards(gradient: Any) -> int:
 
 
 def _grouping(by: Any) -> Callable[[str], str | None]:
-    """Return the function that tells a weight's group by its name; `None`: it is in none."""
+    """Return the function from a weight's name to its group; `None`: the weight is in no group."""
     if by == "parameter":
         return lambda name: name
     if by == "layer":
         return lambda name: name.rpartition(".")[0] or name
     if isinstance(by, int) and not isinstance(by, bool) and by > 0:
         return lambda name: ".".join(name.split(".")[:by])
-    if isinstance(by, Mapping) and by and all(isinstance(one, str) for pair in by.items() for one in pair):
+    if isinstance(by, Mapping) and by and all(isinstance(text, str) for pair in by.items() for text in pair):
         patterns: dict[str, str] = dict(by)
         return lambda name: next((group for group, like in patterns.items() if fnmatchcase(name, like)), None)
     raise ConfigurationError(
-        f'GradientNorms(by={by!r}): give "layer", "parameter", a number of parts of a name from 1 on, or patterns by '
-        'the name of a group, such as {"encoder": "encoder.*"}.'
+        'GradientNorms(by) must be "layer", "parameter", a number of name parts of at least 1, or a mapping from '
+        "group "
+        f'names to patterns, such as {{"encoder": "encoder.*"}} (got {by!r}).'
     )

@@ -1,4 +1,4 @@
-"""This file is the history of a run as a file of JSON: a line for each log, each evaluation and each event."""
+"""The history of a run as JSON lines: one for each log, evaluation and event."""
 
 import json
 import math
@@ -14,25 +14,24 @@ from trainer_lib.events import Callback, Run
 from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.runs.run_environment import memory_in_use
 
-# What tells of the processes that trained stays, whatever is trained again after a restart.
-_STAYING = ("started", "resumed", "ended", "died", "went_back")
-_PLACE = ("step", "epoch", "samples", "seconds")
+# A resumed run keeps these lines even after the step it resumes from.
+_KEPT_EVENTS = ("started", "resumed", "ended", "died", "went_back")
+_PROGRESS = ("step", "epoch", "samples", "seconds")
 
-_LONGEST_TRACEBACK = 20_000  # letters
+_LONGEST_TRACEBACK = 20_000  # characters
 
 
 class JsonlLog(Callback):
-    """Writes a line of JSON for each log, each evaluation and each event of a run; the main process does.
+    """Writes a line of JSON for each log, evaluation and event of a run, on rank 0.
 
     The events are "started", "resumed", "save", "best", "skipped", "ended", and those of `run.record_event`.
-    Each line is written at once. A resumed run takes out what came after the step it goes on from, but for the lines
-    that tell how it started and ended, and says by a line "died" that it was killed. A new run puts an older file of
-    this name aside, as `<name>.old`. What JSON has no number for is written as "NaN", "Infinity" or "-Infinity", which
-    `float()` reads.
+    Each line is written immediately. A resumed run removes the lines after the step it resumes from, except those about
+    starts and ends, and adds a "died" line if the run was killed. A new run renames an existing file to `<name>.old`.
+    NaN and infinite values, which JSON lacks, are written as "NaN", "Infinity" and "-Infinity", which `float()` reads.
 
     Args:
         path: The file.
-        skipped_steps: Whether to write a line for each update that overflowed (fp16); the loop then looks after each.
+        skipped_steps: Whether to write a line for each update that overflowed (fp16). The loop then checks each update.
 
     Example:
         >>> from trainer_lib.events import RunState
@@ -42,7 +41,7 @@ class JsonlLog(Callback):
         {"event": "log", "step": 10, "epoch": 1.0, "samples": 80, "seconds": 2.5, "time": ..., "loss": "NaN"}
     """
 
-    order = 100  # after those who add to what is logged
+    order = 100  # after the callbacks that add values to the log
     writes_history: ClassVar[bool] = True
 
     def __init__(self, path: str | Path, skipped_steps: bool = False) -> None:
@@ -51,7 +50,7 @@ class JsonlLog(Callback):
         self._traceback: str | None = None
         self._is_training = False
         if skipped_steps:
-            self.on_step_skipped = self._note_skipped
+            self.on_step_skipped = self._write_skipped
 
     def on_fit_begin(self, run: Run) -> None:
         self._error, self._traceback, self._is_training = None, None, True
@@ -59,7 +58,7 @@ class JsonlLog(Callback):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if run.state.step:
-            self._go_on(run)
+            self._resume(run)
         else:
             if self.path.exists():
                 self.path.replace(self.path.with_name(f"{self.path.name}.old"))
@@ -76,14 +75,14 @@ class JsonlLog(Callback):
         self._write(run, "best", {"metric": metric, "value": value})
 
     def on_save_end(self, run: Run, folder: Path) -> None:
-        entry: Mapping[str, Any] = next((one for one in run.state.checkpoints if one["path"] == str(folder)), {})
-        # In the background the run went on meanwhile: the line says where it stood when it was saved.
-        place = {name: entry[name] for name in _PLACE if name in entry}
+        entry: Mapping[str, Any] = next((c for c in run.state.checkpoints if c["path"] == str(folder)), {})
+        # During a background save the run continues: the line holds the progress at the time of the save.
+        progress = {name: entry[name] for name in _PROGRESS if name in entry}
         took = None if run.state.save_seconds is None else round(run.state.save_seconds, 3)
-        self._write(run, "save", {"path": str(folder), "why": entry.get("reasons", []), "took": took}, place)
+        self._write(run, "save", {"path": str(folder), "why": entry.get("reasons", []), "took": took}, progress)
 
     def on_load_end(self, run: Run, folder: Path) -> None:
-        if self._is_training and run.is_main_process:  # it went back: what is trained again is told again
+        if self._is_training and run.is_main_process:  # after a rewind these updates run and are logged again
             self._cut(run.state.step, [])
 
     def on_event(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
@@ -98,48 +97,50 @@ class JsonlLog(Callback):
         facts = {"status": run.state.status, "reason": self._error or run.state.reason}
         self._write(run, "ended", facts if self._traceback is None else {**facts, "traceback": self._traceback})
 
-    def _note_skipped(self, run: Run) -> None:
+    def _write_skipped(self, run: Run) -> None:
         self._write(run, "skipped", {"why": "the gradients overflowed"})
 
-    def _go_on(self, run: Run) -> None:
-        """Take out what came after the step that the run goes on from, and tell of it."""
-        of_last_process, told = _of_last_process([entry for _, entry in self._lines()]), list[str]()
-        if of_last_process and not any(entry.get("event") == "ended" for entry in of_last_process):
-            last = max(of_last_process, key=lambda entry: entry["step"])
-            died = {"event": "died", **{name: last[name] for name in (*_PLACE, "time") if name in last}}
-            told.append(json.dumps(died))
-        self._cut(run.state.step, told)
-        furthest = max((entry["step"] for entry in of_last_process), default=0)
+    def _resume(self, run: Run) -> None:
+        """Remove the lines after the step the run resumes from, and record the resume."""
+        last_entries, added = _entries_since_last_start([entry for _, entry in self._lines()]), list[str]()
+        if last_entries and not any(entry.get("event") == "ended" for entry in last_entries):
+            last = max(last_entries, key=lambda entry: entry["step"])
+            died = {"event": "died", **{name: last[name] for name in (*_PROGRESS, "time") if name in last}}
+            added.append(json.dumps(died))
+        self._cut(run.state.step, added)
+        furthest = max((entry["step"] for entry in last_entries), default=0)
         self._write(run, "resumed", {**_settings(run), "steps_lost": max(furthest - run.state.step, 0)})
 
-    def _cut(self, step: int, told: Sequence[str]) -> None:
-        """Take out what came after a step, and add some lines."""
-        kept = [line for line, entry in self._lines() if entry["step"] <= step or entry.get("event") in _STAYING]
+    def _cut(self, step: int, added: Sequence[str]) -> None:
+        """Remove the lines after a step, and add lines."""
+        kept = [line for line, entry in self._lines() if entry["step"] <= step or entry.get("event") in _KEPT_EVENTS]
         if self.path.exists():
-            replace_file(self.path, lambda path: _write_lines(path, [*kept, *told]))
+            replace_file(self.path, lambda path: _write_lines(path, [*kept, *added]))
 
     def _lines(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the lines that are whole, with what they say."""
+        """Return the complete lines, each with its parsed entry."""
         if not self.path.exists():
             return []
         read = [(line, _entry(line)) for line in self.path.read_text("utf-8").splitlines()]
         return [(line, entry) for line, entry in read if entry is not None]
 
-    def _write(self, run: Run, event: str, values: Mapping[str, Any], place: Mapping[str, Any] | None = None) -> None:
+    def _write(
+        self, run: Run, event: str, values: Mapping[str, Any], progress: Mapping[str, Any] | None = None
+    ) -> None:
         if not run.is_main_process:
             return
         state = run.state
-        there = {"step": state.step, "epoch": state.epochs, "samples": state.samples, "seconds": state.seconds}
-        told: dict[str, Any] = {"event": event, **there, **(place or {})}
-        told |= {"seconds": round(told["seconds"], 3), "time": round(time.time(), 3)}
-        line = json.dumps(_plain({**told, **values, **told}), ensure_ascii=False, allow_nan=False)
-        # Opened anew for each line: logs are rare, and no file is left open by whatever ends the run.
+        current = {"step": state.step, "epoch": state.epochs, "samples": state.samples, "seconds": state.seconds}
+        header: dict[str, Any] = {"event": event, **current, **(progress or {})}
+        header |= {"seconds": round(header["seconds"], 3), "time": round(time.time(), 3)}
+        line = json.dumps(_plain({**header, **values, **header}), ensure_ascii=False, allow_nan=False)
+        # Opened for each line: logs are rare, and a run that is killed leaves no open file.
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Return what the process that trains is, as far as that may be another one after a restart."""
+    """Return facts about the world and the machine, which may change when a run is resumed."""
     accelerator = run.accelerator
     return {
         "processes": 1 if accelerator is None else accelerator.num_processes,
@@ -156,13 +157,13 @@ def _device_type(run: Run) -> str:
     return "cpu" if run.accelerator is None else run.accelerator.device.type
 
 
-def _of_last_process(entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def _entries_since_last_start(entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     begins = [index for index, entry in enumerate(entries) if entry.get("event") in ("started", "resumed")]
     return entries[begins[-1] :] if begins else entries
 
 
 def _entry(line: str) -> dict[str, Any] | None:
-    """Return what a line says; `None` if it is not whole."""
+    """Return the entry of a line; `None` if the line is incomplete."""
     try:
         entry = json.loads(line)
         return entry if isinstance(entry["step"], int) else None
@@ -175,17 +176,17 @@ def _write_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
+    """Return a value as JSON types."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         if math.isfinite(value):
             return value
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    # What holds one number, of torch or numpy, is that number; what else there may be is written as it prints.
-    holds_one = callable(getattr(value, "item", None)) and math.prod(getattr(value, "shape", (0,))) == 1
-    return _plain(value.item()) if holds_one else str(value)
+    # A torch or numpy value with one element becomes that number; anything else becomes its text.
+    is_scalar = callable(getattr(value, "item", None)) and math.prod(getattr(value, "shape", (0,))) == 1
+    return _plain(value.item()) if is_scalar else str(value)

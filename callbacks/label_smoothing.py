@@ -1,4 +1,4 @@
-"""This file is label smoothing: a little of each target is shared out to all classes."""
+"""Label smoothing of the training loss."""
 
 import functools
 from typing import Any
@@ -15,11 +15,11 @@ from trainer_lib.foundation.errors import ConfigurationError
 class LabelSmoothing(Modifier):
     """Trains on `(1 - share) * loss + share * mean over all classes`, as `cross_entropy(label_smoothing=share)`.
 
-    It works on what `Trainer(loss_fn=cross_entropy)` compares, and on models that compute the loss from their labels,
-    causal language models too. Evaluations keep the loss as it is, so that they compare with those of other runs.
+    It works with `Trainer(loss_fn=cross_entropy)` and with models that compute the loss from their labels, including
+    causal language models. Evaluation losses are not smoothed, so they stay comparable with other runs.
 
     Args:
-        share: The share of each target that goes to all classes, between 0 and 1.
+        share: The share of each target that is spread over all classes, between 0 and 1.
 
     Example:
         >>> smoothing = LabelSmoothing(0.1)
@@ -27,7 +27,7 @@ class LabelSmoothing(Modifier):
 
     def __init__(self, share: float = 0.1) -> None:
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
-            raise ConfigurationError(f"LabelSmoothing(share={share!r}): give a number between 0 and 1, such as 0.1.")
+            raise ConfigurationError(f"LabelSmoothing(share) must be between 0 and 1, such as 0.1 (got {share!r}).")
         self.share = share
         self._ignored = -100
 
@@ -40,35 +40,35 @@ class LabelSmoothing(Modifier):
         if function is not F.cross_entropy and not isinstance(function, nn.CrossEntropyLoss):
             name = getattr(function, "__name__", type(function).__name__)
             raise ConfigurationError(
-                f"LabelSmoothing is about the cross entropy of classes, and loss_fn is {name}. Leave one of them out."
+                f"LabelSmoothing needs loss_fn=cross_entropy (got {name}). Change loss_fn or remove LabelSmoothing."
             )
         weight = getattr(loss_fn, "weight", None) if isinstance(loss_fn, nn.Module) else options.get("weight")
         if weight is not None or options.get("label_smoothing"):
-            given = "weight" if weight is not None else "label_smoothing"
+            option = "weight" if weight is not None else "label_smoothing"
             raise ConfigurationError(
-                f"LabelSmoothing and a loss_fn with {given}=…: give loss_fn=nn.CrossEntropyLoss(label_smoothing="
-                f"{self.share}, …), which knows both, and leave the callback out."
+                f"LabelSmoothing does not support a loss_fn with {option}=…. Give loss_fn=nn.CrossEntropyLoss("
+                f"label_smoothing={self.share}, …) instead, and remove the callback."
             )
         self._ignored = options.get("ignore_index", -100)
 
     def on_loss(self, run: Run) -> None:
-        logits, targets = self._compared(run)
+        logits, targets = self._logits_and_targets(run)
         spread = -F.log_softmax(logits.float(), dim=1).mean(dim=1)
-        if not targets.is_floating_point():  # else shares of classes, which count all
+        if not targets.is_floating_point():  # class probabilities have no ignored targets
             spread = torch.where(targets == self._ignored, 0.0, spread)
         assert run.loss_sum is not None
         run.loss_sum = torch.lerp(run.loss_sum, spread.sum().to(run.loss_sum.dtype), self.share)
 
-    def _compared(self, run: Run) -> tuple[Tensor, Tensor]:
-        """Return logits, with the classes second, and targets."""
+    def _logits_and_targets(self, run: Run) -> tuple[Tensor, Tensor]:
+        """Return the logits, with the classes in dimension 1, and the targets."""
         outputs: Any = run.outputs
         named = as_mapping(outputs)
         logits = outputs if isinstance(outputs, Tensor) else (named or {}).get("logits")
         _, targets = split(run.batch, getattr(run.args, "label_names", None))
         if not isinstance(logits, Tensor) or not isinstance(targets, Tensor) or logits.ndim < 2:
             raise ConfigurationError(
-                "LabelSmoothing needs the logits, as a tensor that the model returns or as its `logits`, and targets "
-                "in one tensor. A compute_loss of your own returns them too: return loss, outputs."
+                "LabelSmoothing needs logits (a tensor that the model returns, or its `logits`) and targets in one "
+                "tensor. If you override compute_loss, return the outputs too: return loss, outputs."
             )
         if run.trainer.loss_fn is None:
             if run.trainer.is_shifted:

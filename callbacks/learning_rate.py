@@ -1,17 +1,17 @@
-"""This file is the learning rate among what is logged."""
+"""The learning rate in the log."""
 
 from trainer_lib.events import Callback, Run
 
 
 class LearningRateMonitor(Callback):
-    """Adds the learning rate to what is logged.
+    """Adds the learning rate to the log.
 
-    It is called `learning_rate` where all weights have the same one. Where they differ, each optimizer's is called
-    `learning_rate/<optimizer>`, and where groups within it differ, `learning_rate/<optimizer>/<group>`: by the group's
-    "name", or its place.
+    If all weights have the same rate, its name is `learning_rate`. If optimizers differ, the names are
+    `learning_rate/<optimizer>`; if the groups of an optimizer differ, `learning_rate/<optimizer>/<group>`, where
+    `<group>` is the group's "name" or its index.
 
     Args:
-        momentum: Whether to add the momentum (the first beta of Adam) too, under names of the same form.
+        momentum: Whether to add the momentum (the first beta of Adam) too, under names such as `momentum`.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
@@ -21,7 +21,7 @@ class LearningRateMonitor(Callback):
         {'loss': 1.0, 'learning_rate': 0.1, 'momentum': 0.9}
     """
 
-    order = -100  # before those who show what is logged
+    order = -100  # before the callbacks that show the log
 
     def __init__(self, momentum: bool = False) -> None:
         self._momentum = momentum
@@ -33,7 +33,7 @@ class LearningRateMonitor(Callback):
             self._add("momentum", _settings(run, "momentum"), values)
 
     def _add(self, name: str, settings: dict[str, dict[str, float]], values: dict[str, float]) -> None:
-        # What differed once keeps its own name: schedules meet now and then, at 0 for one.
+        # Once rates differed, the names stay separate: schedules may meet later, for example at 0.
         everywhere = {value for groups in settings.values() for value in groups.values()}
         if not self._has_differed(name, everywhere):
             if everywhere:
@@ -53,11 +53,11 @@ class LearningRateMonitor(Callback):
 
 
 def _settings(run: Run, name: str) -> dict[str, dict[str, float]]:
-    """Return a setting of each group of each optimizer that has it."""
+    """Return a setting of each parameter group that has it, by optimizer and group."""
     return {
         optimizer: {
-            str(group.get("name", place)): float(group["betas"][0] if name not in group else group[name])
-            for place, group in enumerate(prepared.param_groups)
+            str(group.get("name", index)): float(group["betas"][0] if name not in group else group[name])
+            for index, group in enumerate(prepared.param_groups)
             if name in group or (name == "momentum" and "betas" in group)
         }
         for optimizer, prepared in run.optimizers.items()

@@ -1,4 +1,4 @@
-"""Snapshots of CUDA's memory: what held it when it ran out, or at a step, with the lines that allocated it."""
+"""Snapshots of CUDA memory, after an out-of-memory error or at a step, with the allocating source lines."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +15,16 @@ _logger = get_logger(__name__)
 
 
 class MemorySnapshot(Callback):
-    """Writes a snapshot of CUDA's memory when a fit runs out of it, and after a step if you name one.
+    """Writes a snapshot of CUDA memory when training runs out of memory, and after a step that you choose.
 
-    Each rank writes its own: `memory/process-0-step-12-out-of-memory.pickle` in the run's folder, a file that
-    https://pytorch.org/memory_viz shows. Allocations are recorded from the start of training on, which costs a few
-    microseconds each; what was allocated before (the weights) is in the snapshot without the line that did it. On other
-    devices a warning says that nothing is recorded.
+    Each rank writes its own file, such as `memory/process-0-step-12-out-of-memory.pickle` in the run's folder, for
+    https://pytorch.org/memory_viz. Allocations are recorded from the start of training, at a few microseconds each;
+    earlier ones (the weights) appear without a source line. On other devices it warns and records nothing.
 
     Args:
-        step: A step after which to write one too.
-        max_entries: How many allocations and releases to remember, the newest; each takes some kilobytes of the host.
-        folder: Where the files go; by default `memory` in the run's folder.
+        step: A step after which to write a snapshot too.
+        max_entries: How many of the newest allocations and releases to keep; each takes a few kilobytes of host memory.
+        folder: The folder for the files; by default `memory` in the run's folder.
 
     Example:
         >>> snapshot = MemorySnapshot(step=5)
@@ -35,13 +34,15 @@ class MemorySnapshot(Callback):
         for name, value in (("step", step), ("max_entries", max_entries)):
             is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not is_whole and not (name == "step" and value is None):
-                raise ConfigurationError(f"MemorySnapshot({name}={shown(value)}): give a whole number from 1 on.")
+                raise ConfigurationError(
+                    f"MemorySnapshot({name}) must be a whole number of at least 1 (got {shown(value)})."
+                )
         self._step, self._max_entries = step, max_entries
-        self._given = None if folder is None else Path(folder).expanduser()
+        self._folder = None if folder is None else Path(folder).expanduser()
         self._is_recording = False
 
     def on_fit_begin(self, run: Run) -> None:
-        if self._given is None and run.folder is None:
+        if self._folder is None and run.folder is None:
             raise ConfigurationError(
                 "MemorySnapshot has no folder for its files. Give output_dir, or MemorySnapshot(folder=…)."
             )
@@ -63,7 +64,7 @@ class MemorySnapshot(Callback):
         self._write(run, run.state.step + 1, "-out-of-memory")
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if not any(is_out_of_memory(one) for one in _chain(error)):
+        if not any(is_out_of_memory(cause) for cause in _chain(error)):
             return
         path = self._write(run, run.state.step + 1, "-out-of-memory")
         if path is not None:
@@ -75,12 +76,12 @@ class MemorySnapshot(Callback):
             self._is_recording = False
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _write(self, run: Run, step: int, why: str) -> Path | None:
+    def _write(self, run: Run, step: int, suffix: str) -> Path | None:
         if not self._is_recording:
             return None
-        folder = self._given or (run.folder or Path()) / "memory"
+        folder = self._folder or (run.folder or Path()) / "memory"
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"process-{run.accelerator.process_index}-step-{step}{why}.pickle"
+        path = folder / f"process-{run.accelerator.process_index}-step-{step}{suffix}.pickle"
         torch.cuda.memory._dump_snapshot(str(path))
         run.record_event("memory_snapshot", file=str(path))
         return path
@@ -91,7 +92,7 @@ def _is_on_cuda(run: Run) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those that led to it."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

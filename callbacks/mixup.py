@@ -1,4 +1,4 @@
-"""This file is batches whose samples are mixed with one another, and their targets alike: mixup and CutMix."""
+"""Mixup and CutMix: training on mixed samples and targets."""
 
 import math
 from typing import Any, ClassVar
@@ -15,11 +15,11 @@ from trainer_lib.foundation.errors import ConfigurationError
 
 
 class _Mixing(Modifier):
-    """Mixes each batch of training with itself, shifted by some samples.
+    """Mixes each training batch with itself, shifted by a random number of samples.
 
     Args:
-        alpha: How much is mixed: the shares are drawn from a beta distribution of `alpha` twice.
-        num_classes: The number of classes, where targets are classes; they become their shares.
+        alpha: The strength: the share is drawn from `Beta(alpha, alpha)`.
+        num_classes: The number of classes, if the targets are class indices; they become class probabilities.
     """
 
     exclusive_group: ClassVar[str | None] = "mix the samples of a batch"
@@ -27,83 +27,85 @@ class _Mixing(Modifier):
     def __init__(self, alpha: float, num_classes: int | None = None) -> None:
         name = type(self).__name__
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-            raise ConfigurationError(f"{name}(alpha={alpha!r}): give a number above 0, such as 0.2.")
+            raise ConfigurationError(f"{name}(alpha) must be a number above 0, such as 0.2 (got {alpha!r}).")
         if num_classes is not None and (not isinstance(num_classes, int) or num_classes < 2):
-            raise ConfigurationError(f"{name}(num_classes={num_classes!r}): give the number of classes, 2 or more.")
+            raise ConfigurationError(f"{name}(num_classes) must be at least 2 (got {num_classes!r}).")
         self.alpha, self.num_classes = alpha, num_classes
 
     def on_fit_begin(self, run: Run) -> None:
         if run.trainer.loss_fn is None and run.trainer.loses_by_default:
             raise ConfigurationError(
-                f"{type(self).__name__} makes shares of classes out of targets, and the loss of a model itself takes "
-                "classes. Give Trainer(loss_fn=torch.nn.functional.cross_entropy)."
+                f"{type(self).__name__} turns targets into class probabilities, which the model's own loss does not "
+                "take. Give Trainer(loss_fn=torch.nn.functional.cross_entropy)."
             )
 
     def on_micro_batch_begin(self, run: Run) -> None:
         self.mix(run, generator_of_batch(run, type(self).__name__))
 
-    def mix(self, run: Run, draws: np.random.Generator) -> None:
-        """Replace the batch in hand by a mixed one."""
+    def mix(self, run: Run, generator: np.random.Generator) -> None:
+        """Replace the current batch by a mixed one."""
         names = getattr(run.args, "label_names", None)
         inputs, targets = split(run.batch, names)
-        count, share = len(targets), float(draws.beta(self.alpha, self.alpha))
-        shift = int(draws.integers(1, count)) if count > 1 else 0
-        mixed, share = self._inputs(inputs, shift, share, draws)
-        soft = self._soft(targets)
+        count, share = len(targets), float(generator.beta(self.alpha, self.alpha))
+        shift = int(generator.integers(1, count)) if count > 1 else 0
+        mixed, share = self._inputs(inputs, shift, share, generator)
+        soft = self._soft_targets(targets)
         run.batch = with_targets(_joined(run.batch, mixed), torch.lerp(soft.roll(shift, 0), soft, share), names)
 
-    def combine(self, one: Tensor, other: Tensor, share: float, box: tuple[slice, ...] | None) -> Tensor:
-        """Return samples mixed with others."""
+    def combine(self, first: Tensor, second: Tensor, share: float, box: tuple[slice, ...] | None) -> Tensor:
+        """Return the first samples mixed with the second."""
         raise NotImplementedError
 
-    def region(self, inputs: Tensor, share: float, draws: np.random.Generator) -> tuple[float, Any]:
-        """Return how much of a sample stays, and what of it is replaced; `None`: all is mixed."""
-        del inputs, draws
+    def region(self, inputs: Tensor, share: float, generator: np.random.Generator) -> tuple[float, Any]:
+        """Return the share of a sample that stays, and the region to replace; `None` mixes all of it."""
+        del inputs, generator
         return share, None
 
-    def _inputs(self, inputs: Any, shift: int, share: float, draws: np.random.Generator) -> tuple[Any, float]:
+    def _inputs(self, inputs: Any, shift: int, share: float, generator: np.random.Generator) -> tuple[Any, float]:
         named = as_mapping(inputs)
-        several = isinstance(inputs, (tuple, list)) and named is None
-        values: dict[Any, Any] = dict(named) if named is not None else dict(enumerate(inputs if several else [inputs]))
+        is_sequence = isinstance(inputs, (tuple, list)) and named is None
+        values: dict[Any, Any] = (
+            dict(named) if named is not None else dict(enumerate(inputs if is_sequence else [inputs]))
+        )
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         for name, value in tensors.items():
             if not value.is_floating_point():
                 where = f" {name!r}" if named is not None else ""
                 raise ConfigurationError(
-                    f"{type(self).__name__} mixes numbers, and the input{where} is {value.dtype}. Give images as "
-                    "floating-point numbers; tokens cannot be mixed."
+                    f"{type(self).__name__} needs floating-point inputs, but the input{where} is {value.dtype}. Give "
+                    "images as floating-point numbers; tokens cannot be mixed."
                 )
-        share, box = self.region(next(iter(tensors.values())), share, draws)
-        mixed = {name: self.combine(one, one.roll(shift, 0), share, box) for name, one in tensors.items()}
+        share, box = self.region(next(iter(tensors.values())), share, generator)
+        mixed = {name: self.combine(value, value.roll(shift, 0), share, box) for name, value in tensors.items()}
         if named is not None:
             return {**values, **mixed}, share
-        return (tuple({**values, **mixed}.values()) if several else mixed[0]), share
+        return (tuple({**values, **mixed}.values()) if is_sequence else mixed[0]), share
 
-    def _soft(self, targets: Any) -> Tensor:
+    def _soft_targets(self, targets: Any) -> Tensor:
         if not isinstance(targets, Tensor):
             raise ConfigurationError(
-                f"{type(self).__name__} needs targets in one tensor, got a {type(targets).__name__}."
+                f"{type(self).__name__} needs targets in one tensor (got a {type(targets).__name__})."
             )
         if targets.is_floating_point():
             return targets
         if self.num_classes is None or targets.ndim != 1:
-            wanted = "num_classes=…" if self.num_classes is None else "one class for each sample"
+            fix = "num_classes=…" if self.num_classes is None else "one class per sample"
             raise ConfigurationError(
-                f"{type(self).__name__} makes shares of classes, and the targets are {targets.dtype} of shape "
-                f"{tuple(targets.shape)}: give {wanted}."
+                f"{type(self).__name__} cannot turn targets of type {targets.dtype} and shape {tuple(targets.shape)} "
+                f"into class probabilities. Give {fix}."
             )
         return one_hot(targets, self.num_classes).float()
 
 
 class Mixup(_Mixing):
-    """Trains on sums of two samples, and of their targets: `share * one + (1 - share) * other`.
+    """Trains on weighted sums of two samples and of their targets: `share * first + (1 - share) * second`.
 
-    Classes as targets become shares, which `cross_entropy` takes. Evaluations see the data as it is. What is drawn
-    goes by the run's seed and the place in the data, so that a resumed run draws the same.
+    Class targets become class probabilities, which `cross_entropy` takes. Evaluation data is not mixed. The random
+    numbers depend on the run's seed and the batch's position, so a resumed run draws the same ones.
 
     Args:
-        alpha: How much is mixed; 0.2 leaves most samples nearly alone, 1.0 mixes by any share.
-        num_classes: The number of classes, where targets are classes.
+        alpha: The strength; 0.2 leaves most samples nearly unchanged, 1.0 draws the share uniformly.
+        num_classes: The number of classes, if the targets are class indices.
 
     Example:
         >>> mixup = Mixup(0.2, num_classes=10)
@@ -112,17 +114,17 @@ class Mixup(_Mixing):
     def __init__(self, alpha: float = 0.2, num_classes: int | None = None) -> None:
         super().__init__(alpha, num_classes)
 
-    def combine(self, one: Tensor, other: Tensor, share: float, box: Any) -> Tensor:
+    def combine(self, first: Tensor, second: Tensor, share: float, box: Any) -> Tensor:
         del box
-        return torch.lerp(other, one, share)
+        return torch.lerp(second, first, share)
 
 
 class CutMix(_Mixing):
-    """Trains on images with a box out of another one in them, and on both targets by their areas.
+    """Trains on images with a box pasted from another image, with targets weighted by area.
 
     Args:
-        alpha: How large boxes are; 1.0 takes any size alike.
-        num_classes: The number of classes, where targets are classes.
+        alpha: The distribution of the box size; 1.0 draws the area uniformly.
+        num_classes: The number of classes, if the targets are class indices.
 
     Example:
         >>> cutmix = CutMix(1.0, num_classes=10)
@@ -131,31 +133,29 @@ class CutMix(_Mixing):
     def __init__(self, alpha: float = 1.0, num_classes: int | None = None) -> None:
         super().__init__(alpha, num_classes)
 
-    def region(self, inputs: Tensor, share: float, draws: np.random.Generator) -> tuple[float, Any]:
+    def region(self, inputs: Tensor, share: float, generator: np.random.Generator) -> tuple[float, Any]:
         if inputs.ndim < 3:
-            raise ConfigurationError(
-                f"CutMix cuts boxes out of images (…, height, width), and the input is {tuple(inputs.shape)}."
-            )
+            raise ConfigurationError(f"CutMix needs images of shape (…, height, width) (got {tuple(inputs.shape)}).")
         height, width = inputs.shape[-2:]
         side = math.sqrt(1 - share)
-        rows, columns = (_cut(size, side, draws) for size in (height, width))
+        rows, columns = (_cut(size, side, generator) for size in (height, width))
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
         return 1 - area / (height * width), (..., rows, columns)
 
-    def combine(self, one: Tensor, other: Tensor, share: float, box: Any) -> Tensor:
+    def combine(self, first: Tensor, second: Tensor, share: float, box: Any) -> Tensor:
         del share
-        mixed = one.clone()
-        mixed[box] = other[box]
+        mixed = first.clone()
+        mixed[box] = second[box]
         return mixed
 
 
 class MixupOrCutMix(Modifier):
-    """Draws for each batch which of two it is mixed by.
+    """Applies mixup or CutMix to each batch, chosen at random.
 
     Args:
-        mixup: The one.
-        cutmix: The other.
-        share: The share of batches that get the first.
+        mixup: The mixup callback.
+        cutmix: The CutMix callback.
+        share: The probability of mixup.
 
     Example:
         >>> either = MixupOrCutMix(Mixup(0.2, num_classes=10), CutMix(1.0, num_classes=10))
@@ -165,26 +165,26 @@ class MixupOrCutMix(Modifier):
 
     def __init__(self, mixup: Mixup, cutmix: CutMix, share: float = 0.5) -> None:
         if not 0 < share < 1:
-            raise ConfigurationError(f"MixupOrCutMix(share={share!r}): give a number between 0 and 1.")
+            raise ConfigurationError(f"MixupOrCutMix(share) must be between 0 and 1 (got {share!r}).")
         self.mixup, self.cutmix, self.share = mixup, cutmix, share
 
     def on_fit_begin(self, run: Run) -> None:
         self.mixup.on_fit_begin(run)
 
     def on_micro_batch_begin(self, run: Run) -> None:
-        draws = generator_of_batch(run, "MixupOrCutMix")
-        chosen = self.mixup if draws.random() < self.share else self.cutmix
-        chosen.mix(run, draws)
+        generator = generator_of_batch(run, "MixupOrCutMix")
+        chosen = self.mixup if generator.random() < self.share else self.cutmix
+        chosen.mix(run, generator)
 
 
-def _cut(size: int, side: float, draws: np.random.Generator) -> slice:
-    """Return where a box lies along one dimension; what would stand out of the image is cut off."""
-    length, middle = int(size * side), int(draws.integers(size))
+def _cut(size: int, side: float, generator: np.random.Generator) -> slice:
+    """Return the range of a box along one dimension, clipped to the image."""
+    length, middle = int(size * side), int(generator.integers(size))
     return slice(max(0, middle - length // 2), min(size, middle + (length + 1) // 2))
 
 
 def _joined(batch: Any, inputs: Any) -> Any:
-    """Return a batch with other inputs."""
+    """Return a batch with replaced inputs."""
     if as_mapping(batch) is not None:
         return replaced(batch, inputs)
     return type(batch)([*(inputs if isinstance(inputs, tuple) else [inputs]), batch[-1]])

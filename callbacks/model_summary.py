@@ -1,4 +1,4 @@
-"""This file is the layers of a model as a table, before training begins."""
+"""A table of the model's layers, printed before training."""
 
 import sys
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ _COLUMNS = ("layer", "class", "shape", "parameters", "trained")
 
 
 class ModelSummary(Callback):
-    """Prints a table of the model's layers when training begins: shapes of weights, parameters, and those trained.
+    """Prints a table of the model's layers when training begins: weight shapes, parameters, and trainable parameters.
 
-    The totals go into the run's history, and the table to trackers that take one. Weights that several layers share
-    count in the first of them. The main process prints.
+    The totals go into the run's history, and the table to trackers that support tables. Weights shared by several
+    layers count in the first one. Rank 0 prints.
 
     Args:
-        depth: How far down; what lies deeper counts in the layer above. `None`: all the way.
+        depth: The deepest level to list; deeper layers count in their parent. `None` lists all levels.
         file: Where to print; by default standard output.
 
     Example:
@@ -31,32 +31,34 @@ class ModelSummary(Callback):
         0      Linear  8×6 8             56       56
         1      Tanh                       0        0
         2      Linear  2×8 2             18       18
-        In all 74 parameters, 74 of them trained; 0.0 MB.
+        Total: 74 parameters, 74 trained; 0.0 MB.
     """
 
     order = 101  # after the history and the trackers have begun
 
     def __init__(self, depth: int | None = None, file: TextIO | None = None) -> None:
         if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"ModelSummary(depth={depth!r}): give a whole number from 1 on, or None for all.")
+            raise ConfigurationError(
+                f"ModelSummary(depth) must be a whole number of at least 1, or None for all levels (got {depth!r})."
+            )
         self._depth, self._file = depth, file
 
     def on_fit_begin(self, run: Run) -> None:
         if not run.is_main_process:
             return
         rows = [row for name, model in run.modules.items() for row in _rows(name, model, self._depth)]
-        parameters = {id(one): one for model in run.modules.values() for one in model.parameters()}.values()
-        everything, trained = _count(parameters)
-        size = sum(one.numel() * one.element_size() for one in parameters)
+        parameters = {id(p): p for model in run.modules.values() for p in model.parameters()}.values()
+        total, trained = _count(parameters)
+        size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         file = self._file or sys.stdout
         print(aligned(_COLUMNS, rows), file=file)
-        print(f"In all {everything:,} parameters, {trained:,} of them trained; {size / 1e6:,.1f} MB.", file=file)
-        run.record_event("model", parameters=everything, trained=trained, bytes=size, layers=len(rows))
+        print(f"Total: {total:,} parameters, {trained:,} trained; {size / 1e6:,.1f} MB.", file=file)
+        run.record_event("model", parameters=total, trained=trained, bytes=size, layers=len(rows))
         show_table(run, "model", _COLUMNS, rows)
 
 
 def _rows(prefix: str, model: nn.Module, depth: int | None) -> list[list[Any]]:
-    """Return a row for each layer that holds weights or has nothing below it."""
+    """Return a row for each layer that holds weights or has no children."""
     seen: set[int] = set()
     rows = list[list[Any]]()
     for name, module in model.named_modules():
@@ -64,22 +66,22 @@ def _rows(prefix: str, model: nn.Module, depth: int | None) -> list[list[Any]]:
         if depth is not None and level > depth:
             continue
         is_cut = level == depth
-        below = list(module.children())
-        own = list(module.parameters(recurse=is_cut))
-        if below and not own and not is_cut:
+        children = list(module.children())
+        parameters = list(module.parameters(recurse=is_cut))
+        if children and not parameters and not is_cut:
             continue
-        fresh = [one for one in {id(one): one for one in own}.values() if id(one) not in seen]
-        seen.update(map(id, fresh))
-        shapes = [] if is_cut and below else [_shape(one) for one in own]
+        unseen = [p for p in {id(p): p for p in parameters}.values() if id(p) not in seen]
+        seen.update(map(id, unseen))
+        shapes = [] if is_cut and children else [_shape(parameter) for parameter in parameters]
         title = ".".join(part for part in (prefix, name) if part) or type(model).__name__
-        rows.append([title, type(module).__name__, " ".join(shapes), *_count(fresh)])
+        rows.append([title, type(module).__name__, " ".join(shapes), *_count(unseen)])
     return rows
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Return the numbers in parameters, and in those of them that are trained."""
-    there = list(parameters)
-    return sum(one.numel() for one in there), sum(one.numel() for one in there if one.requires_grad)
+    """Return the number of elements in all parameters, and in the trainable ones."""
+    listed = list(parameters)
+    return sum(p.numel() for p in listed), sum(p.numel() for p in listed if p.requires_grad)
 
 
 def _shape(parameter: nn.Parameter) -> str:

@@ -1,4 +1,4 @@
-"""This file is noise on the embeddings of a language model while it is trained (NEFTune)."""
+"""Noise on the embeddings of a language model during training (NEFTune)."""
 
 import math
 from typing import Any
@@ -14,8 +14,8 @@ class NEFTune(Modifier):
     """Adds uniform noise of up to `alpha / sqrt(length * width)` to embeddings, in training only.
 
     Args:
-        alpha: How much; 5 to 15 are usual.
-        embedding: The name of the embedding, where the model does not tell (`get_input_embeddings`) and has several.
+        alpha: The noise level; usually 5 to 15.
+        embedding: The name of the embedding, for models with several and without `get_input_embeddings`.
 
     Example:
         >>> noise = NEFTune(5.0)
@@ -23,7 +23,7 @@ class NEFTune(Modifier):
 
     def __init__(self, alpha: float = 5.0, embedding: str | None = None) -> None:
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-            raise ConfigurationError(f"NEFTune(alpha={alpha!r}): give a number above 0, such as 5.0.")
+            raise ConfigurationError(f"NEFTune(alpha) must be a number above 0, such as 5.0 (got {alpha!r}).")
         self.alpha, self.embedding = alpha, embedding
         self._hooks: list[Any] = []
 
@@ -44,21 +44,22 @@ class NEFTune(Modifier):
         return output + torch.empty_like(output).uniform_(-bound, bound)
 
     def _find(self, model: nn.Module) -> nn.Module:
-        there = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         if self.embedding is not None:
             named = dict(model.named_modules())
             if self.embedding not in named:
                 raise ConfigurationError(
-                    f"NEFTune(embedding={self.embedding!r}) is no module of {type(model).__name__}. Embeddings: "
-                    f"{', '.join(there) or 'none'}.{did_you_mean(self.embedding, named)}"
+                    f"NEFTune(embedding) must name a module of {type(model).__name__} (got {self.embedding!r}). "
+                    "Embeddings: "
+                    f"{', '.join(embeddings) or 'none'}.{did_you_mean(self.embedding, named)}"
                 )
             return named[self.embedding]
-        tells: Any = getattr(model, "get_input_embeddings", None)
-        if callable(tells):
-            return tells()  # type: ignore[no-any-return]
-        if len(there) != 1:
+        getter: Any = getattr(model, "get_input_embeddings", None)
+        if callable(getter):
+            return getter()  # type: ignore[no-any-return]
+        if len(embeddings) != 1:
             raise ConfigurationError(
-                f"NEFTune: {type(model).__name__} has {len(there)} embeddings ({', '.join(there) or 'none'}), and does "
-                "not tell which is that of its inputs. Give NEFTune(embedding=…)."
+                f"NEFTune cannot find the input embedding of {type(model).__name__}: it has no get_input_embeddings() "
+                f"and {len(embeddings)} embeddings ({', '.join(embeddings) or 'none'}). Give NEFTune(embedding=…)."
             )
-        return next(iter(there.values()))
+        return next(iter(embeddings.values()))

@@ -1,4 +1,4 @@
-"""This file is a run as curves in a notebook, which are drawn again in place as it goes on."""
+"""Live charts of a run in a notebook."""
 
 import html
 import time
@@ -11,17 +11,17 @@ from trainer_lib.foundation.imports import require
 from trainer_lib.runs.report.charts import charts_of
 from trainer_lib.runs.report.svg import draw_curves
 
-_COSTS = ("samples", "tokens", "data-wait", "memory", "steps", "momentum")  # charts that are left to the report
+_HIDDEN_CHARTS = ("samples", "tokens", "data-wait", "memory", "steps", "momentum")  # shown in the report only
 
 
 class NotebookChart(Callback):
-    """Draws losses, metrics, learning rate and gradient norm below a notebook's cell, and draws them again in place.
+    """Draws losses, metrics, learning rate and gradient norm below a notebook's cell, and updates the charts in place.
 
-    Of all processes the main one draws, at most once in `seconds`, and in steps that log or evaluate only. What is
-    drawn last stays there. Nothing is fetched: the pictures are part of the notebook.
+    Rank 0 draws, at most once every `seconds`, and only in steps that log or evaluate. The last charts stay in the
+    notebook. They are embedded, and need no network.
 
     Args:
-        seconds: How far apart two pictures are at least.
+        seconds: The shortest time between two updates.
 
     Example:
         >>> chart = NotebookChart()  # Trainer(model, args, callbacks=[chart])
@@ -30,26 +30,26 @@ class NotebookChart(Callback):
         True
     """
 
-    order = 100  # after those who add to what is logged
+    order = 100  # after the callbacks that add values to the log
     is_display: ClassVar[bool] = True
 
     def __init__(self, seconds: float = 1.0) -> None:
         self._seconds = seconds
         self._curves: dict[str, list[tuple[float, float]]] = {}
-        self._handle: Any = None  # of what is displayed
-        self._next = 0.0  # when to draw it again
+        self._handle: Any = None  # of the displayed output
+        self._next = 0.0  # when to draw next
         self._line = ""
 
     def picture(self) -> str:
-        """Return what is drawn now, as HTML."""
-        charts = [chart for chart in charts_of(self._curves) if chart["id"] not in _COSTS]
+        """Return the current charts as HTML."""
+        charts = [chart for chart in charts_of(self._curves) if chart["id"] not in _HIDDEN_CHARTS]
         drawn = [draw_curves(chart["title"], {name: self._curves[name] for name in chart["names"]}) for chart in charts]
         line = f'<div style="font: 12px system-ui, sans-serif; opacity: .8">{html.escape(self._line)}</div>'
         return f'<div style="display: flex; flex-wrap: wrap; gap: 8px">{"".join(drawn)}</div>{line}'
 
     def on_fit_begin(self, run: Run) -> None:
         self._curves, self._line, self._next = {}, "", 0.0
-        for entry in run.state.history:  # of a run that goes on
+        for entry in run.state.history:  # of a resumed run
             self._take(entry, entry["step"])
         if run.is_main_process:
             self._handle = _display(self.picture())
@@ -58,7 +58,7 @@ class NotebookChart(Callback):
         self._add(run, values)
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
-        if run.state.status != "new":  # else one of its own, of no run
+        if run.state.status != "new":  # "new": an evaluation outside a run
             self._add(run, metrics)
 
     def on_fit_end(self, run: Run) -> None:
@@ -87,7 +87,7 @@ def _display(text: str) -> Any:
     interactive = require("IPython", "notebook")
     if interactive.get_ipython() is None:
         raise ConfigurationError(
-            "NotebookChart draws in a notebook, and there is none here. Take ProgressBar or Printer instead."
+            "NotebookChart works only in a notebook, and this is not a notebook. Use ProgressBar or Printer instead."
         )
     from IPython.display import display
 

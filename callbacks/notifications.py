@@ -1,4 +1,4 @@
-"""Messages about a run to a webhook or to Slack: when it starts, is better than before, ends or fails."""
+"""Messages about a run to a webhook or to Slack: started, evaluated, new best, ended."""
 
 import json
 import math
@@ -20,27 +20,27 @@ _logger = get_logger(__name__)
 
 Event = Literal["started", "evaluated", "best", "ended"]
 _EVENTS = ("started", "evaluated", "best", "ended")
-_WAITING = 100  # messages at most; a run that has more to tell drops them
+_WAITING = 100  # the longest queue; more messages are dropped
 
 
 class Webhook(Callback):
-    """Posts JSON to a URL when a run starts and when it ends, however it ends; the main process does.
+    """Posts JSON to a URL when a run starts and when it ends, for whatever reason, on rank 0.
 
-    A message is `{"event", "run", "status", "reason", "step", "epoch", "metrics"}`. A thread sends it and no step
-    waits; at the end of training the run waits for at most `timeout`. A server that refuses, hangs or is not there
-    costs a message and one warning. A process that is killed sends nothing.
+    A message is `{"event", "run", "status", "reason", "step", "epoch", "metrics"}`. A thread sends it, so no step
+    waits; at the end of training the run waits for at most `timeout`. If the server refuses, hangs or cannot be
+    reached, the message is lost and the run warns once. A killed process sends nothing.
 
     Args:
-        url: Where to post to. Warnings name its host only, since the rest is often a secret.
-        events: What to post: "started", "evaluated" (each evaluation), "best" (each that is the best so far), "ended".
-        headers: Further headers, such as {"Authorization": "Bearer …"}.
-        timeout: How many seconds to wait for the server.
+        url: The URL to post to. Warnings name only its host, since the rest is often a secret.
+        events: The events to post: "started", "evaluated" (each evaluation), "best" (each new best), "ended".
+        headers: Additional headers, such as {"Authorization": "Bearer …"}.
+        timeout: The number of seconds to wait for the server.
 
     Example:
         >>> callback = Webhook("https://example.org/hook", events=["ended"])
     """
 
-    order = 100  # after those who add to what is measured
+    order = 100  # after the callbacks that add metrics
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Webhook(Callback):
         self._has_warned = False
 
     def message(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what is posted, as JSON; override it for a server that wants another form."""
+        """Return the JSON body to post; override it for a server that expects another form."""
         return facts
 
     def on_fit_begin(self, run: Run) -> None:
@@ -103,13 +103,13 @@ class Webhook(Callback):
         try:
             self._queue.put_nowait(body)
         except queue.Full:
-            self._warn(f"{_WAITING} messages wait")
+            self._warn(f"the queue is full ({_WAITING} messages)")
 
     def _send_all(self, waiting: "queue.Queue[bytes | None]") -> None:
         while (body := waiting.get()) is not None:
             try:
                 self._send(body)
-            except Exception as error:  # noqa: BLE001 - no answer of a server ends a run
+            except Exception as error:  # noqa: BLE001 - a failing server never ends a run
                 self._warn(_reason(error))
 
     def _send(self, body: bytes) -> None:
@@ -124,13 +124,13 @@ class Webhook(Callback):
 
 
 class Slack(Webhook):
-    """Posts to a channel of Slack (or of what takes the same form, such as Mattermost) as `Webhook` does.
+    """Posts to a Slack channel (or a compatible server such as Mattermost), like `Webhook`.
 
     Args:
         url: The URL of the incoming webhook: "https://hooks.slack.com/services/…".
-        events: As of `Webhook`.
-        headers: As of `Webhook`.
-        timeout: As of `Webhook`.
+        events: See `Webhook`.
+        headers: See `Webhook`.
+        timeout: See `Webhook`.
 
     Example:
         >>> Slack("https://hooks.slack.com/services/T0/B0/x").message(
@@ -143,8 +143,8 @@ class Slack(Webhook):
     def message(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a line of text."""
         event, run = facts["event"], f"Run {facts['run']}".rstrip()
-        what = {"ended": facts["status"], "best": "is the best so far"}.get(event, event)
-        text = f"{run} {what} at step {facts['step']}, epoch {facts['epoch']:.4g}"
+        status = {"ended": facts["status"], "best": "is the best so far"}.get(event, event)
+        text = f"{run} {status} at step {facts['step']}, epoch {facts['epoch']:.4g}"
         if facts["reason"]:
             text += f" ({facts['reason']})"
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in facts["metrics"].items() if value is not None)
@@ -154,7 +154,7 @@ class Slack(Webhook):
 def _host_of(url: Any) -> str:
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigurationError(f"url must be an address such as https://example.org/hook, got {shown(url)}.")
+        raise ConfigurationError(f"url must be an address such as https://example.org/hook (got {shown(url)}).")
     return parts.hostname
 
 

@@ -1,4 +1,4 @@
-"""This file is the progress bar of a run."""
+"""A progress bar of the run."""
 
 import math
 import sys
@@ -13,15 +13,15 @@ from trainer_lib.runs.report.sparkline import shows_sparklines
 
 
 class ProgressBar(Callback):
-    """Shows how far training is, how fast it goes, when it ends, and the loss and learning rate of the last log.
+    """Shows progress, speed and remaining time of training, and the loss and learning rate of the last log.
 
-    In a terminal and in a notebook that is a bar, with one more for each evaluation and prediction, and a line above it
-    for what an evaluation found; in a file it is a line now and then. Of all processes the main one shows it. It looks
-    at the clock in each step, and does more five times a second.
+    In a terminal or notebook it is a bar, with a second bar for each evaluation and prediction, and the metrics of each
+    evaluation above; in a file it is a line every `seconds_per_line`. Rank 0 shows it. Each step reads the clock; the
+    bar is redrawn five times a second.
 
     Args:
-        file: Where it is shown; by default standard error.
-        seconds_per_line: How far apart lines in a file are.
+        file: Where to show it; by default standard error.
+        seconds_per_line: The time between two lines in a file.
 
     Example:
         >>> from trainer_lib.events import RunState
@@ -33,14 +33,14 @@ class ProgressBar(Callback):
         train: 2/2 (100%), ... it/s, 00:00 so far, 00:00 left
     """
 
-    order = 100  # after those who add to what is logged
+    order = 100  # after the callbacks that add values to the log
     is_display: ClassVar[bool] = True
 
     def __init__(self, file: TextIO | None = None, seconds_per_line: float = 30.0) -> None:
         self._file, self._seconds_per_line = file, seconds_per_line
         self._train: Progress | None = None
-        self._next = math.inf  # when to show it the next time
-        self._limit: float | None = None  # of time, where it is time that ends training
+        self._next = math.inf  # when to redraw
+        self._limit: float | None = None  # in seconds, if a time limit ends training
         self._began = self._paused_at = 0.0
         self._text = ""
         self._inner: Progress | None = None  # of an evaluation or a prediction
@@ -51,7 +51,7 @@ class ProgressBar(Callback):
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_fit_begin(self, run: Run) -> None:
-        self._close(run)  # what an earlier run left
+        self._close(run)  # of an earlier run
         if not run.is_main_process:
             return
         state, file = run.state, self._file or sys.stderr
@@ -109,7 +109,7 @@ class ProgressBar(Callback):
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         if self._train is not None:
             self._train.write(line_of(run, metrics))
-            if self._limit is None:  # the speed is that of training
+            if self._limit is None:  # the speed excludes evaluations
                 self._train.leave_out(time.perf_counter() - self._paused_at)
 
     def on_predict_begin(self, run: Run, batches: int | None) -> None:
@@ -126,21 +126,21 @@ class ProgressBar(Callback):
     def _done(self, run: Run) -> float:
         return run.state.step if self._limit is None else min(time.perf_counter() - self._began, self._limit)
 
-    def _told(self, run: Run) -> str:
+    def _caption(self, run: Run) -> str:
         return self._text if self._limit is None else f"step {run.state.step}, {self._text}".rstrip(", ")
 
     def _show(self, run: Run) -> None:
         assert self._train is not None
         try:
-            self._train.tell(self._told(run))
+            self._train.tell(self._caption(run))
             self._train.show(self._done(run))
         except BaseException:
-            self._above.close()  # else log lines would go on looking for a bar
+            self._above.close()  # otherwise log lines still look for the bar
             raise
         self._next = time.perf_counter() + self._train.interval
 
     def _open_inner(self, run: Run, title: str, total: int | None) -> None:
-        self._close_inner()  # what an error left
+        self._close_inner()  # left open by an error
         if run.is_main_process:
             file, stays = self._file or sys.stderr, self._train is None
             self._inner = show_progress(title, file, total=total, stays=stays, seconds_per_line=self._seconds_per_line)
@@ -160,7 +160,7 @@ class ProgressBar(Callback):
     def _close(self, run: Run) -> None:
         self._close_inner()
         if self._train is not None:
-            self._train.tell(self._told(run))
+            self._train.tell(self._caption(run))
             self._train.close(self._done(run))
         self._train, self._next = None, math.inf
         self._above.close()

@@ -1,4 +1,4 @@
-"""This file is updates by the gradients at the worst point nearby: sharpness-aware minimization."""
+"""Sharpness-aware minimization (SAM and ASAM)."""
 
 import math
 from contextlib import ExitStack
@@ -13,14 +13,14 @@ from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
 
 class SAM(Modifier):
-    """Updates the weights by the gradients that they have a step of length `radius` uphill.
+    """Updates the weights with the gradients at a point `radius` uphill (sharpness-aware minimization).
 
-    Each update is computed twice. The step uphill is that of the whole update, over all of its batches and processes.
-    Running statistics see the data once, at the weights themselves.
+    Each update computes the forward and backward twice. The uphill step uses the gradients of the whole update, over
+    all batches and ranks. Running statistics see the data once, at the original weights.
 
     Args:
-        radius: How far uphill; 0.05 is usual.
-        adaptive: Whether the step of each weight is in proportion to its size (ASAM); `radius` is then larger, about 1.
+        radius: The length of the uphill step; usually 0.05.
+        adaptive: Whether to scale each weight's step by its magnitude (ASAM); `radius` is then larger, about 1.
 
     Example:
         >>> sam = SAM(0.05)
@@ -31,34 +31,36 @@ class SAM(Modifier):
 
     def __init__(self, radius: float = 0.05, adaptive: bool = False) -> None:
         if isinstance(radius, bool) or not isinstance(radius, (int, float)) or not 0 < radius < math.inf:
-            raise ConfigurationError(f"SAM(radius={radius!r}): give a number above 0, such as 0.05.")
+            raise ConfigurationError(f"SAM(radius) must be a number above 0, such as 0.05 (got {radius!r}).")
         self.radius, self.adaptive = radius, adaptive
-        self._batches: list[tuple[Any, float]] = []  # of this update, and 0.0 for those that only repeat samples
+        self._batches: list[tuple[Any, float]] = []  # of this update; weight 0.0 for filler batches
 
     def on_fit_begin(self, run: Run) -> None:
         trainer = run.trainer
         if trainer.has_own_step or len(run.optimizers) > 1:
             raise ConfigurationError(
-                "SAM computes the loss of each batch twice, by compute_loss, for one optimizer. A training_step of "
-                "your own, or several optimizers, have to see to it themselves."
+                "SAM calls compute_loss twice per batch and supports one optimizer. With your own training_step or "
+                "several optimizers, implement SAM in training_step."
             )
         if run.args.per_device_train_batch_size == "auto":
             raise ConfigurationError(
-                'SAM knows no batches in parts: give per_device_train_batch_size a number, not "auto".'
+                'SAM does not support split batches (per_device_train_batch_size="auto"). Give a number.'
             )
         if run.accelerator.mixed_precision == "fp16":
-            raise UnsupportedError('SAM in fp16: gradients would be scaled twice. Take mixed_precision="bf16".')
+            raise UnsupportedError(
+                'SAM does not support mixed_precision="fp16": gradients would be scaled twice. Use "bf16".'
+            )
 
     def on_step_begin(self, run: Run) -> None:
         del run
         self._batches = []
 
     def on_micro_batch_begin(self, run: Run) -> None:
-        # A rank computes as many batches as the others, those without data of its own included: they wait for it.
+        # Filler batches of a rank without data count too: the other ranks wait for this one.
         self._batches.append((run.batch, 0.0))
 
     def on_micro_batch_end(self, run: Run) -> None:
-        self._batches[-1] = (run.batch, 1.0)  # it counts, and is as other callbacks have left it
+        self._batches[-1] = (run.batch, 1.0)  # as the other callbacks left it
 
     def on_backward_end(self, run: Run) -> None:
         run.accelerator.unscale_gradients()
@@ -68,7 +70,7 @@ class SAM(Modifier):
             return
         total = share.local if share.total is None else share.total
         kept = [weight.detach().clone() for weight in weights]
-        statistics = [(one, one.clone()) for one in _statistics(run)]
+        statistics = [(buffer, buffer.clone()) for buffer in _statistics(run)]
         self._climb(run, weights)
         for weight in weights:
             weight.grad = None
@@ -91,18 +93,18 @@ class SAM(Modifier):
             weight.add_(step * weight.abs() if self.adaptive else step)
 
     def _differentiate(self, run: Run, total: float | Tensor) -> None:
-        """Compute the gradients of the whole update once more; the processes average them with the last batch."""
+        """Compute the gradients of the whole update again; the ranks reduce them with the last batch."""
         trainer, state = run.trainer, (run.batch, run.loss_sum, run.weight, run.outputs)
         models = [run.model] if isinstance(run.model, nn.Module) else list(run.model.values())
         divisor = torch.where(total == 0, 1, total) if isinstance(total, Tensor) else total or 1.0
-        for number, (batch, weighs) in enumerate(self._batches, start=1):
+        for number, (batch, weight) in enumerate(self._batches, start=1):
             with ExitStack() as local:
                 if number < len(self._batches):
                     for model in models:
                         local.enter_context(run.accelerator.strategy.no_sync(model))
                 run.batch = batch
                 result = trainer.changed_loss(trainer.as_result(trainer.compute_loss(run.model, batch), batch))
-                (result.loss * weighs / divisor).backward()
+                (result.loss * weight / divisor).backward()
         run.batch, run.loss_sum, run.weight, run.outputs = state
 
 

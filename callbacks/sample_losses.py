@@ -1,4 +1,4 @@
-"""This file is which samples a model finds hard: the loss of each, and the largest of them."""
+"""The loss of each training sample, and the samples with the largest losses."""
 
 import copy
 import functools
@@ -21,23 +21,22 @@ from trainer_lib.logging import get_logger
 _logger = get_logger(__name__)
 
 _FOLDER = "sample_losses"
-_YOURS = "the loss of a sample is yours to say: SampleLosses(losses=…), a function of a batch and the outputs."
+_FIX = "Give SampleLosses(losses=…), a function of a batch and the outputs that returns the loss of each sample."
 
 
 class SampleLosses(Callback):
-    """Keeps the loss that each sample of the training data had when it was last seen, and tells the largest.
+    """Records the latest loss of each training sample, and reports the largest.
 
-    At the end of each pass the main process tells its largest in the run's history ("top_losses"), and each process
-    writes its own into `sample_losses/process-0.json` and so on, in the run's folder; `top_losses` puts them together.
-    Nothing is read from an accelerator before the log. After a restart it begins anew, and batches that were computed
-    in parts are left out.
+    At the end of each epoch rank 0 writes its largest losses to the run's history ("top_losses"), and each rank writes
+    its own to `sample_losses/process-<rank>.json` in the run's folder; `top_losses` merges these files. Nothing is read
+    from the device before the log. A resumed run starts with no losses. Split batches are left out.
 
     Args:
-        top: How many to tell and to write.
+        top: How many samples to report and to write.
         losses: A function of a batch and the model's outputs that returns the loss of each sample. By default it is
-            what `loss_fn` makes of it, if that can do without `reduction`. Without a `loss_fn` outputs (or their
-            `logits`) are compared with the targets by cross-entropy where those are whole numbers, else by squares. Of
-            a sample with several targets, such as a text, it is the mean over those that count.
+            `loss_fn` with `reduction="none"`. Without a `loss_fn` the outputs (or their `logits`) are compared with the
+            targets by cross-entropy for integer targets, and by squared error for others. For a sample with several
+            targets, such as a text, it is the mean over the targets that are not ignored.
 
     Example:
         >>> hard = SampleLosses(top=50)
@@ -47,17 +46,19 @@ class SampleLosses(Callback):
 
     def __init__(self, top: int = 20, losses: Callable[[Any, Any], Tensor] | None = None) -> None:
         if isinstance(top, bool) or not isinstance(top, int) or top < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"SampleLosses(top={top!r}): give a whole number from 1 on.")
+            raise ConfigurationError(f"SampleLosses(top) must be a whole number of at least 1 (got {top!r}).")
         if losses is not None and not callable(losses):
-            raise ConfigurationError(f"SampleLosses(losses={losses!r}): give a function of a batch and the outputs.")
+            raise ConfigurationError(
+                f"SampleLosses(losses) must be a function of a batch and the outputs (got {losses!r})."
+            )
         self._top, self._losses = top, losses
         self._compare: Callable[[Tensor, Tensor], Tensor] = by_kind
         self._seen: dict[Any, float] = {}
-        self._waiting: list[tuple[list[Any], Tensor]] = []  # what is not read from the device yet
+        self._waiting: list[tuple[list[Any], Tensor]] = []  # not yet read from the device
         self._has_outputs = False
 
     def top(self, count: int) -> list[tuple[Any, float]]:
-        """Return the samples of the largest losses on this process, the largest first, each with its loss."""
+        """Return the samples with the largest losses on this rank, largest first, each with its loss."""
         self._read()
         return heapq.nlargest(count, self._seen.items(), key=lambda pair: pair[1])
 
@@ -69,19 +70,18 @@ class SampleLosses(Callback):
 
     @torch.no_grad()
     def on_micro_batch_end(self, run: Run) -> None:
-        if run.outputs is None and (self._has_outputs or _may_be_in_parts(run)):
-            _logger.warning_once("SampleLosses leaves out batches that are computed in parts, since memory is short.")
+        if run.outputs is None and (self._has_outputs or _may_be_split(run)):
+            _logger.warning_once("SampleLosses leaves out batches that are split because they do not fit into memory.")
             return
         self._has_outputs = True
         samples: list[Any] | None = run.accelerator.gradient_state.active_dataloader.sample_ids()
         if samples is None:
-            raise UnsupportedError("SampleLosses: which samples a batch holds cannot be known of this loader.")
+            raise UnsupportedError("SampleLosses cannot tell which samples a batch of this DataLoader contains.")
         losses = self._of_samples(run) if self._losses is None else self._losses(run.batch, run.outputs)
         if losses.shape != (len(samples),):
             raise ConfigurationError(
-                f"SampleLosses: there are {len(samples)} samples in a batch, and losses of shape "
-                f"{tuple(losses.shape)}. Give SampleLosses(losses=…), a function of a batch and the outputs that "
-                "returns one for each sample."
+                f"SampleLosses needs losses of shape ({len(samples)},), one per sample (got {tuple(losses.shape)}). "
+                + _FIX
             )
         self._waiting.append((samples, losses.detach()))
 
@@ -90,19 +90,19 @@ class SampleLosses(Callback):
         self._read()
 
     def on_epoch_end(self, run: Run) -> None:
-        self._tell(run)
+        self._report(run)
 
     def on_fit_end(self, run: Run) -> None:
-        if run.state.steps_in_epoch:  # else the pass was told when it ended
-            self._tell(run)
+        if run.state.steps_in_epoch:  # otherwise on_epoch_end has reported
+            self._report(run)
 
     def _of_samples(self, run: Run) -> Tensor:
         targets = targets_of(run.batch, getattr(run.args, "label_names", None))
         named = as_mapping(run.outputs)
         outputs = run.outputs if named is None else named.get("logits")
         if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor):
-            raise ConfigurationError(f"SampleLosses: outputs and targets are not one tensor each, so that {_YOURS}")
-        if getattr(run.trainer, "is_shifted", False):  # the model compares each token with the next
+            raise ConfigurationError(f"SampleLosses needs outputs and targets in one tensor each. {_FIX}")
+        if getattr(run.trainer, "is_shifted", False):  # a causal language model: each token predicts the next
             outputs, targets = outputs[:, :-1], targets[:, 1:]
         return mean_of_each(self._compare(outputs, targets), targets)
 
@@ -111,38 +111,38 @@ class SampleLosses(Callback):
             self._seen.update(zip(samples, losses.tolist(), strict=True))
         self._waiting = []
 
-    def _tell(self, run: Run) -> None:
-        found = self.top(self._top)
+    def _report(self, run: Run) -> None:
+        largest = self.top(self._top)
         rank = 0 if run.accelerator is None else run.accelerator.process_index
-        told = {"indices": [sample for sample, _ in found], "losses": [round(loss, 6) for _, loss in found]}
-        if found:
-            run.record_event("top_losses", **told)
+        report = {"indices": [sample for sample, _ in largest], "losses": [round(loss, 6) for _, loss in largest]}
+        if largest:
+            run.record_event("top_losses", **report)
         if run.folder is not None:
             folder = run.folder / _FOLDER
             folder.mkdir(exist_ok=True)
-            text = json.dumps({"step": run.state.step, **told}, default=str)
+            text = json.dumps({"step": run.state.step, **report}, default=str)
             replace_file(folder / f"process-{rank}.json", lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def top_losses(run_folder: str | Path, count: int = 20) -> list[tuple[Any, float]]:
-    """Return the samples that had the largest losses in a run, over all its processes, each with its loss.
+    """Return the samples with the largest losses of a run, over all ranks, each with its loss.
 
     Example:
         >>> top_losses("runs/none")
         []
     """
-    found = list[tuple[Any, float]]()
+    pairs = list[tuple[Any, float]]()
     for file in sorted((Path(run_folder).expanduser() / _FOLDER).glob("process-*.json")):
-        told = json.loads(file.read_text("utf-8"))
-        found += zip(told["indices"], told["losses"], strict=True)
-    return heapq.nlargest(count, found, key=lambda pair: pair[1])
+        report = json.loads(file.read_text("utf-8"))
+        pairs += zip(report["indices"], report["losses"], strict=True)
+    return heapq.nlargest(count, pairs, key=lambda pair: pair[1])
 
 
 def unreduced(loss_fn: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a loss function that neither sums nor averages.
+    """Return a loss function without reduction.
 
     Raises:
-        ConfigurationError: If it is one that always does.
+        ConfigurationError: If the function always reduces.
 
     Example:
         >>> unreduced(nn.MSELoss())(torch.tensor([1.0, 3.0]), torch.zeros(2))
@@ -154,26 +154,26 @@ def unreduced(loss_fn: Any) -> Callable[[Tensor, Tensor], Tensor]:
         return single
     if not isinstance(loss_fn, nn.Module) and "reduction" in inspect.signature(loss_fn).parameters:
         return functools.partial(loss_fn, reduction="none")
-    raise ConfigurationError(f"SampleLosses: loss_fn has no reduction that one could leave out, so that {_YOURS}")
+    raise ConfigurationError(f"SampleLosses needs a loss_fn with a `reduction` option. {_FIX}")
 
 
-def _may_be_in_parts(run: Run) -> bool:
+def _may_be_split(run: Run) -> bool:
     return getattr(run.args, "per_device_train_batch_size", None) == "auto"
 
 
 def by_kind(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return losses of outputs by what targets are: squares of numbers, cross-entropies of classes."""
+    """Return unreduced losses: squared error for float targets, cross-entropy for classes."""
     outputs = outputs.float()
     if targets.is_floating_point():
         return (outputs.reshape(targets.shape) - targets).square()
-    # Classes are last in texts, and second in images: wherever the targets' shape leaves them.
+    # The class dimension is last for texts, and second for images.
     if outputs.ndim > 2 and outputs.shape[:-1] == targets.shape:
         outputs = outputs.movedim(-1, 1)
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
 def mean_of_each(losses: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean of each row of losses, over the targets that count."""
+    """Return the mean of each row of losses, over the targets that are not ignored."""
     if losses.ndim == 1:
         return losses
     rows = losses.reshape(len(losses), -1)

@@ -1,4 +1,4 @@
-"""This file is which samples each update was made from, written down as training goes, and read again."""
+"""Which samples each update used: recorded during training, readable and replayable afterwards."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,55 +14,55 @@ from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
 _FOLDER = "provenance"
-_AT_ONCE = 1000  # lines that are kept until they are written
+_AT_ONCE = 1000  # lines buffered before a write
 
 
 class Provenance(Callback):
-    """Writes down which samples each update was made from: a line for each, of each process, in the run's folder.
+    """Records which samples each update used: one line per update and rank, in the run's folder.
 
-    The lines are those of `provenance/process-0.jsonl` and so on. Samples that follow one another are written as a
-    range. `samples_of_step` reads them, and `replay_batch` fetches them. A resumed run takes out what came after the
-    step that it goes on from. The order of a sampler of one's own is drawn anew in each step, up to where it is, which
-    takes its time in a long pass.
+    Each rank writes `provenance/process-<rank>.jsonl`. Consecutive samples are written as a range. `samples_of_step`
+    reads the samples of an update, and `replay_batch` fetches them. A resumed run removes the lines after the step it
+    resumes from. With a custom sampler, each step replays the sampler's order from the start of the epoch, which is
+    slow in long epochs.
 
     Args:
-        folder: Where the folder is made; by default in the run's folder.
+        folder: Where to create the `provenance` folder; by default in the run's folder.
 
     Raises:
         ConfigurationError: When training begins, if there is no folder.
-        UnsupportedError: In the first step, if the loader has an order that cannot be known; training goes on without.
+        UnsupportedError: In the first step, if the loader's order is unknown; training continues without the callback.
 
     Example:
         >>> provenance = Provenance("runs/first")
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self._given = None if folder is None else Path(folder).expanduser()
+        self._parent = None if folder is None else Path(folder).expanduser()
         self._file: Path | None = None
         self._batches: list[Any] = []
         self._lines: list[str] = []
-        self._place: dict[str, int] = {}
+        self._position: dict[str, int] = {}
         self._is_skipped = False
 
     def on_fit_begin(self, run: Run) -> None:
-        folder = self._given or run.folder
+        folder = self._parent or run.folder
         if folder is None:
             raise ConfigurationError("Provenance has no folder to write to. Give output_dir, or Provenance(folder=…).")
-        processes, rank = 1, 0
+        world_size, rank = 1, 0
         if run.accelerator is not None:
-            processes, rank = run.accelerator.num_processes, run.accelerator.process_index
+            world_size, rank = run.accelerator.num_processes, run.accelerator.process_index
         (folder / _FOLDER).mkdir(parents=True, exist_ok=True)
         self._file = folder / _FOLDER / f"process-{rank}.jsonl"
         self._batches, self._lines = [], []
         self._cut(run.state.step)
-        if run.is_main_process:  # of processes that are no more
+        if run.is_main_process:  # files of ranks beyond the current world size
             for file in _files(folder):
-                if _rank(file) >= processes:
+                if _rank(file) >= world_size:
                     _keep(file, run.state.step)
 
     def on_load_end(self, run: Run, folder: Path) -> None:
         del folder
-        if self._file is not None:  # it went back
+        if self._file is not None:  # after a rewind
             self._cut(run.state.step)
 
     def on_step_begin(self, run: Run) -> None:
@@ -74,22 +74,22 @@ class Provenance(Callback):
         samples = loader.sample_ids()
         if samples is None:
             raise UnsupportedError(
-                "Provenance: which samples a batch holds cannot be known here, since the loader's class, its workers "
-                "or its sampler have an order of their own."
+                "Provenance cannot tell which samples a batch contains: the DataLoader's class, its workers or its "
+                "sampler determine the order themselves."
             )
-        self._batches.append(_short(samples))
-        self._place = {"pass": run.state.epoch}
+        self._batches.append(_encode(samples))
+        self._position = {"pass": run.state.epoch}
         if loader.seeds_samples:
-            self._place["seed"] = loader._seed
+            self._position["seed"] = loader._seed
 
     def on_step_skipped(self, run: Run) -> None:
         del run
         self._is_skipped = True
 
     def on_step_end(self, run: Run) -> None:
-        if not self._batches:  # its samples are left out
+        if not self._batches:  # the update was left out
             return
-        line = {"step": run.state.step, **self._place, "batches": self._batches}
+        line = {"step": run.state.step, **self._position, "batches": self._batches}
         if self._is_skipped:
             line["skipped"] = True
         self._lines.append(json.dumps(line, separators=(",", ":")))
@@ -103,7 +103,7 @@ class Provenance(Callback):
 
     def on_save_begin(self, run: Run, folder: Path) -> None:
         del run, folder
-        self._write()  # what a checkpoint goes on from is written
+        self._write()  # a resumed run needs these lines
 
     def on_fit_end(self, run: Run) -> None:
         del run
@@ -123,14 +123,14 @@ class Provenance(Callback):
 
 
 def samples_of_step(run_folder: str | Path, step: int) -> list[list[list[Any]]]:
-    """Return which samples an update was made from: of each process, of each of its batches.
+    """Return the samples that an update used, by rank and batch.
 
     Args:
         run_folder: The run's folder.
         step: The update; the first one is 1.
 
     Raises:
-        ConfigurationError: If it is not written down.
+        ConfigurationError: If the step was not recorded.
 
     Example:
         >>> folder = Path("runs/first/provenance")
@@ -139,33 +139,33 @@ def samples_of_step(run_folder: str | Path, step: int) -> list[list[list[Any]]]:
         >>> samples_of_step("runs/first", 1)
         [[[3, 4, 5, 9]]]
     """
-    return [[_long(batch) for batch in line["batches"]] for line in _lines_of(run_folder, step)]
+    return [[_decode(batch) for batch in line["batches"]] for line in _lines_of(run_folder, step)]
 
 
 def replay_batch(
     run_folder: str | Path, step: int, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> Any:
-    """Return the samples that an update was made from as one batch: those of process 0 first, in their order.
+    """Return the samples that an update used as one batch, in rank order.
 
-    What a dataset draws at random is drawn a second time, exactly, where the run had `seed_each_sample=True`; elsewhere
-    it draws other random numbers.
+    If the run had `seed_each_sample=True`, random numbers drawn by the dataset are the same as in training; otherwise
+    they differ.
 
     Args:
         run_folder: The run's folder.
         step: The update; the first one is 1.
-        dataset: The dataset of the run: one with an index, or arrays in a tuple or by name.
-        collate_fn: Makes a batch of samples; by default as a `DataLoader` does.
+        dataset: The dataset of the run: a map-style dataset, or a tuple or dict of arrays.
+        collate_fn: The collate function; by default torch's.
 
     Raises:
-        ConfigurationError: If the step is not written down, or the dataset is of another kind.
+        ConfigurationError: If the step was not recorded, or the dataset has no index.
     """
     if isinstance(dataset, (tuple, Mapping)):
         dataset = _Rows(dataset)
     if not hasattr(dataset, "__getitem__"):
-        raise ConfigurationError(f"replay_batch needs a dataset with an index, got a {type(dataset).__name__}.")
+        raise ConfigurationError(f"replay_batch needs a dataset with an index (got a {type(dataset).__name__}).")
     samples = list[Any]()
     for line in _lines_of(run_folder, step):
-        keys = [key for batch in line["batches"] for key in _long(batch)]
+        keys = [key for batch in line["batches"] for key in _decode(batch)]
         if "seed" in line:
             seed = derived_seed(line["seed"], line["pass"], "samples")
             samples += SeededSamples(dataset).__getitems__([(seed, key) for key in keys])
@@ -175,7 +175,7 @@ def replay_batch(
 
 
 class _Rows:
-    """The samples that arrays in a tuple or by name are: a row of each of them."""
+    """A tuple or dict of arrays as a dataset of rows."""
 
     def __init__(self, columns: Any) -> None:
         self._columns = columns
@@ -188,15 +188,15 @@ class _Rows:
 
 def _lines_of(run_folder: str | Path, step: int) -> list[dict[str, Any]]:
     folder = Path(run_folder).expanduser()
-    found = [line for file in _files(folder) for line in _read(file) if line["step"] == step]
-    if not found:
+    lines = [line for file in _files(folder) for line in _read(file) if line["step"] == step]
+    if not lines:
         steps = sorted({line["step"] for file in _files(folder) for line in _read(file)})
-        there = f"There are steps {steps[0]} to {steps[-1]}" if steps else "There are none"
+        recorded = f"The recorded steps are {steps[0]} to {steps[-1]}" if steps else "No steps are recorded"
         raise ConfigurationError(
-            f"The samples of step {step!r} are not written down in {folder / _FOLDER}. {there}: they are written by "
-            "Trainer(callbacks=[Provenance()])."
+            f"The samples of step {step!r} are not recorded in {folder / _FOLDER}. {recorded}. To record them, train "
+            "with Trainer(callbacks=[Provenance()])."
         )
-    return found
+    return lines
 
 
 def _files(folder: Path) -> list[Path]:
@@ -211,7 +211,7 @@ def _read(file: Path) -> Iterable[dict[str, Any]]:
     for line in file.read_text("utf-8").splitlines():
         try:
             yield json.loads(line)
-        except ValueError:  # cut short, when the process was killed
+        except ValueError:  # an incomplete line of a killed process
             continue
 
 
@@ -220,22 +220,22 @@ def _keep(file: Path, step: int) -> None:
     replace_file(file, lambda path: path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8"))
 
 
-def _short(samples: Sequence[Any]) -> Any:
-    """Return samples as they are written: numbers as text with ranges, such as "3-5,9"."""
+def _encode(samples: Sequence[Any]) -> Any:
+    """Return sample ids in their file format: integers as text with ranges, such as "3-5,9"."""
     if samples and (set(map(type, samples)) != {int} or min(samples) < 0):
-        return [one if isinstance(one, (int, str)) else str(one) for one in samples]
+        return [sample if isinstance(sample, (int, str)) else str(sample) for sample in samples]
     parts = list[list[int]]()
-    for one in samples:
-        if parts and one == parts[-1][1] + 1:
-            parts[-1][1] = one
+    for sample in samples:
+        if parts and sample == parts[-1][1] + 1:
+            parts[-1][1] = sample
         else:
-            parts.append([one, one])
+            parts.append([sample, sample])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def _long(written: Any) -> list[Any]:
-    """Return what `_short` was given."""
+def _decode(written: Any) -> list[Any]:
+    """Return the sample ids that `_encode` wrote."""
     if not isinstance(written, str):
         return list(written)
     ends = [part.split("-") for part in written.split(",") if part]
-    return [one for part in ends for one in range(int(part[0]), int(part[-1]) + 1)]
+    return [sample for part in ends for sample in range(int(part[0]), int(part[-1]) + 1)]

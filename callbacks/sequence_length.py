@@ -1,4 +1,4 @@
-"""This file is sequences that are short at first, and grow to their length."""
+"""Sequence length warm-up: short sequences first, growing to the full length."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,16 +13,17 @@ from trainer_lib.foundation.errors import ConfigurationError
 
 
 class SequenceLengthWarmup(Modifier):
-    """Cuts sequences to a length that grows evenly from `start` to `full`; what is cut off is not trained on.
+    """Truncates sequences to a length that grows linearly from `start` to `full`.
 
-    What is cut is the second dimension of integers in two dimensions: tokens, masks, labels of each token.
+    It truncates dimension 1 of two-dimensional integer tensors: tokens, masks, and token labels. The truncated tokens
+    are not trained on.
 
     Args:
-        start: The length at the beginning.
-        full: The length in the end.
-        until: When it is reached, such as "1000 steps".
-        multiple_of: Lengths are multiples of it, so that few different ones occur.
-        names: What to cut besides, by its names in the batch.
+        start: The initial length.
+        full: The final length.
+        until: When the final length is reached, such as "1000 steps".
+        multiple_of: Lengths are multiples of this number, so that few different lengths occur.
+        names: The names of further batch fields to truncate.
 
     Example:
         >>> warmup = SequenceLengthWarmup(64, 1024, until="1000 steps")
@@ -33,14 +34,16 @@ class SequenceLengthWarmup(Modifier):
     def __init__(self, start: int, full: int, until: Any, multiple_of: int = 8, names: Sequence[str] = ()) -> None:
         for name, value in {"start": start, "full": full, "multiple_of": multiple_of}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"SequenceLengthWarmup({name}={shown(value)}): give a length, 1 or more.")
+                raise ConfigurationError(
+                    f"SequenceLengthWarmup({name}) must be a length of at least 1 (got {shown(value)})."
+                )
         if start >= full:
-            raise ConfigurationError(f"SequenceLengthWarmup(start={start}, full={full}): it has to grow.")
+            raise ConfigurationError(f"SequenceLengthWarmup needs start < full (got start={start}, full={full}).")
         self.start, self.full, self.multiple_of, self.names = start, full, multiple_of, tuple(names)
         self._until = interval(until, "SequenceLengthWarmup(until)")
 
     def length(self, run: Run) -> int:
-        """Return how long sequences are in this update."""
+        """Return the sequence length of the current update."""
         progress = self._until.progress(run.state)
         if progress >= 1:
             return self.full

@@ -1,4 +1,4 @@
-"""This file is the average of weights over the last part of a run (stochastic weight averaging)."""
+"""Stochastic weight averaging (SWA)."""
 
 import math
 from pathlib import Path
@@ -14,15 +14,15 @@ from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
 
 class SWA(WeightAverage):
-    """Averages the weights that a run goes through in its last part, all alike.
+    """Averages the weights over the last part of a run, with equal weights.
 
-    Evaluations, predictions and `save_model` use the average from its first weights on, and at the end the model has
-    it. Running statistics (BatchNorm) are not those of the average: at the end they are made anew from the training
-    data, and a model that has some is evaluated with its own weights until then.
+    Evaluations, predictions and `save_model` use the average as soon as there is one, and at the end the model holds
+    it. BatchNorm running statistics do not fit the averaged weights: they are recomputed from the training data at the
+    end. Until then a model with BatchNorm is evaluated with its own weights.
 
     Args:
         start: When to begin: a share of the run such as 0.75, or an amount such as "10 epochs".
-        every: How often to take the weights, such as "1 epoch"; not an amount of time.
+        every: How often to add the weights to the average, such as "1 epoch"; not an amount of time.
 
     Example:
         >>> swa = SWA(start="10 epochs", every="1 epoch")
@@ -32,7 +32,8 @@ class SWA(WeightAverage):
         self._share = start if isinstance(start, float) else None
         if self._share is not None and not 0 <= self._share < 1:
             raise ConfigurationError(
-                f'SWA(start={start!r}): give a share of the run from 0 up to 1, or an amount such as "10 epochs".'
+                'SWA(start) must be a share of the run of at least 0 and below 1, or an amount such as "10 epochs" '
+                f"(got {start!r})."
             )
         self._begins = None if self._share is not None else interval(start, "SWA(start)", AfterAmount)
         super().__init__(interval(every, "SWA(every)"))
@@ -42,14 +43,15 @@ class SWA(WeightAverage):
         if self._share is not None:
             if run.state.max_steps is None:
                 raise ConfigurationError(
-                    f"SWA(start={self._share}) is a share of the run, and how long it is cannot be known. Give an "
+                    f"SWA(start={self._share}) is a share of the run, but the length of the run is unknown. Give an "
                     'amount such as start="1000 steps".'
                 )
             self._begins = AfterAmount(max(1, math.ceil(self._share * run.state.max_steps)), "SWA(start)")
-        if _normalizing(run) and run.accelerator is not None and run.accelerator.strategy.needs_lockstep:
+        if _batch_norms(run) and run.accelerator is not None and run.accelerator.strategy.needs_lockstep:
             raise UnsupportedError(
-                "SWA makes the running statistics of a BatchNorm anew, and the processes of a sharded model would "
-                "have to do so together. Take a model without BatchNorm, or leave the sharding out."
+                "SWA does not support sharded models with BatchNorm: it cannot recompute their running statistics. Use "
+                "a "
+                "model without BatchNorm, or do not shard it."
             )
         self._begin(run)
 
@@ -65,49 +67,49 @@ class SWA(WeightAverage):
         torch._foreach_lerp_(averages, weights, 1 / (self.updates + 1))
 
     def may_use(self, run: Run) -> bool:
-        return not _normalizing(run)
+        return not _batch_norms(run)
 
     def on_fit_end(self, run: Run) -> None:
         is_used = run.state.has_ended and self.updates > 0
         super().on_fit_end(run)
-        layers = _normalizing(run)
+        layers = _batch_norms(run)
         if is_used and layers:
             with torch.no_grad():
-                _make_anew(run, layers)
+                _recompute_statistics(run, layers)
 
     def _begin(self, run: Run) -> None:
         if self._begins is not None:
             self._begins.begin(run.state)
 
 
-def _normalizing(run: Run) -> list[_BatchNorm]:
-    """Return the layers with running statistics."""
+def _batch_norms(run: Run) -> list[_BatchNorm]:
+    """Return the BatchNorm layers with running statistics."""
     modules = (module for model in run.modules.values() for module in model.modules())
-    return [one for one in modules if isinstance(one, _BatchNorm) and one.running_mean is not None]
+    return [layer for layer in modules if isinstance(layer, _BatchNorm) and layer.running_mean is not None]
 
 
-def _make_anew(run: Run, layers: list[_BatchNorm]) -> None:
-    """Have running statistics be the mean over the batches of the training data."""
+def _recompute_statistics(run: Run, layers: list[_BatchNorm]) -> None:
+    """Recompute running statistics as the mean over all batches of the training data."""
     trainer, models = run.trainer, list(run.modules.values())
     modes = [(module, module.training) for model in models for module in model.modules()]
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # the mean of all batches alike
+        layer.momentum = None  # None: the plain mean over all batches
     for model in models:
         model.train()
-    used: Any = run.modules if len(models) > 1 else models[0]
+    model_or_models: Any = run.modules if len(models) > 1 else models[0]
     loader, batches = trainer._prepared_for_evaluation(trainer.train_dataloader()), 0
-    loader.even_batches = False  # repeated samples have no part in it
+    loader.even_batches = False  # no repeated samples
     for batch in loader:
-        trainer.compute_loss(used, batch)
+        trainer.compute_loss(model_or_models, batch)
         batches += 1
-    every = sum(run.accelerator.group.all_gather_objects(batches))
+    total_batches = sum(run.accelerator.group.all_gather_objects(batches))
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
         for statistic in (layer.running_mean, layer.running_var):
             assert statistic is not None
-            # A rank of fewer batches has less to say, and one without any nothing.
-            statistic.copy_(run.accelerator.reduce(statistic * (batches / every), "sum"))  # type: ignore[arg-type]
+            # Each rank's statistics are weighted by its number of batches.
+            statistic.copy_(run.accelerator.reduce(statistic * (batches / total_batches), "sum"))  # type: ignore[arg-type]
     for module, was_training in modes:
         module.training = was_training

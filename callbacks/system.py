@@ -1,4 +1,4 @@
-"""This file is what the machine is at, among what is logged."""
+"""CPU, memory and GPU use of the machine, in the log."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from trainer_lib.foundation.imports import is_pynvml_available
 
 
 class SystemMonitor(Callback):
-    """Adds to each log what processor, memory and device are at, under names that begin with `system/`.
+    """Adds the use of CPU, memory and device to each log, under names that begin with `system/`.
 
-    These are `cpu_percent` and `memory_percent` of the machine, `process_cpu_percent` and `process_memory_gb` of this
-    process (those of its workers beside it, as `workers_memory_gb`), and on a CUDA device `device_memory_gb`,
-    `device_memory_reserved_gb`, `device_memory_peak_gb`, and with the package pynvml `device_percent`,
-    `device_power_watts` and `device_temperature`. Percentages are those since the last log.
+    The values are `cpu_percent` and `memory_percent` of the machine, `process_cpu_percent` and `process_memory_gb` of
+    this process, `workers_memory_gb` of its data workers, and on a CUDA device `device_memory_gb`,
+    `device_memory_reserved_gb` and `device_memory_peak_gb`; with the package pynvml also `device_percent`,
+    `device_power_watts` and `device_temperature`. Percentages cover the time since the last log.
 
     Example:
         >>> values = {"loss": 1.0}
@@ -24,19 +24,19 @@ class SystemMonitor(Callback):
         True
     """
 
-    order = -100  # before those who show what is logged
+    order = -100  # before the callbacks that show the log
 
     def __init__(self) -> None:
         self._process = psutil.Process()
 
     def on_fit_begin(self, run: Run) -> None:
         del run
-        self._process = psutil.Process()  # a fork of the one that this was made in
-        psutil.cpu_percent()  # percentages count from here
+        self._process = psutil.Process()  # may be a fork of the process that created this object
+        psutil.cpu_percent()  # starts the measurement
         self._process.cpu_percent()
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
-        found = {
+        metrics = {
             "cpu_percent": psutil.cpu_percent(),
             "memory_percent": psutil.virtual_memory().percent,
             "process_cpu_percent": self._process.cpu_percent(),
@@ -45,27 +45,27 @@ class SystemMonitor(Callback):
         }
         device = None if run.accelerator is None else run.accelerator.device
         if device is not None and device.type == "cuda":
-            found |= _of_device(device)
-        values.update({f"system/{name}": value for name, value in found.items()})
+            metrics |= _of_device(device)
+        values.update({f"system/{name}": value for name, value in metrics.items()})
 
     def _workers(self) -> dict[str, float]:
         sizes = list[float]()
         for child in self._process.children(recursive=True):
             try:
                 sizes.append(child.memory_info().rss / 1e9)
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # the worker has just exited
                 continue
         return {"workers_memory_gb": sum(sizes)} if sizes else {}
 
 
 def _of_device(device: Any) -> dict[str, float]:
-    found = {
+    metrics = {
         "device_memory_gb": torch.cuda.memory_allocated(device) / 1e9,
         "device_memory_reserved_gb": torch.cuda.memory_reserved(device) / 1e9,
         "device_memory_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9,
     }
     if is_pynvml_available():
-        found["device_percent"] = float(torch.cuda.utilization(device))
-        found["device_power_watts"] = torch.cuda.power_draw(device) / 1e3
-        found["device_temperature"] = float(torch.cuda.temperature(device))
-    return found
+        metrics["device_percent"] = float(torch.cuda.utilization(device))
+        metrics["device_power_watts"] = torch.cuda.power_draw(device) / 1e3
+        metrics["device_temperature"] = float(torch.cuda.temperature(device))
+    return metrics

@@ -1,4 +1,4 @@
-"""This file is tables: as people read them, and as trackers take them."""
+"""Tables as aligned text, and as tables of trackers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from trainer_lib.events import Run
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table as lines: texts to the left, numbers to the right.
+    """Return a table as text, with text left-aligned and numbers right-aligned.
 
     Example:
         >>> print(aligned(["layer", "parameters"], [["0", 1200], ["2", 8]]))
@@ -16,8 +16,8 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         0           1,200
         2               8
     """
-    cells = [[f"{one:,}" if isinstance(one, int) else str(one) for one in row] for row in rows]
-    is_number = [any(isinstance(row[place], int) for row in rows) for place in range(len(columns))]
+    cells = [[f"{value:,}" if isinstance(value, int) else str(value) for value in row] for row in rows]
+    is_number = [any(isinstance(row[index], int) for row in rows) for index in range(len(columns))]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     return "\n".join(
         "  ".join(
@@ -29,7 +29,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def show_table(run: Run, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> bool:
-    """Give a table to the trackers of a run that take one, and say whether there was any."""
+    """Send a table to the run's trackers that support tables; return whether there is one."""
     shown = False
     for callback in getattr(run.trainer, "events", ()):
         for tracker in callback.trackers if isinstance(callback, TrackerCallback) else ():

@@ -1,4 +1,4 @@
-"""This file is how long a run took so far, on what, and how long it is going to take."""
+"""Elapsed and remaining time of a run, split into training, evaluation and saving."""
 
 import time
 from pathlib import Path
@@ -9,10 +9,10 @@ _KINDS: tuple[str, ...] = ("evaluation", "saving")
 
 
 class Timer(Callback):
-    """Adds to each log `elapsed_seconds`, and where the end is known `remaining_seconds`.
+    """Adds `elapsed_seconds` to each log, and `remaining_seconds` if the end is known.
 
-    Both are with evaluations and saves. What remains is told from what this process did so far: it is wrong at first,
-    and where evaluations are rare. The end is that of the steps, the passes or the time (`max_time`) of the run.
+    Both include evaluations and saves. The remaining time is extrapolated from the time so far: it is inaccurate at
+    first, and with rare evaluations. The end is the run's steps, epochs or time limit (`max_time`).
 
     Example:
         >>> timer = Timer()
@@ -20,17 +20,17 @@ class Timer(Callback):
         {'elapsed': 0.0, 'evaluation': 0.0, 'saving': 0.0, 'training': 0.0}
     """
 
-    order = -100  # before those who show what is logged
+    order = -100  # before the callbacks that show the log
 
     def __init__(self) -> None:
         self._spent = dict.fromkeys(_KINDS, 0.0)
         self._began: float | None = None
         self._ended: float | None = None
         self._paused_at = 0.0
-        self._first = 0.0  # the share of the run that was behind when it began, or went on
+        self._first = 0.0  # the completed share of the run at the start or resume
 
     def summary(self) -> dict[str, float]:
-        """Return the seconds since training began, or went on, up to now or its end, and on what they went."""
+        """Return the seconds since the start or the resume, in all and by activity."""
         if self._began is None:
             elapsed = 0.0
         else:
@@ -62,7 +62,7 @@ class Timer(Callback):
         self._paused_at = time.perf_counter()
 
     def on_save_end(self, run: Run, folder: Path) -> None:
-        if not getattr(run.args, "save_in_background", False):  # for which nothing waits
+        if not getattr(run.args, "save_in_background", False):  # background saves do not pause training
             self._count("saving", run)
 
     def _count(self, kind: str, run: Run) -> None:
@@ -71,7 +71,7 @@ class Timer(Callback):
 
 
 def _share(run: Run) -> float | None:
-    """Return how much of a run is behind, by the limit that is nearest; `None` where there is none."""
+    """Return the completed share of a run, by its nearest limit; `None` without a limit."""
     state, limit = run.state, getattr(run.args, "time_limit", None)
     shares = list[float]()
     if state.max_steps:

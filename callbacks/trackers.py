@@ -1,4 +1,4 @@
-"""This file is a run as trackers see it: one callback that tells a tracker all, and its short forms by name."""
+"""Callbacks that report a run to experiment trackers."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ from trainer_lib.tracking.tracker_group import Isolation, TrackerGroup, TrackerH
 _logger = get_logger(__name__)
 
 Artifact = Literal["model", "checkpoint"]
-# What in a checkpoint is only needed to go on training.
+# The parts of a checkpoint that are needed only to resume training.
 _FOR_TRAINING = (
     layout.MANIFEST_NAME,
     layout.OPTIMIZER_NAME,
@@ -38,34 +38,35 @@ _FOR_TRAINING = (
 
 
 class TrackerCallback(Callback):
-    """Tells a tracker the arguments, the size of the model, and all that is logged and evaluated.
+    """Reports the arguments, the model's size, logs and evaluations to an experiment tracker.
 
-    The tracker cannot hurt the run: it sits behind a queue, and one that talks to a network in a process of its own. A
-    resumed run goes on in the tracker's run, too. The main process reports.
+    A failing tracker cannot hurt the run: it sits behind a queue, and a tracker that uses the network runs in a
+    separate process. A resumed run continues the tracker's run. Rank 0 reports.
 
     Args:
-        tracker: Its name, or an object of a class of one's own.
-        project: What the run belongs to; by default the name of `output_dir`.
-        folder: Where it writes, if it writes files; by default the folder of the run.
-        log_arguments: Whether to tell it the arguments.
-        log_model: Whether to tell it the class of the model and how many parameters it has.
-        system_metrics: Whether to add to each log what processor and memory are at.
-        artifact: What to hand it at the end: "model" is what of the last checkpoint is needed to use the model (of the
-            best one with `load_best_at_end`), "checkpoint" all of it; `None` nothing.
-        isolation: Where it lives: "thread" is this process, "process" one of its own; "auto" leaves that to it.
-        patience: How long to wait for it.
-        **options: What the tracker takes besides.
+        tracker: The tracker's name, or a tracker object of your own class.
+        project: The project of the run; by default the name of `output_dir`.
+        folder: The folder for trackers that write files; by default the run's folder.
+        log_arguments: Whether to report the arguments.
+        log_model: Whether to report the model's class and number of parameters.
+        system_metrics: Whether to add the use of CPU and memory to each log.
+        artifact: What to upload at the end: "model" uploads the model files of the last checkpoint (of the best one
+            with `load_best_at_end`), "checkpoint" all its files; `None` uploads nothing.
+        isolation: "thread" runs the tracker in this process, "process" in a separate one; "auto" lets the tracker
+            decide.
+        patience: How long to wait for the tracker.
+        **options: Further options of the tracker.
 
     Raises:
-        ConfigurationError: If there is no such tracker, or it is not configured.
+        ConfigurationError: If the tracker is unknown or not configured.
         MissingPackageError: If its package is not installed.
 
     Example:
         >>> callback = TrackerCallback("mlflow", project="digits", tracking_uri="sqlite:///mlflow.db")
     """
 
-    order = 100  # after those who add to what is logged
-    name: ClassVar[str] = ""  # of the tracker, where the class is for one
+    order = 100  # after the callbacks that add values to the log
+    name: ClassVar[str] = ""  # the tracker's name, in subclasses for one tracker
 
     def __init__(
         self,
@@ -93,9 +94,11 @@ class TrackerCallback(Callback):
         )
         self.key = type(self).__name__ if type(self).name else f"TrackerCallback-{self.tracker_name}"
         if artifact not in (None, "model", "checkpoint"):
-            raise ConfigurationError(f'artifact={artifact!r} must be "model", "checkpoint" or None.')
+            raise ConfigurationError(f'artifact must be "model", "checkpoint" or None (got {artifact!r}).')
         if artifact is not None and not callable(getattr(kind, "log_artifact", None)):
-            raise UnsupportedError(f"artifact={artifact!r}: the tracker {self.tracker_name} takes no files.")
+            raise UnsupportedError(
+                f"artifact={artifact!r} is not supported: the tracker {self.tracker_name} does not store files."
+            )
         if isinstance(self.tracker, str) and issubclass(kind, BuiltInTracker):
             kind.check(project or "", **options)
         self._kind = kind
@@ -108,23 +111,23 @@ class TrackerCallback(Callback):
 
     @property
     def needs_folder(self) -> bool:
-        """Whether it writes files, and was not told where."""
+        """Whether the tracker writes files and has no folder."""
         return self.folder is None and bool(getattr(self._kind, "requires_logging_directory", False))
 
     @property
     def trackers(self) -> list[TrackerHandle]:
-        """The tracker of the run under way on this process, for what is not a number; empty where there is none."""
+        """The tracker of the current run on this rank, for values other than numbers; empty outside a run."""
         return [] if self._group is None else self._group.trackers
 
     def on_fit_begin(self, run: Run) -> None:
-        if (left := self.release()) is not None:  # by an earlier `fit`
-            left.finish("interrupted")
+        if (previous := self.release()) is not None:  # of an earlier `fit`
+            previous.finish("interrupted")
         folder = self.folder or run.folder
         project = self.project or _project_of(run)
         options = self._options
         if issubclass(self._kind, BuiltInTracker):
             if self._kind.requires_logging_directory and self.project is None:
-                project = self.tracker_name  # files lie in the folder of the run already
+                project = self.tracker_name  # its files are in the run's folder already
             options = self._kind.named(run.state.run_id or project) | options
         self._group = TrackerGroup(
             self.tracker,
@@ -144,19 +147,20 @@ class TrackerCallback(Callback):
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         if self._group is not None:
-            more = _of_the_system(run) if self._system_metrics and run.is_main_process else {}
-            self._group.log({**values, "epoch": run.state.epochs, **more}, run.state.step)
+            system = _system_metrics(run) if self._system_metrics and run.is_main_process else {}
+            self._group.log({**values, "epoch": run.state.epochs, **system}, run.state.step)
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         if self._group is not None:
             self._group.log(metrics, run.state.step)
 
     def on_fit_end(self, run: Run) -> None:
-        # All at once, so that those that hang are waited for once.
-        others = [one for one in getattr(run.trainer, "events", [self]) if isinstance(one, TrackerCallback)]
-        for one in others:
-            one.hand_over_artifact(run)
-        groups = [group for one in others if (group := one.release()) is not None]
+        # All trackers finish together, so that the waiting times of hanging ones overlap.
+        events = getattr(run.trainer, "events", [self])
+        callbacks = [callback for callback in events if isinstance(callback, TrackerCallback)]
+        for callback in callbacks:
+            callback.upload_artifact(run)
+        groups = [group for callback in callbacks if (group := callback.release()) is not None]
         for name, points in finish_groups(groups, _outcome(run)).items():
             run.record_event("points_missing", tracker=name, points=points)
 
@@ -166,26 +170,26 @@ class TrackerCallback(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._token = state["token"]
 
-    def hand_over_artifact(self, run: Run) -> None:
-        """Give the tracker what `artifact` names."""
+    def upload_artifact(self, run: Run) -> None:
+        """Upload the files that `artifact` selects."""
         if self._artifact is None or self._group is None or not self._group.trackers:
             return
         checkpoint = _final_checkpoint(run)
         if checkpoint is None:
-            _logger.warning("%s gets no artifact: there is no checkpoint on this machine.", self.tracker_name)
+            _logger.warning("No artifact is uploaded to %s: there is no checkpoint on this machine.", self.tracker_name)
             return
         try:
-            folder = checkpoint if self._artifact == "checkpoint" else _model_of(checkpoint)
+            folder = checkpoint if self._artifact == "checkpoint" else _model_folder(checkpoint)
             for handle in self._group.trackers:
                 handle.log_artifact(folder, self._artifact)
         except OSError as error:
-            _logger.warning("%s gets no artifact: %s.", self.tracker_name, error)
+            _logger.warning("No artifact is uploaded to %s: %s.", self.tracker_name, error)
 
     def release(self) -> TrackerGroup | None:
-        """Return the trackers of this `fit`, to end them; it is over."""
+        """Return the trackers of this `fit` for finishing, and forget them."""
         group, self._group = self._group, None
         if group is not None:
-            self._token = uuid.uuid4().hex  # of the next `fit`, unless it takes up a checkpoint
+            self._token = uuid.uuid4().hex  # for the next `fit`, unless it resumes
         return group
 
     def _settings(self, run: Run) -> dict[str, Any]:
@@ -205,7 +209,7 @@ class _Named(TrackerCallback):
 
 
 class TensorBoardCallback(_Named):
-    """Writes what TensorBoard reads; it takes what `TrackerCallback` takes.
+    """Writes TensorBoard files. Arguments as for `TrackerCallback`.
 
     Example:
         >>> callback = TensorBoardCallback(folder="runs/first")
@@ -215,7 +219,7 @@ class TensorBoardCallback(_Named):
 
 
 class MLflowCallback(_Named):
-    """Reports to MLflow; it takes what `TrackerCallback` takes.
+    """Reports to MLflow. Arguments as for `TrackerCallback`.
 
     Example:
         >>> callback = MLflowCallback("digits", tracking_uri="http://127.0.0.1:5000")
@@ -225,44 +229,44 @@ class MLflowCallback(_Named):
 
 
 class CometCallback(_Named):
-    """Reports to Comet; it takes what `TrackerCallback` takes."""
+    """Reports to Comet. Arguments as for `TrackerCallback`."""
 
     name = "comet_ml"
 
 
 class WandbCallback(_Named):
-    """Reports to Weights & Biases; it takes what `TrackerCallback` takes."""
+    """Reports to Weights & Biases. Arguments as for `TrackerCallback`."""
 
     name = "wandb"
 
 
 class TrackioCallback(_Named):
-    """Reports to trackio; it takes what `TrackerCallback` takes."""
+    """Reports to trackio. Arguments as for `TrackerCallback`."""
 
     name = "trackio"
 
 
 class ClearMLCallback(_Named):
-    """Reports to ClearML; it takes what `TrackerCallback` takes."""
+    """Reports to ClearML. Arguments as for `TrackerCallback`."""
 
     name = "clearml"
 
 
 class DVCLiveCallback(_Named):
-    """Writes what DVC reads; it takes what `TrackerCallback` takes."""
+    """Writes DVCLive files for DVC. Arguments as for `TrackerCallback`."""
 
     name = "dvclive"
 
 
 class SwanLabCallback(_Named):
-    """Reports to SwanLab; it takes what `TrackerCallback` takes."""
+    """Reports to SwanLab. Arguments as for `TrackerCallback`."""
 
     name = "swanlab"
 
 
 _CLASSES = {
-    one.name: one
-    for one in (
+    callback.name: callback
+    for callback in (
         TensorBoardCallback,
         MLflowCallback,
         CometCallback,
@@ -276,15 +280,15 @@ _CLASSES = {
 
 
 def callback_for(name: str) -> TrackerCallback:
-    """Return the callback for the tracker of a name."""
+    """Return the callback for a tracker's name."""
     return _CLASSES[name]() if name in _CLASSES else TrackerCallback(name)
 
 
 def _only_one(tracker: str | GeneralTracker) -> list[str | GeneralTracker]:
-    found = resolve(tracker, "tracker")
-    if len(found) != 1 or tracker == "all":
-        raise ConfigurationError(f"tracker={tracker!r} must be one tracker: its name, or an object.")
-    return found
+    resolved = resolve(tracker, "tracker")
+    if len(resolved) != 1 or tracker == "all":
+        raise ConfigurationError(f"tracker must be one tracker, by name or as an object (got {tracker!r}).")
+    return resolved
 
 
 def _project_of(run: Run) -> str:
@@ -303,36 +307,36 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _of_the_system(run: Run) -> dict[str, float]:
+def _system_metrics(run: Run) -> dict[str, float]:
     memory = psutil.virtual_memory()
-    found = {
+    metrics = {
         "system/cpu_percent": psutil.cpu_percent(),
         "system/memory_percent": memory.percent,
         "system/process_memory_gb": psutil.Process().memory_info().rss / 1e9,
     }
     device = None if run.accelerator is None else run.accelerator.device
     if device is not None and device.type == "cuda":
-        found["system/device_memory_gb"] = torch.cuda.memory_allocated(device) / 1e9
-        found["system/device_memory_reserved_gb"] = torch.cuda.memory_reserved(device) / 1e9
-    return found
+        metrics["system/device_memory_gb"] = torch.cuda.memory_allocated(device) / 1e9
+        metrics["system/device_memory_reserved_gb"] = torch.cuda.memory_reserved(device) / 1e9
+    return metrics
 
 
 def _final_checkpoint(run: Run) -> Path | None:
-    """Return the checkpoint that stands for the run: the best one where that is what is loaded, else the last."""
+    """Return the run's final checkpoint: the best one with `load_best_at_end`, otherwise the last."""
     checkpoints = run.state.checkpoints
     if getattr(run.args, "load_best_at_end", False) and run.state.best is not None:
-        best = [one for one in checkpoints if one["step"] == run.state.best.step]
+        best = [checkpoint for checkpoint in checkpoints if checkpoint["step"] == run.state.best.step]
         checkpoints = best or checkpoints
     return Path(checkpoints[-1]["path"]) if checkpoints and "://" not in checkpoints[-1]["path"] else None
 
 
 def _outcome(run: Run) -> str:
-    """Return how a run ended, as trackers know it."""
+    """Return a run's status in the terms of trackers."""
     return "failed" if run.state.status == "unsaved" else run.state.status
 
 
-def _model_of(checkpoint: Path) -> Path:
-    """Return a folder with what of a checkpoint is needed to use the model: links, where the disk has them."""
+def _model_folder(checkpoint: Path) -> Path:
+    """Return a folder with a checkpoint's model files, as hard links where the file system has them."""
     target = checkpoint.parent.parent / "model"
     if target.exists():
         shutil.rmtree(target)

@@ -1,4 +1,4 @@
-"""This file is averages of weights along a run: kept beside the model, and put in its place where it is used."""
+"""Averages of the weights, kept next to the model and used for evaluation and saving."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -18,13 +18,12 @@ _NARROW = (torch.float16, torch.bfloat16)
 class WeightAverage(Modifier):
     """Keeps an average of the weights, which evaluations, predictions and `save_model` use.
 
-    Training goes on with the weights themselves, and those are what a checkpoint has, with the average beside them.
-    When a run has come to its end the model has the average for good. Each process averages what it holds: a copy, or
-    its shards.
+    Training continues with the original weights. A checkpoint contains both. At the end of the run the model holds the
+    average. Each rank averages its copy of the weights, or its shards.
 
     Args:
         every: When to average.
-        buffers: Whether to average buffers (running statistics) too; else the model's are used as they are.
+        buffers: Whether to average buffers (running statistics) too; otherwise the model's own are used.
     """
 
     exclusive_group: ClassVar[str | None] = "average the weights"
@@ -39,27 +38,27 @@ class WeightAverage(Modifier):
         self._is_in_use = self._has_stepped = self._has_moved = False
 
     def mix(self, averages: list[Any], weights: list[Any]) -> None:
-        """Take weights into the averages, in place."""
+        """Update the averages with the weights, in place."""
         raise NotImplementedError
 
     def may_use(self, run: Run) -> bool:
-        """Whether evaluations while training use the average already."""
+        """Whether evaluations during training use the average."""
         del run
         return True
 
     def is_due(self, run: Run) -> bool:
-        """Whether to average at the end of this step; asked once a step."""
+        """Whether to average at the end of this step; called once per step."""
         return self._every.opens_at_end(run.state)
 
-    # -- along the run -------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------
 
     def on_fit_begin(self, run: Run) -> None:
-        there = {**_trained(run), **(_buffers(run) if self._has_buffers else {})}
+        tensors = {**_trained(run), **(_buffers(run) if self._has_buffers else {})}
         # The parameters themselves: FSDP2 replaces the local tensors inside them at the first forward.
-        self._names, self._weights = list(there), list(there.values())
-        values = [one.detach() for one in self._weights]
-        # In 16 bits an average would stand still: what it moves by is lost in rounding.
-        self._averages = [one.float() if one.dtype in _NARROW else one.clone() for one in values]
+        self._names, self._weights = list(tensors), list(tensors.values())
+        values = [weight.detach() for weight in self._weights]
+        # A 16-bit average would not move: its small changes are lost in rounding.
+        self._averages = [value.float() if value.dtype in _NARROW else value.clone() for value in values]
         self.updates = 0
         self._has_stepped = self._has_moved = False
         self._every.begin(run.state)
@@ -77,7 +76,7 @@ class WeightAverage(Modifier):
 
     def on_step_skipped(self, run: Run) -> None:
         del run
-        self._has_stepped = False  # fp16: the optimizer's step was one in name only
+        self._has_stepped = False  # fp16: the optimizer skipped its step
 
     def on_step_end(self, run: Run) -> None:
         self._has_moved |= self._has_stepped
@@ -86,13 +85,13 @@ class WeightAverage(Modifier):
             self.average()
             self._has_moved = False
 
-    on_epoch_end = on_step_end  # for a pass whose length nobody knew
+    on_epoch_end = on_step_end  # for an epoch of unknown length
 
     @torch.no_grad()
     def average(self) -> None:
-        """Take the weights of now into the average."""
-        averages = [_local(one) for one in self._averages]
-        weights = [_local(one).to(mine.dtype) for one, mine in zip(self._weights, averages, strict=True)]
+        """Update the average with the current weights."""
+        averages = [_local(average) for average in self._averages]
+        weights = [_local(weight).to(avg.dtype) for weight, avg in zip(self._weights, averages, strict=True)]
         self.mix(averages, weights)
         self.updates += 1
 
@@ -102,55 +101,55 @@ class WeightAverage(Modifier):
             yield
             return
         kept = [weight.detach().clone() for weight in self._weights]
-        self._put(self._averages)
+        self._copy_to_weights(self._averages)
         self._is_in_use = True
         try:
             yield
         finally:
             self._is_in_use = False
-            self._put(kept)
+            self._copy_to_weights(kept)
 
     def on_fit_end(self, run: Run) -> None:
         if run.state.has_ended and self.updates:
-            self._put(self._averages)
+            self._copy_to_weights(self._averages)
         self._names, self._weights, self._averages = [], [], []
 
     @torch.no_grad()
-    def _put(self, values: list[Any]) -> None:
+    def _copy_to_weights(self, values: list[Any]) -> None:
         for weight, value in zip(self._weights, values, strict=True):
             _local(weight).copy_(_local(value))
 
-    # -- what survives a restart ---------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        # Whole, so that it can be read in shards of other sizes.
-        whole = {name: _whole(one) for name, one in zip(self._names, self._averages, strict=True)}
+        # Whole tensors, so that another world size can load them.
+        whole = {name: _whole(average) for name, average in zip(self._names, self._averages, strict=True)}
         return {"updates": self.updates, "averages": whole}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._names:  # not before the model is there
+        if not self._names:  # the model is not prepared yet
             self._loaded = state
             return
         self.updates = state["updates"]
-        there: Mapping[str, Tensor] = state["averages"]
-        if there.keys() != set(self._names):
-            odd = sorted(there.keys() ^ set(self._names))
+        saved: Mapping[str, Tensor] = state["averages"]
+        if saved.keys() != set(self._names):
+            mismatched = sorted(saved.keys() ^ set(self._names))
             raise StateError(
-                f"The average of {len(there)} tensors in the checkpoint does not fit the {len(self._names)} that this "
-                f"run averages: {', '.join(odd[:5])}."
+                f"The checkpoint holds averages of {len(saved)} tensors, and this run averages {len(self._names)}. In "
+                f"only one of the two: {', '.join(mismatched[:5])}."
             )
         for average, name in zip(self._averages, self._names, strict=True):
-            _fill(average, there[name])
+            _fill(average, saved[name])
 
 
 def _trained(run: Run) -> dict[str, Any]:
-    """Return what the optimizers have, tied weights once."""
-    trained = {id(p) for one in run.optimizers.values() for group in one.param_groups for p in group["params"]}
-    found: dict[int, tuple[str, Any]] = {}
+    """Return the optimizers' parameters by name, tied weights once."""
+    trained = {id(p) for opt in run.optimizers.values() for group in opt.param_groups for p in group["params"]}
+    named: dict[int, tuple[str, Any]] = {}
     for name, parameter in run.parameters.items():
         if id(parameter) in trained:
-            found.setdefault(id(parameter), (name, parameter))
-    return dict(found.values())
+            named.setdefault(id(parameter), (name, parameter))
+    return dict(named.values())
 
 
 def _buffers(run: Run) -> dict[str, Any]:
@@ -163,7 +162,7 @@ def _buffers(run: Run) -> dict[str, Any]:
 
 
 def _local(tensor: Any) -> Tensor:
-    """Return what of a tensor is on this process."""
+    """Return this rank's part of a tensor."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -175,20 +174,21 @@ def _fill(target: Any, value: Tensor) -> None:
     if hasattr(target, "_local_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
-        there = value.to(_local(target).device)
-        value = _local(distribute_tensor(there, target.device_mesh, target.placements, src_data_rank=None))
+        on_device = value.to(_local(target).device)
+        value = _local(distribute_tensor(on_device, target.device_mesh, target.placements, src_data_rank=None))
     _local(target).copy_(value)
 
 
-def interval(amount: Any, told_as: str, kind: type[Gate] = EveryAmount) -> Gate:
-    """Return the gate of an amount that all processes count alike.
+def interval(amount: Any, option: str, kind: type[Gate] = EveryAmount) -> Gate:
+    """Return the gate of an amount that is the same on all ranks.
 
     Raises:
-        ConfigurationError: If it is one of time.
+        ConfigurationError: If it is an amount of time.
     """
-    gate = kind(amount, told_as)
+    gate = kind(amount, option)
     if gate.is_timed:
         raise ConfigurationError(
-            f"{told_as}: {amount!r} goes by a clock, and those of the processes differ. Give steps, epochs or samples."
+            f"{option} must not be an amount of time, since clocks differ between ranks (got {amount!r}). Give steps, "
+            "epochs or samples."
         )
     return gate

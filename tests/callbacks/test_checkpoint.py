@@ -311,14 +311,17 @@ def test_one_process_deletes_and_all_keep_the_same_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep_last": 0}, "keep_last=0 must be a number of checkpoints, 1 or more, or None to keep all"),
-        ({"keep_last": 1.5}, "keep_last=1.5 must be a number"),
-        ({"keep_last": True}, "keep_last=True must be a number"),
-        ({"keep_best": -1}, "keep_best=-1 must be a number of checkpoints, 0 or more"),
-        ({"keep_best": None}, "keep_best=None must be a number of checkpoints"),
+        (
+            {"keep_last": 0},
+            r"keep_last must be a number of checkpoints \(got 0\)\. Give 1 or more, or None to keep all",
+        ),
+        ({"keep_last": 1.5}, r"keep_last must be a number of checkpoints \(got 1.5\)"),
+        ({"keep_last": True}, r"keep_last must be a number of checkpoints \(got True\)"),
+        ({"keep_best": -1}, r"keep_best must be a number of checkpoints \(got -1\)\. Give 0 or more"),
+        ({"keep_best": None}, r"keep_best must be a number of checkpoints \(got None\)"),
         ({"every": "3 stps"}, "every='3 stps': unknown unit"),
         ({"keep_every": "3 stps"}, "keep_every='3 stps': unknown unit"),
-        ({"keep_every": 3, "keep_last": None}, "keep_every=3 says nothing where keep_last=None keeps all"),
+        ({"keep_every": 3, "keep_last": None}, "keep_every=3 has no effect: keep_last=None keeps all"),
         ({"metric": "eval_harmony"}, "Whether more of the metric 'eval_harmony' is better"),
     ],
 )

@@ -149,7 +149,7 @@ def test_tensorboard_gets_them_counted(tmp_path: Path) -> None:
 
 def test_a_model_without_activations_to_see_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     trainer(arguments(max_steps=2), callbacks=[Histograms("1 step", only="0.weight")]).fit()
-    assert caplog.text.count("Histograms saw no activations") == 1
+    assert caplog.text.count("Histograms recorded no activations") == 1
 
 
 class Several(nn.Module):
@@ -193,9 +193,9 @@ def test_of_a_layer_that_is_called_twice_it_is_the_first_call(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Histograms(of="weights"), r"Histograms\(of='weights'\): give a list"),
+        (lambda: Histograms(of="weights"), r"Histograms\(of\) must be a list .*\(got 'weights'\)"),
         (lambda: Histograms(of=["weigths"]), "Did you mean 'weights'"),
-        (lambda: Histograms(bins=0), r"Histograms\(bins=0\)"),
+        (lambda: Histograms(bins=0), r"Histograms\(bins\) must be .* at least 1 \(got 0\)"),
         (lambda: Histograms("5 stps"), "stps"),
         (lambda: trainer(callbacks=[Histograms(only="weight")]).fit(), "Names like it: "),
     ],

@@ -62,7 +62,7 @@ def test_a_file_is_read_once_and_what_it_asks_for_is_done_with_that_update(tmp_p
     args = in_folder(tmp_path, eval_every="never", save_every="never", log_every=100)
     result = trainer(args, eval_dataset=points(), callbacks=[control, Asks(asked)]).fit()
     assert (result.status, result.state.step) == ("stopped", 5)
-    assert result.state.reason == "it was asked for from outside"
+    assert result.state.reason == "a LiveControl request"
     expected = [[2, "evaluate"], [2, "save"], [3, "log"], [5, "learning_rate 0.01"], [5, "stop"]]
     assert control.requests == expected
     assert [[one["step"], one["asked"]] for one in history(tmp_path, "control")] == expected
@@ -85,16 +85,16 @@ def test_what_cannot_be_done_is_refused_and_the_run_goes_on(tmp_path: Path, capl
     assert control.requests == [[1, "evaluate"], [1, "save"]]
     for words in (
         "Unknown request 'sav'. Known: evaluate, learning_rate 1e-4, log, save, stop. Did you mean 'save'?",
-        "give a rate above 0",
-        "refused (evaluate): there is nothing to evaluate on",
-        "refused (save): there is no folder to save in",
+        "The learning rate must be above 0",
+        "refuses the request 'evaluate': there is no eval_dataset",
+        "refuses the request 'save': there is no output_dir to save in",
     ):
         assert words in caplog.text
     assert (tmp_path / "ask.txt").exists()
-    assert _refusal(Run(), "learning_rate 1") == "there are 0 optimizers, and one rate"
+    assert _refusal(Run(), "learning_rate 1") == "one rate cannot apply to 0 optimizers"
     still = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.0)
     assert _refusal(Run(optimizers={"default": still}), "learning_rate 1") == (  # type: ignore[dict-item]
-        "the rate is 0, and so is what the schedule makes it from"
+        "the rate and the schedule's base rate are 0, so they cannot be scaled"
     )
 
 
@@ -102,12 +102,12 @@ def test_a_file_that_is_being_written_is_left_until_it_is_whole(tmp_path: Path) 
     file, control = tmp_path / "ask", LiveControl(seconds=0.0, file=tmp_path / "ask")
     control.on_fit_begin(Run())
     file.write_text("")
-    assert control._taken(file) == []
+    assert control._take_requests(file) == []
     file.write_text("sto")
-    assert control._taken(file) == []
+    assert control._take_requests(file) == []
     file.write_text("stop")  # and no end of the line
-    assert control._taken(file) == []
-    assert control._taken(file) == ["stop"]
+    assert control._take_requests(file) == []
+    assert control._take_requests(file) == ["stop"]
     assert not file.exists()
     control.on_fit_end(Run())
 
@@ -240,23 +240,23 @@ def test_outside_of_the_main_thread_there_is_only_the_file(tmp_path: Path) -> No
         return told
 
     assert begin(LiveControl(file=tmp_path / "ask")) == []
-    assert begin(LiveControl())[0].startswith("LiveControl has no file to look for, and no signal that it could hear")
+    assert begin(LiveControl())[0].startswith("LiveControl has no control file and no signal")
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: LiveControl(seconds=-1), r"LiveControl\(seconds=-1\)"),
+        (lambda: LiveControl(seconds=-1), r"LiveControl\(seconds\) must be .* at least 0 \(got -1\)"),
         (lambda: LiveControl(signal_name="SIGUSR3"), "Unknown signal 'SIGUSR3'.* Did you mean 'SIGUSR"),
         (lambda: LiveControl(signal_name="SIGKILL"), "Unknown signal 'SIGKILL'"),
-        (lambda: LiveControl(on_signal="save"), r"on_signal='save'\): give a list"),
-        (lambda: LiveControl(on_signal=[]), "or signal_name=None"),
+        (lambda: LiveControl(on_signal="save"), r"LiveControl\(on_signal\) must be a list .*\(got 'save'\)"),
+        (lambda: LiveControl(on_signal=[]), "For no signal, give signal_name=None"),
         (lambda: LiveControl(on_signal=["learning_rate"]), "Unknown request 'learning_rate'"),
-        (lambda: ask_run("of no run", "save"), r"ask_run\('of no run'\): there is no such folder"),
+        (lambda: ask_run("of no run", "save"), "the folder 'of no run' does not exist"),
         (lambda: ask_run(".", "sve"), "Did you mean 'save'"),
-        (lambda: trainer(callbacks=[LiveControl(), LiveControl()]), "only one can be asked from outside"),
-        (lambda: trainer(callbacks=[LiveControl(signal_name="SIGUSR1")]).fit(), "stop_signals has it too"),
-        (lambda: trainer(callbacks=[LiveControl(signal_name=None)]).fit(), "Give output_dir, or file="),
+        (lambda: trainer(callbacks=[LiveControl(), LiveControl()]), "only one can accept requests from outside"),
+        (lambda: trainer(callbacks=[LiveControl(signal_name="SIGUSR1")]).fit(), "'SIGUSR1'.* is also in stop_signals"),
+        (lambda: trainer(callbacks=[LiveControl(signal_name=None)]).fit(), "Give output_dir or file="),
     ],
 )
 def test_bad_options_are_refused(wrong: Any, message: str) -> None:

@@ -103,7 +103,9 @@ def test_without_a_cuda_device_it_warns_and_writes_nothing(tmp_path: Path, caplo
 
 @pytest.mark.parametrize("wrong", [{"step": 0}, {"step": True}, {"max_entries": None}, {"max_entries": 1.5}])
 def test_bad_options_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"^MemorySnapshot\((step|max_entries)=.*: give a whole number"):
+    with pytest.raises(
+        ConfigurationError, match=r"^MemorySnapshot\((step|max_entries)\) must be a whole number of at least 1 \(got "
+    ):
         MemorySnapshot(**wrong)
     with pytest.raises(ConfigurationError, match="MemorySnapshot has no folder for its files"):
         trainer(callbacks=[MemorySnapshot()]).fit()

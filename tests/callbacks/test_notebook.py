@@ -34,7 +34,7 @@ def test_a_notebook_draws_again_in_place() -> None:
 
 
 def test_where_there_is_no_notebook() -> None:
-    with pytest.raises(ConfigurationError, match=r"draws in a notebook, and there is none here. Take ProgressBar"):
+    with pytest.raises(ConfigurationError, match=r"works only in a notebook, .* Use ProgressBar"):
         NotebookChart().on_fit_begin(running())
 
 

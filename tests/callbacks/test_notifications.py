@@ -99,7 +99,9 @@ def test_of_two_processes_one_tells() -> None:
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"url must be an address such as https://example\.org/hook, got 'x'"):
+    with pytest.raises(
+        ConfigurationError, match=r"url must be an address such as https://example\.org/hook \(got 'x'\)"
+    ):
         Webhook("x")
     with pytest.raises(ConfigurationError, match=r"Unknown event 'end'.*Did you mean 'ended'"):
         Webhook("http://x/", ["end"])  # type: ignore[list-item]

@@ -56,7 +56,9 @@ from trainer_lib.tracking.base import GeneralTracker
     ],
 )
 def test_bad_options_are_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"^(GradientNorms|Flops|ModelSummary)\((by|peak|depth)=.*: give "):
+    with pytest.raises(
+        ConfigurationError, match=r"^(GradientNorms|Flops|ModelSummary)\((by|peak|depth)\) must be .*\(got "
+    ):
         wrong()
 
 
@@ -283,7 +285,7 @@ def test_a_summary_counts_shared_weights_once_and_goes_as_deep_as_asked() -> Non
         "blocks.0 Linear 4×4 4 20 20",
         "blocks.1 LayerNorm 4 4 8 8",
         "head Linear 10×4 0 0",
-        "In all 68 parameters, 28 of them trained; 0.0 MB.",
+        "Total: 68 parameters, 28 trained; 0.0 MB.",
     ]
     assert texts[1][1:4] == ["embedding Embedding 10×4 40 0", "blocks Sequential 28 28", "head Linear 10×4 0 0"]
 

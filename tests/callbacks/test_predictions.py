@@ -152,5 +152,5 @@ def test_a_batch_without_outputs_shows_nothing() -> None:
 
 @pytest.mark.parametrize("wrong", [lambda: Predictions(0), lambda: Predictions(decode="x")])  # type: ignore[arg-type]
 def test_bad_options_are_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"^Predictions\((samples|decode)=.*: give "):
+    with pytest.raises(ConfigurationError, match=r"^Predictions\((samples|decode)\) must be .*\(got "):
         wrong()

@@ -67,10 +67,10 @@ def test_a_resumed_run_counts_from_where_it_goes_on_and_an_error_ends_the_profil
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Profile(steps=0), r"Profile\(steps=0\): give a whole number from 1 on"),
-        (lambda: Profile(after=-1), r"Profile\(after=-1\)"),
-        (lambda: Profile(top=True), r"Profile\(top=True\)"),
-        (lambda: Profile(options=ProfileKwargs(output_trace_dir="traces")), "has a schedule or a folder"),
+        (lambda: Profile(steps=0), r"Profile\(steps\) must be a whole number of at least 1 \(got 0\)"),
+        (lambda: Profile(after=-1), r"Profile\(after\) must be .* at least 0 \(got -1\)"),
+        (lambda: Profile(top=True), r"Profile\(top\) must be .*\(got True\)"),
+        (lambda: Profile(options=ProfileKwargs(output_trace_dir="traces")), "must not set a schedule or a folder"),
         (lambda: trainer(callbacks=[Profile()]).fit(), "Give output_dir, or Profile"),
     ],
 )

@@ -85,14 +85,16 @@ def test_a_loss_that_cannot_be_told_of_a_sample_ends_the_run() -> None:
     def own(outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets)
 
-    with pytest.raises(ConfigurationError, match=r"loss_fn has no reduction .* SampleLosses\(losses=…\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"needs a loss_fn with a `reduction` option\. Give SampleLosses\(losses=…\)"
+    ):
         trainer(loss_fn=own, callbacks=[SampleLosses()]).fit()
 
     class WithoutOutputs(Trainer):
         def compute_loss(self, model: Any, batch: Any) -> Tensor:
             return cross_entropy(model(batch[0]), batch[1])
 
-    with pytest.raises(ConfigurationError, match="outputs and targets are not one tensor each"):
+    with pytest.raises(ConfigurationError, match="needs outputs and targets in one tensor each"):
         WithoutOutputs(network(), arguments(), train_dataset=points(), callbacks=[SampleLosses()]).fit()
 
 
@@ -112,7 +114,7 @@ def test_batches_in_parts_are_left_out_with_a_word(caplog: pytest.LogCaptureFixt
     result = trainer(args, model=Large(), callbacks=[losses]).fit()
     assert result.status == "finished"
     assert losses.top(1) == []
-    assert caplog.text.count("SampleLosses leaves out batches that are computed in parts") == 1
+    assert caplog.text.count("SampleLosses leaves out batches that are split") == 1
 
 
 def test_losses_of_texts_are_those_of_the_model_that_compares_them_itself() -> None:
@@ -138,8 +140,8 @@ def test_losses_of_texts_are_those_of_the_model_that_compares_them_itself() -> N
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: SampleLosses(top=0), r"SampleLosses\(top=0\)"),
-        (lambda: SampleLosses(losses=3), r"SampleLosses\(losses=3\)"),  # type: ignore[arg-type]
+        (lambda: SampleLosses(top=0), r"SampleLosses\(top\) must be .*\(got 0\)"),
+        (lambda: SampleLosses(losses=3), r"SampleLosses\(losses\) must be .*\(got 3\)"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_options_are_refused(wrong: Any, message: str) -> None:
@@ -149,5 +151,5 @@ def test_bad_options_are_refused(wrong: Any, message: str) -> None:
 
 def test_losses_of_another_shape_end_the_run() -> None:
     callback = SampleLosses(losses=lambda batch, outputs: outputs)
-    with pytest.raises(ConfigurationError, match=r"8 samples in a batch, and losses of shape \(8, 2\)"):
+    with pytest.raises(ConfigurationError, match=r"needs losses of shape \(8,\), one per sample \(got \(8, 2\)\)"):
         trainer(callbacks=[callback]).fit()

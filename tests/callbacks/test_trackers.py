@@ -140,7 +140,7 @@ def test_what_can_be_known_is_said_before_training(tmp_path: Path, monkeypatch: 
         (lambda: TrackerCallback("tensorbord"), ConfigurationError, "Did you mean 'tensorboard'"),
         (lambda: TrackerCallback("all"), ConfigurationError, "must be one tracker"),
         (lambda: TrackerCallback("jsonl", **bad_artifact), ConfigurationError, 'must be "model", "checkpoint"'),
-        (lambda: TrackerCallback("jsonl", artifact="model"), UnsupportedError, "jsonl takes no files"),
+        (lambda: TrackerCallback("jsonl", artifact="model"), UnsupportedError, "jsonl does not store files"),
     ):
         with pytest.raises(error, match=said):
             make()  # type: ignore[no-untyped-call]

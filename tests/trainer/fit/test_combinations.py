@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.callbacks.by_hand import Named, assert_close, assert_equal, trained
-from tests.callbacks.test_averages import uneven
 from tests.callbacks.test_observers import all_of
+from tests.callbacks.test_weight_averaging import uneven
 from tests.trainer import hugging_face
 from tests.trainer.tasks import network, points
 from tests.worlds import run_world

@@ -15,7 +15,7 @@ from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import Accelerator, DataLoaderConfiguration
 from trainer_lib.callbacks import Provenance, SampleLosses, replay_batch, samples_of_step
-from trainer_lib.callbacks.sample_provenance import _long, _short
+from trainer_lib.callbacks.sample_provenance import _decode, _encode
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError
 
@@ -49,9 +49,9 @@ class Batches(Callback):
 
 def test_samples_are_written_as_ranges() -> None:
     for samples in ([3, 4, 5, 9], [5, 4, 3], [], [0], [7, 7, 8]):
-        assert _long(_short(samples)) == samples
-    assert _short([3, 4, 5, 9]) == "3-5,9"
-    assert _long(_short(["a", 1])) == ["a", 1]
+        assert _decode(_encode(samples)) == samples
+    assert _encode([3, 4, 5, 9]) == "3-5,9"
+    assert _decode(_encode(["a", 1])) == ["a", 1]
 
 
 def test_a_batch_is_replayed_with_what_was_drawn_at_random(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_a_batch_is_replayed_with_what_was_drawn_at_random(tmp_path: Path) -> No
         inputs, labels = replay_batch(folder_of(tmp_path), step, Noisy())
         assert torch.equal(inputs, kept.all_of(step)[0])
         assert torch.equal(labels, kept.all_of(step)[1])
-    with pytest.raises(ConfigurationError, match=r"step 11 are not written down .* There are steps 1 to 10"):
+    with pytest.raises(ConfigurationError, match=r"step 11 are not recorded .* The recorded steps are 1 to 10"):
         replay_batch(folder_of(tmp_path), 11, Noisy())
-    with pytest.raises(ConfigurationError, match="needs a dataset with an index, got a generator"):
+    with pytest.raises(ConfigurationError, match=r"needs a dataset with an index \(got a generator\)"):
         replay_batch(folder_of(tmp_path), 1, (one for one in range(3)))
 
 

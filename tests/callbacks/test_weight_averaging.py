@@ -267,11 +267,11 @@ def test_what_cannot_be() -> None:
         trainer(callbacks=[EMA(), SWA()])
     with pytest.raises(ConfigurationError, match="EMA and EMA"):
         trainer(callbacks=[EMA(), EMA(0.9)])
-    with pytest.raises(ConfigurationError, match="from 0 up to 1"):
+    with pytest.raises(ConfigurationError, match=r"at least 0 and (less than|below) 1"):
         EMA(1.0)
-    with pytest.raises(ConfigurationError, match="goes by a clock"):
+    with pytest.raises(ConfigurationError, match="must not be an amount of time"):
         EMA(every="10 minutes")
-    with pytest.raises(ConfigurationError, match="from 0 up to 1"):
+    with pytest.raises(ConfigurationError, match=r"at least 0 and (less than|below) 1"):
         SWA(1.5)
-    with pytest.raises(ConfigurationError, match="how long it is cannot be known"):
+    with pytest.raises(ConfigurationError, match="the length of the run is unknown"):
         trained(SWA(0.5), num_train_epochs=None, max_time="1 hour")
