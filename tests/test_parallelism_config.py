@@ -141,7 +141,7 @@ def test_sizes_choose_the_strategy() -> None:
         ]
         assert "gives each process a whole model" in told[4]
         assert "replicates over machines, and ParallelismConfig(dp_shard_size=2) does not" in told[5]
-        assert told[6].startswith("reshard_after_forward=2 must divide the 2 processes")
+        assert told[6].startswith("reshard_after_forward must be True, False, or a divisor of the 2 ranks")
 
 
 def _launched() -> Any:

@@ -87,11 +87,11 @@ def test_impossible_limits_are_refused(limit: float) -> None:
 def test_a_model_is_not_its_parameters() -> None:
     accelerator, network, _ = _prepared()
     for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-        with pytest.raises(ConfigurationError, match=r"got a Sequential. Give model.parameters\(\)"):
+        with pytest.raises(ConfigurationError, match=r"got a Sequential\). Give model.parameters\(\)"):
             clip(network, 1.0)
 
 
-@pytest.mark.parametrize(("loss", "words"), [(1.0, "got a float"), (torch.ones(()), "depends on nothing")])
+@pytest.mark.parametrize(("loss", "words"), [(1.0, "got a float"), (torch.ones(()), "does not require gradients")])
 def test_what_cannot_be_differentiated_is_refused(loss: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         Accelerator(cpu=True).backward(loss)

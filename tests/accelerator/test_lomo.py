@@ -60,16 +60,16 @@ def test_several_processes_are_refused() -> None:
             accelerator.lomo_backward(loss, 0.1)
         return str(error.value)
 
-    assert all("several processes" in said for said in run_world(body, timeout=60))
+    assert all("several ranks" in said for said in run_world(body, timeout=60))
 
 
 @needs_lomo
 def test_it_is_for_lomo_alone_and_needs_a_learning_rate() -> None:
     accelerator, network, loss = prepared()
-    with pytest.raises(ConfigurationError, match="learning_rate must be a number, got None"):
+    with pytest.raises(ConfigurationError, match=r"learning_rate must be a number \(got None\)"):
         accelerator.lomo_backward(loss, None)  # type: ignore[arg-type]
     accelerator.prepare(torch.optim.SGD(network.parameters(), lr=0.1))
-    with pytest.raises(ConfigurationError, match="prepared are: Lomo, SGD"):
+    with pytest.raises(ConfigurationError, match="prepared: Lomo, SGD"):
         accelerator.lomo_backward(loss, 0.1)
 
 

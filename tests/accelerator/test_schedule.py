@@ -126,7 +126,7 @@ def _warned(options: dict[str, Any]) -> int:
     handler.emit = records.append  # type: ignore[method-assign]
     logging.getLogger("trainer_lib").addHandler(handler)
     _rates(**options)
-    return sum("once an update" in record.getMessage() for record in records)
+    return sum("once per update" in record.getMessage() for record in records)
 
 
 def test_several_processes_are_told_what_a_step_of_the_schedule_is() -> None:

@@ -138,7 +138,7 @@ def test_its_optimizer_is_that_of_other_groups_too(tmp_path: Path, caplog: pytes
     one = language_trainer(weight_decay=0.0, max_steps=7)
     one.fit(resume=str(tmp_path / "converted"))
     (group,) = one.run.optimizers["default"].param_groups
-    assert "several values of weight_decay there (0.1, 0.0): here it is 0.0" in caplog.text
+    assert "several values of weight_decay (0.1, 0.0). It keeps its own: 0.0" in caplog.text
     assert group["weight_decay"] == 0.0
     assert group["lr"] == saved["param_groups"][0]["lr"]
     named = dict(the_model(one).named_parameters())
@@ -152,9 +152,9 @@ def test_its_optimizer_is_that_of_other_groups_too(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"optimizer": "sgd"}, r"of an optimizer with .*betas.*, which SGD does not know"),
-        ({"optimizer": "rmsprop", "optimizer_kwargs": {"foreach": False}}, "RMSprop does not know"),
-        ({"lr_scheduler": "plateau"}, r"The state of the schedule has .*lr_lambdas.*--without scheduler"),
+        ({"optimizer": "sgd"}, r"imported optimizer state has .*betas.*, which this SGD does not have"),
+        ({"optimizer": "rmsprop", "optimizer_kwargs": {"foreach": False}}, "this RMSprop does not have"),
+        ({"lr_scheduler": "plateau"}, r"The imported schedule state has .*lr_lambdas.*--without scheduler"),
     ],
 )
 def test_what_is_of_another_class_is_told(tmp_path: Path, options: dict[str, Any], words: str) -> None:
@@ -170,12 +170,12 @@ def test_a_model_with_other_parameters_is_told(tmp_path: Path) -> None:
         torch.save(state, folder / "optimizer.pt")
 
     convert(changed(OF_TRAINER, tmp_path / "other", smaller), tmp_path / "converted")
-    with pytest.raises(StateError, match="The states of the 16 parameters have other shapes"):
+    with pytest.raises(StateError, match="The imported states of 16 parameters fit the shapes"):
         language_trainer().fit(resume=str(tmp_path / "converted"))
     convert(OF_TRAINER, tmp_path / "whole")
     one = language_trainer()
     next(the_model(one).parameters()).requires_grad_(False)
-    with pytest.raises(StateError, match="an optimizer with 16 parameters, and AdamW has 15 here"):
+    with pytest.raises(StateError, match="has 16 parameters, and this AdamW has 15"):
         one.fit(resume=str(tmp_path / "whole"))
 
 
@@ -214,7 +214,9 @@ def test_a_loop_of_accelerate_goes_on_as_there(
     assert ("sampler" in found.left_out) == (epochs is None)
     accelerator, model, optimizer, loader, scheduler = prepared()
     accelerator.load_state(tmp_path / "converted")
-    assert ("has no sampler, which stays as it is (the position in the data" in caplog.text) == (epochs is None)
+    assert ("has no sampler: the prepared one keeps its state (the position in the data" in caplog.text) == (
+        epochs is None
+    )
     assert "engine" not in caplog.text
     if epochs is None:
         loader = accelerator.skip_first_batches(loader, 2)
@@ -268,11 +270,11 @@ def test_all_that_accelerate_may_save_is_read(tmp_path: Path) -> None:
 def test_another_schedule_is_told_or_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     convert(OF_ACCELERATE, tmp_path / "converted")
     accelerator, *_ = prepared(torch.optim.lr_scheduler.StepLR, step_size=2)
-    with pytest.raises(StateError, match=r"The state of the schedule has T_max.*--without scheduler"):
+    with pytest.raises(StateError, match=r"The imported schedule state has T_max.*--without scheduler"):
         accelerator.load_state(tmp_path / "converted")
     convert(OF_ACCELERATE, tmp_path / "without", without=("scheduler",))
     accelerator.load_state(tmp_path / "without")
-    assert "has no scheduler, which stays as it is (as requested)" in caplog.text
+    assert "has no scheduler: the prepared one keeps its state (as requested)" in caplog.text
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_the_newest_that_is_whole_is_loaded_and_the_others_are_kept(
     (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert re.search(r"checkpoint_2 is damaged: optimizer.safetensors has .*now called checkpoint_2.damaged", said)
     assert re.search(
-        r"checkpoint_1\S* is not the manifest .*now called checkpoint_1.damaged. Going on from \S+_0\.", said
+        r"checkpoint_1\S* is not the manifest .*now called checkpoint_1.damaged. Loading \S+_0 instead\.", said
     )
     for _ in range(4):
         accelerator.save_state()

@@ -205,11 +205,11 @@ def test_processes_that_were_there_go_on_drawing_and_new_ones_derive_theirs(tmp_
     assert len(set(numbers)) == 4
     assert [number for number, _ in run_world(drawn, (tmp_path / "state", True), 4, timeout=60)] == numbers
     (line,) = told[0][1]
-    assert "was saved by 2 processes and is taken up by 4" in line
-    assert "New processes (2 to 3) derive their random generators from (seed, process, step)." in line
+    assert "was saved with world size 2 and is loaded with world size 4" in line
+    assert "New ranks (2 to 3) derive their random generators from (seed, rank, step)." in line
     (alone,) = run_world(drawn, (tmp_path / "state", True), 1, timeout=60)
     assert alone[0] == saved[0]
-    assert "New processes" not in alone[1][0]
+    assert "New ranks" not in alone[1][0]
 
 
 def unfinished(folder: Path, loads: bool) -> Any:
@@ -238,7 +238,7 @@ def unfinished(folder: Path, loads: bool) -> Any:
 def test_an_unfinished_window_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_world(unfinished, (tmp_path / "state", False), 2, timeout=60)
     assert unfinished(tmp_path / "state", True) == [False, True, False, True]
-    assert "in the middle of a window of accumulation (1 micro-batches), by another number of processes" in caplog.text
+    assert "within an accumulation window (1 micro-batches) by another number of ranks" in caplog.text
 
 
 # -- shards ------------------------------------------------------------------------------------------------------------

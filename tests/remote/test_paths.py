@@ -160,7 +160,7 @@ def test_what_saves_refuse() -> None:
         accelerator.save_state("memory://bucket")
     with pytest.raises(CheckpointError, match="There is no checkpoint memory://bucket/none"):
         accelerator.load_state("memory://bucket/none")
-    with pytest.raises(UnsupportedError, match="common to all machines"):
+    with pytest.raises(UnsupportedError, match="all machines share a URL"):
         Accelerator(cpu=True, project_config=ProjectConfiguration(save_on_each_node=True)).save_state("memory://a/b")
     with pytest.raises(ConfigurationError, match=r"/runs/.* cannot be reached, in 3 attempts: Client"):
         trainer(arguments(output_dir="http://127.0.0.1:9/runs", max_steps=1)).fit()

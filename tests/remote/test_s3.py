@@ -87,7 +87,7 @@ def test_states_are_saved_replaced_damaged_and_loaded(bucket: str, caplog: pytes
     with pytest.raises(CheckpointError, match=r"s3://.*checkpoint_2 is damaged: model.safetensors has the checksum"):
         accelerator.load_state(f"{bucket}/project/checkpoints/checkpoint_2")
     accelerator.load_state("latest")
-    assert "It is now called checkpoint_2.damaged. Going on from s3://" in caplog.text
+    assert "It is now called checkpoint_2.damaged. Loading s3://" in caplog.text
     assert "checkpoint_2.damaged/manifest.json" in files(f"{bucket}/project/checkpoints")
     assert "secret-of-a-test" not in caplog.text
 

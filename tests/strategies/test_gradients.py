@@ -46,11 +46,11 @@ def _all(sharded: set[int]) -> list[Any]:
     told: list[Any] = []
     for norm_type in NORMS:
         parameters = _parameters(sharded)
-        before = grad_norm.norm(parameters, norm_type, CPU)
+        before = grad_norm.total_grad_norm(parameters, norm_type, CPU)
         clipped = grad_norm.clip_norm(parameters, 0.7, norm_type, CPU)
         told.append((before, clipped, [_whole(p.grad) for p in parameters[:-1]]))
     parameters = _parameters(sharded)
-    grad_norm.clip_value(parameters, 0.3)
+    grad_norm.clamp_gradients(parameters, 0.3)
     return [told, [_whole(p.grad) for p in parameters[:-1]]]
 
 
@@ -81,14 +81,14 @@ def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
 
 
 def test_without_gradients_the_norm_is_zero() -> None:
-    assert grad_norm.norm([nn.Parameter(torch.ones(2))], 2.0, CPU) == 0
+    assert grad_norm.total_grad_norm([nn.Parameter(torch.ones(2))], 2.0, CPU) == 0
     assert grad_norm.clip_norm([], 1.0, 2.0, CPU) == 0
 
 
 def test_powers_that_a_float_cannot_hold() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.full((3,), 1e-5)
-    small = grad_norm.norm([parameter], 2.0, CPU)
+    small = grad_norm.total_grad_norm([parameter], 2.0, CPU)
     assert float(small) == pytest.approx(3**0.5 * 1e-5, rel=1e-6)
 
 

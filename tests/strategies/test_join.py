@@ -354,21 +354,31 @@ def _messages(act: str) -> str:
     ("act", "words"),
     [
         ("not prepared", "PreparationError: join_uneven_inputs got a Sequential that is not prepared"),
-        ("no list", "ConfigurationError: joinables must be a list of the prepared models that are trained, got a "),
-        ("empty", "ConfigurationError: joinables must be a list of the prepared models that are trained, got an empty"),
+        ("no list", "ConfigurationError: joinables must be a list of the prepared models that you train (got a "),
+        ("empty", "ConfigurationError: joinables must be a list of the prepared models that you train (got an empty"),
         (
             "optimizer",
-            "ConfigurationError: join_uneven_inputs got a AcceleratedOptimizer. Name the prepared models only.",
+            "ConfigurationError: join_uneven_inputs takes prepared models only (got a AcceleratedOptimizer).",
         ),
         ("sharded states", "UnsupportedError: ZeroRedundancyOptimizer sends weights in its steps"),
         ("evenness", "ConfigurationError: even_batches must be True or False, got 1."),
-        ("each batch", "ConfigurationError: sync_each_batch=True shares each micro-batch of a window"),
-        ("own hook", "UnsupportedError: This model has a communication hook of its own"),
-        ("workers", "ConfigurationError: Each process reads an iterable dataset in a way of its own"),
-        ("nested", "ConfigurationError: join_uneven_inputs inside join_uneven_inputs."),
-        ("late", "ConfigurationError: trigger_sync_in_backward cannot work inside join_uneven_inputs"),
-        ("stranger", "ConfigurationError: Inside join_uneven_inputs, weight= travels with the gradients of a model"),
-        ("static graph", "UnsupportedError: static_graph=True: DDP learns the graph"),
+        ("each batch", "ConfigurationError: sync_each_batch=True reduces gradients after each micro-batch"),
+        ("own hook", "UnsupportedError: This model has a communication hook of your own"),
+        (
+            "workers",
+            "ConfigurationError: join_uneven_inputs with gradient accumulation does not work with this iterable",
+        ),
+        ("nested", "ConfigurationError: join_uneven_inputs was called inside join_uneven_inputs."),
+        ("late", "ConfigurationError: trigger_sync_in_backward does not work inside join_uneven_inputs"),
+        (
+            "stranger",
+            "ConfigurationError: backward(loss, weight=…) inside join_uneven_inputs reduced no gradients of "
+            "a joined model",
+        ),
+        (
+            "static graph",
+            "UnsupportedError: static_graph=True does not work with join_uneven_inputs before the first update",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -422,5 +432,5 @@ def _sharded() -> list[str]:
 
 def test_shards_cannot_be_joined_nor_stay_local() -> None:
     for join, local in run_world(_sharded, (), 2, timeout=60):
-        assert join.startswith("join_uneven_inputs needs a whole model on each process, and FSDP shards it.")
-        assert local.startswith("LocalSGD needs a whole model on each process, and FSDP shards it.")
+        assert join.startswith("join_uneven_inputs needs a whole model on each rank, and FSDP shards it.")
+        assert local.startswith("LocalSGD needs a whole model on each rank, and FSDP shards it.")

@@ -108,11 +108,12 @@ def test_lbfgs_keeps_what_it_keeps_with_its_first_parameter() -> None:
 def test_other_groups_are_told() -> None:
     model = toy.model()
     state = named_state(torch.optim.SGD(model.parameters()), [model])
-    with pytest.raises(StateError, match="an optimizer with 1 parameter groups, and AdamW has 2"):
+    with pytest.raises(StateError, match="has 1 parameter groups, and this AdamW has 2"):
         load_named_state(grouped(model, False), [model], state)
     part = torch.optim.SGD([*model[0].parameters(), torch.ones(1, requires_grad=True)])
     with pytest.raises(
         StateError,
-        match=r"group 0 of SGD holds other .*\(new: parameter of its own 0; only saved: 2.weight, 2.bias\)",
+        match=r"group 0 of SGD has the parameters of no saved group "
+        r"\(new: parameter of its own 0; only saved: 2.weight, 2.bias\)",
     ):
         load_named_state(part, [model], state)

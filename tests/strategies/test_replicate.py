@@ -28,9 +28,9 @@ def _carried(dtype: torch.dtype, options: dict[str, Any], layers: int = 2) -> tu
     for _ in range(3):
         network.zero_grad()
         loss = network(torch.full((1, 300), float(1 + accelerator.process_index), dtype=dtype)).sum()
-        accelerator.strategy.carry([value + accelerator.process_index for value in _VALUES])
+        accelerator.strategy.send_with_gradients([value + accelerator.process_index for value in _VALUES])
         accelerator.backward(loss)
-        averages = [float(value) for value in accelerator.strategy.carried()]
+        averages = [float(value) for value in accelerator.strategy.received_averages()]
     return averages, [g.float() for g in toy.gradients(network)]
 
 
@@ -60,9 +60,9 @@ def _carried_without_a_bucket() -> list[float]:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2))
     stranger = nn.Linear(2, 2)
-    accelerator.strategy.carry([float(accelerator.process_index)])
+    accelerator.strategy.send_with_gradients([float(accelerator.process_index)])
     accelerator.backward(stranger(torch.ones(1, 2)).sum())
-    return [float(value) for value in accelerator.strategy.carried()]
+    return [float(value) for value in accelerator.strategy.received_averages()]
 
 
 def test_values_travel_alone_if_no_gradient_does() -> None:
@@ -118,8 +118,8 @@ def _unfit() -> list[str]:
 
 def test_what_is_not_whole_is_refused() -> None:
     for sharded, lazy in run_world(_unfit, (), 2, timeout=60):
-        assert sharded.startswith("weight is sharded already (a DTensor). Give prepare() the model as it was before")
-        assert lazy.startswith("weight has no shape before a first batch tells it (a lazy module). Call the model once")
+        assert sharded.startswith("weight is sharded already (a DTensor). Give prepare() the model without fully_shard")
+        assert lazy.startswith("weight has no shape yet (a lazy module). Call the model once with a batch")
 
 
 def _accumulated(options: dict[str, Any], weighted: bool) -> list[list[Tensor]]:
@@ -163,9 +163,9 @@ def _own_hook() -> tuple[float, list[Tensor]]:
     accelerator = Accelerator(cpu=True)
     network = accelerator.prepare(toy.model())
     network.register_comm_hook(None, _doubled)
-    accelerator.strategy.carry([float(accelerator.process_index)])
+    accelerator.strategy.send_with_gradients([float(accelerator.process_index)])
     accelerator.backward(network(torch.ones(1, 8)).sum())
-    (average,) = accelerator.strategy.carried()
+    (average,) = accelerator.strategy.received_averages()
     return float(average), toy.gradients(network)
 
 

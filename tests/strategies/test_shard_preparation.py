@@ -116,35 +116,39 @@ ATTEMPTS: list[tuple[Callable[[Accelerator], Any], dict[str, Any], str]] = [
     (
         lambda a: a.prepare(_on_meta(Stack)),
         {"sync_module_states": False},
-        "PreparationError: scale is on the meta device, and sync_module_states=False",
+        "PreparationError: scale is on the meta device, and with sync_module_states=False",
     ),
-    (_with_state, {}, "PreparationError: This SGD has a state (it has stepped, or its state was loaded)"),
+    (_with_state, {}, "PreparationError: This SGD has a state for whole weights (it has stepped,"),
     (
         _mixed,
         {"ignored_modules": "last"},
-        "PreparationError: AdamW(foreach=True) computes on all weights of a group at once, which cannot be shards and "
-        "whole ones together. These stay whole: last.weight, last.bias.",
+        "PreparationError: AdamW(foreach=True) cannot update shards and whole weights in one parameter group. These "
+        "weights stay whole: last.weight, last.bias.",
     ),
     (_one_optimizer_for_two, {}, "prepared"),
     (
         _other_models,
         {},
-        "PreparationError: The main process and process 1 prepare different models: ('weight', (2, 2),",
+        "PreparationError: Rank 0 and rank 1 prepare different models: ('weight', (2, 2),",
     ),
-    (_deeper_models, {}, "PreparationError: The main process and process 1 prepare different models:"),
+    (_deeper_models, {}, "PreparationError: Rank 0 and rank 1 prepare different models:"),
     (_sharded_already, {}, "PreparationError: weight is sharded already (a DTensor)."),
     (
         lambda a: a.prepare(a.prepare(nn.Linear(2, 2))),
         {},
         "PreparationError: This Linear is prepared already. Use the object that prepare() returned",
     ),
-    (lambda a: a.prepare(nn.LazyLinear(3)), {}, "PreparationError: weight has no shape before a first batch tells it"),
+    (lambda a: a.prepare(nn.LazyLinear(3)), {}, "PreparationError: weight has no shape yet (a lazy module). Call the"),
     (_stranger, {}, "PreparationError: 2 of the 2 parameters of this SGD are in no prepared model"),
     (_two_types, {}, "PreparationError: blocks.1.norm.weight is trained in torch.float32 and blocks.1.inner"),
     (_one_type_is_trained, {"ignored_modules": "last"}, "prepared"),
     (_optimizer_after_a_forward, {}, "prepared"),
     (_no_blocks, {"activation_checkpointing": True}, "ConfigurationError: activation_checkpointing=True finds no repe"),
-    (_no_blocks, {"auto_wrap_policy": ["Lienar"]}, "ConfigurationError: No module of this Linear is a 'Lienar'"),
+    (
+        _no_blocks,
+        {"auto_wrap_policy": ["Lienar"]},
+        "ConfigurationError: This Linear has no module of the class 'Lienar'",
+    ),
 ]
 
 

@@ -79,10 +79,10 @@ def test_names_that_match_nothing_are_told_with_the_candidates() -> None:
     with pytest.raises(ConfigurationError) as caught:
         _wrapped(Stack(), transformer_cls_names_to_wrap=["Bolck"])
     assert str(caught.value) == (
-        "No module of this Stack is a 'Bolck', which is to be sharded on its own. Did you mean 'Block'? "
+        "This Stack has no module of the class 'Bolck' to shard separately. Did you mean 'Block'? "
         "Known: Block, LayerNorm, Linear, ModuleList, Stack."
     )
-    with pytest.raises(ConfigurationError, match="is a 'Conv2d', which is to be"):
+    with pytest.raises(ConfigurationError, match="no module of the class 'Conv2d' to shard"):
         _wrapped(Stack(), auto_wrap_policy=[nn.Conv2d])
     with pytest.raises(ConfigurationError, match=r"finds no repeated blocks in this Linear.* Known: Linear"):
         _wrapped(nn.Linear(2, 2), auto_wrap_policy="transformer_based_wrap")

@@ -115,11 +115,11 @@ def test_a_thread_may_be_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda a: a.init_trackers(""), "project_name must be a text"),
-        (lambda a: a.init_trackers("p", config=[1]), "config must be a dictionary, got a list"),
+        (lambda a: a.init_trackers(""), "project_name must be a non-empty string"),
+        (lambda a: a.init_trackers("p", config=[1]), r"config must be a dictionary \(got a list\)"),
         (lambda a: a.init_trackers("p", init_kwargs={"wandb": {}}), "Unknown tracker in init_kwargs 'wandb'"),
         (lambda a: a.init_trackers("p", isolation="prosess"), "Unknown isolation 'prosess'.*'process'"),
-        (lambda a: a.get_tracker("jsonl"), "jsonl has not begun. Call init_trackers first."),
+        (lambda a: a.get_tracker("jsonl"), "jsonl has not started. Call init_trackers first."),
         (lambda a: a.get_tracker("json"), "Unknown tracker 'json'. Known: jsonl. Did you mean 'jsonl'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""This package is the engine: `Accelerator`, and what it is put together from."""
+"""`Accelerator` and its parts."""
 
 from trainer_lib.accelerator.accelerator import Accelerator
 

@@ -1,4 +1,4 @@
-"""This file is the engine: what a training loop hands its models, loaders, losses and gradients to."""
+"""`Accelerator`: prepare models and data, accumulate, backward, clip, gather, save and load."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import construction
-from trainer_lib.accelerator.checkpoints import Persistence
+from trainer_lib.accelerator.checkpoints import CheckpointMethods
 from trainer_lib.accelerator.lomo import lomo_backward
-from trainer_lib.accelerator.tracking_methods import Reporting, checked_trackers
+from trainer_lib.accelerator.tracking_methods import TrackingMethods, checked_trackers
 from trainer_lib.accelerator.uneven_inputs import joined
 from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
@@ -51,30 +51,31 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
-class Accelerator(Reporting, Persistence):
-    """One object for device placement, mixed precision, accumulation, clipping and several processes.
+class Accelerator(TrackingMethods, CheckpointMethods):
+    """Device placement, mixed precision, gradient accumulation, clipping and distributed training in one object.
 
     Args:
-        device_placement: Bring prepared models and batches to this process's device.
-        split_batches: See `DataLoaderConfiguration`, which takes it too.
-        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default what the launcher says.
-        gradient_accumulation_steps: The micro-batches of one update, with `accumulate`.
-        cpu: Stay on the CPU even if there is an accelerator.
+        device_placement: Bring prepared models and batches to this rank's device.
+        split_batches: Like `DataLoaderConfiguration(split_batches=…)`.
+        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default the launcher's setting.
+        gradient_accumulation_steps: How many micro-batches `accumulate` adds up for one update.
+        cpu: Stay on the CPU even if the machine has an accelerator device.
         dataloader_config: The options of data loading.
-        rng_types: Generators to make equal on all processes at the start of each pass over a prepared loader.
+        rng_types: Generators to make equal on all ranks at the start of each pass over a prepared loader.
         gradient_accumulation_plugin: The options of accumulation.
-        step_scheduler_with_optimizer: Whether schedules move with the optimizer; else each `step` moves them.
-        scheduler_steps_per_process: Move schedules once for each process instead of once an update, as Accelerate does.
-        kwargs_handlers: Options of autocast, the loss scaler, the process group, and DDP, each by its type.
+        step_scheduler_with_optimizer: Whether schedules step only when their optimizer steps; else each `step` moves
+            them.
+        scheduler_steps_per_process: Step schedules once for each rank instead of once an update, as Accelerate does.
+        kwargs_handlers: Option objects for autocast, the loss scaler, the process group, DDP and the profiler.
         log_with: The trackers: names, "all" for those installed and configured, objects, or a list of these.
-        project_dir: The folder where states and logs are kept.
-        project_config: The options of that: automatic naming, how many states to keep.
-        dynamo_backend: The compiler of prepared models, for `torch.compile`; by default what the launcher says.
-        dynamo_plugin: All options of compilation, in the place of `dynamo_backend`.
-        fsdp_plugin: How models are sharded; by default as the launcher says, or not at all.
-        parallelism_config: How many processes replicate a model (DDP), and how many share one copy (FSDP2).
-        **older_arguments: Names of earlier versions of Accelerate, and of capabilities that this version lacks, which
-            are refused with a reason.
+        project_dir: The folder for checkpoints and logs.
+        project_config: Options of that folder: automatic naming, how many checkpoints to keep.
+        dynamo_backend: The `torch.compile` backend for prepared models; by default the launcher's setting.
+        dynamo_plugin: All options of compilation, instead of `dynamo_backend`.
+        fsdp_plugin: How to shard models; by default the launcher's setting, or no sharding.
+        parallelism_config: How many ranks replicate a model (DDP), and how many share one copy (FSDP2).
+        **older_arguments: Argument names of earlier versions of Accelerate. An argument for a feature that this
+            version does not have is refused with a reason.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -166,7 +167,7 @@ class Accelerator(Reporting, Persistence):
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
-        self._nominal: tuple[Any, int, float] = (None, 0, 1.0)  # a loader, the steps of a window, and what that weighs
+        self._nominal: tuple[Any, int, float] = (None, 0, 1.0)  # a loader, micro-batches a window, its expected weight
         self._save_hooks, self._load_hooks, self._facts = OrderedDict(), OrderedDict(), OrderedDict()
         self._background = BackgroundSaves()
 
@@ -184,7 +185,7 @@ class Accelerator(Reporting, Persistence):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-batch in hand is the one that updates."""
+        """Whether the current micro-batch completes its accumulation window."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -193,7 +194,7 @@ class Accelerator(Reporting, Persistence):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """The micro-batches of one update."""
+        """How many micro-batches make one update."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -203,22 +204,22 @@ class Accelerator(Reporting, Persistence):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any optimizer left the weights alone because a gradient overflowed (fp16)."""
+        """Whether the last step of any optimizer was skipped because a gradient overflowed (fp16)."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all processes together."""
+        """Whether a loader's batch size counts the samples of all ranks together."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the first process reads for all."""
+        """Whether rank 0 reads the data and sends the other ranks their batches."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last round of batches is filled up."""
+        """Whether the last round of batches is filled up, so that each rank gets as many."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -227,17 +228,17 @@ class Accelerator(Reporting, Persistence):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the order of shuffled loaders is a function of seed and epoch: always."""
+        """Whether seed and epoch determine the order of shuffled loaders: always `True`."""
         return True
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether prepared loaders have a state: always."""
+        """Whether prepared loaders have a `state_dict`: always `True`."""
         return True
 
     @property
     def non_blocking(self) -> bool:
-        """Whether copies to the device are not waited for."""
+        """Whether copies of batches to the device are asynchronous."""
         return self.dataloader_config.non_blocking
 
     # -- prepare -------------------------------------------------------------------------------------------------
@@ -245,22 +246,22 @@ class Accelerator(Reporting, Persistence):
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedules, and return them in the order given.
 
-        Whatever else is given comes back as it is.
+        Other objects come back unchanged.
 
         Args:
-            *args: What to prepare, in any number and order.
-            device_placement: For each, whether to bring it to the device.
+            *args: The objects to prepare, in any number and order.
+            device_placement: For each object, whether to move it to the device.
         """
         if device_placement is None:
             device_placement = [None] * len(args)
         elif not isinstance(device_placement, Sequence) or len(device_placement) != len(args):
             raise ConfigurationError(
-                f"device_placement must be a list of one value for each of the {len(args)} objects, "
-                f"got {device_placement!r}."
+                f"device_placement must be a list with one value for each of the {len(args)} objects "
+                f"(got {device_placement!r})."
             )
         self._check_not_prepared(args)
-        # Schedules last: they are bound to the prepared optimizers.
-        prepared = [self._prepare_one(value, place) for value, place in zip(args, device_placement, strict=True)]
+        # Schedules come last: each one follows a prepared optimizer.
+        prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
         prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) else v for v in prepared]
         self._check_optimizers_fit([value for value in prepared if isinstance(value, AcceleratedOptimizer)])
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -268,18 +269,18 @@ class Accelerator(Reporting, Persistence):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Bring a model to the device, its forward into the precision, and its gradients to all processes.
+        """Move a model to the device, run its forward in the chosen precision, and share its gradients across ranks.
 
         Args:
             model: The model.
-            device_placement: Whether to bring it to the device; by default as the `Accelerator` says.
-            evaluation_mode: The model is only evaluated, so its gradients need not be shared.
+            device_placement: Whether to move it to the device; by default the `Accelerator`'s setting.
+            evaluation_mode: You only evaluate the model, so its gradients need not be reduced.
         """
         self._check_not_prepared([model])
         if self.verify_device_map(model) and self.use_distributed:
             raise PreparationError(
-                "This model is spread over several devices (device_map), and each of several processes needs one of "
-                "its own. Load it without device_map, or start one process."
+                "This model is spread over several devices (device_map), and with several ranks each rank needs a "
+                "copy on its own device. Load the model without device_map, or start a single process."
             )
         self.precision.check(model)
         self.precision.cast(model)
@@ -290,41 +291,41 @@ class Accelerator(Reporting, Persistence):
         self.precision.wrap_forward(model)
         model = self.strategy.distribute(model, evaluation_mode)
         for optimizer in self._optimizers:
-            self.strategy.adopt(optimizer.optimizer)
-        # What processes share is the user's model inside DDP: torch cuts its graph by DDP's buckets there too, and
-        # DDP's own Python, which does not compile, stays out of it.
+            self.strategy.rebind_parameters(optimizer.optimizer)
+        # Compile the user's model inside DDP: torch splits its graph at DDP's buckets there too, and DDP's own
+        # Python, which does not compile, stays out of the graph.
         compile_model(self.strategy.unwrap(model), self.state.dynamo_plugin)
         self._models.append(model)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Wrap an optimizer so that it waits for the micro-batch that updates."""
+        """Wrap an optimizer so that it steps once per accumulation window."""
         self._check_not_prepared([optimizer])
         place = self.device_placement if device_placement is None else device_placement
-        self.strategy.adopt(optimizer)
+        self.strategy.rebind_parameters(optimizer)
         prepared = AcceleratedOptimizer(optimizer, place, precision=self.precision, window=self._window)
         self._optimizers.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Wrap a schedule so that it moves with its optimizer."""
-        # With split_batches, Accelerate moves them once an update as well.
-        moves_otherwise = self.use_distributed and self.step_scheduler_with_optimizer and not self.split_batches
-        if moves_otherwise and not self.scheduler_steps_per_process:
+        """Wrap a schedule so that it steps with its optimizer."""
+        # With split_batches, Accelerate steps them once an update as well.
+        differs = self.use_distributed and self.step_scheduler_with_optimizer and not self.split_batches
+        if differs and not self.scheduler_steps_per_process:
             _logger.warning_once(
-                "Schedules move once an update, whatever the number of processes. A script that multiplied its "
-                "warm-up and total steps by it, as Accelerate needs, should not; "
-                "Accelerator(scheduler_steps_per_process=True) brings that habit back."
+                "Schedules step once per update, whatever the number of ranks. If your script multiplies warm-up and "
+                "total steps by the number of processes, as Accelerate requires, remove that factor, or give "
+                "Accelerator(scheduler_steps_per_process=True)."
             )
         return self.wrap_scheduler(scheduler)
 
     def wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Do what `prepare_scheduler` does, without its warning to scripts written for Accelerate."""
+        """Wrap a schedule like `prepare_scheduler`, without its warning for scripts written for Accelerate."""
         self._check_not_prepared([scheduler])
-        own = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
+        optimizers = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
         prepared = AcceleratedScheduler(
             scheduler,
-            own or self._optimizers,
+            optimizers or self._optimizers,
             self.step_scheduler_with_optimizer,
             self.split_batches,
             once_per_process=self.scheduler_steps_per_process,
@@ -335,7 +336,7 @@ class Accelerator(Reporting, Persistence):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Wrap a loader so that this process reads its part, on its device, in an order all processes agree on."""
+        """Wrap a loader so that this rank reads its share of the data, in an order that all ranks agree on."""
         self._check_not_prepared([data_loader])
         config = self.dataloader_config
         prepared = prepare_data_loader(
@@ -357,7 +358,7 @@ class Accelerator(Reporting, Persistence):
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader whose next pass starts `num_batches` batches in; later passes are whole."""
+        """Return a loader whose next epoch skips the first `num_batches` batches; later epochs are whole."""
         return skip_first_batches(dataloader, num_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -371,8 +372,8 @@ class Accelerator(Reporting, Persistence):
 
         Args:
             model: The prepared model.
-            keep_fp32_wrapper: Leave its forward in mixed precision.
-            keep_torch_compile: Leave it compiled; else return a view of it that runs eagerly, with the same weights and
+            keep_fp32_wrapper: Keep its forward in mixed precision.
+            keep_torch_compile: Keep it compiled; else return a view of it that runs eagerly, with the same weights and
                 modes, while the prepared model stays compiled.
         """
         return extract_model_from_parallel(self.strategy.unwrap(model), keep_fp32_wrapper, keep_torch_compile)
@@ -380,10 +381,10 @@ class Accelerator(Reporting, Persistence):
     # -- one update ----------------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> "_MicroBatch":
-        """Return the context of one micro-batch: gradients stay here, and steps wait, until the window is complete.
+        """Return the context of one micro-batch: reductions and steps wait until the accumulation window is complete.
 
         Args:
-            *models: The prepared models that are trained on it; all, by default.
+            *models: The prepared models that you train on it; all, by default.
 
         Example:
             >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -396,28 +397,28 @@ class Accelerator(Reporting, Persistence):
         return _MicroBatch(self, models or tuple(self._models))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which `backward` keeps gradients to this process."""
+        """Return the context in which `backward` does not reduce gradients across ranks."""
         return self.strategy.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which `backward` shares the gradients of a forward that ran in `no_sync`."""
+        """Return the context in which `backward` reduces the gradients of a forward that ran in `no_sync`."""
         return self.strategy.force_sync(model)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Return the block of a loop whose data may end earlier on some processes, which then follow the others.
+        """Return the context of a training loop in which some ranks run out of data before others.
 
-        The gradients of an update are still divided by the number of all processes, of whom those without data add
-        nothing; a weighted loss (`backward(loss, weight=)`) is the mean over the items there are. A process whose data
-        ends within a window hands over what it has of it. After the block all processes have the weights, buffers,
-        prepared optimizers and schedules of one that went on to the end. Inside, only gradients may be shared: no
-        `gather`, no `reduce`. Several models take turns: forward and backward of one, then of the next, in the order
-        in which they are named.
+        Updates still divide gradients by the number of all ranks; a rank without data adds zeros. A weighted loss
+        (`backward(loss, weight=)`) is the mean over the items of the ranks that have data. A rank whose data ends
+        within an accumulation window contributes the gradients that it has. After the block all ranks have the
+        weights, buffers, prepared optimizers and schedules of a rank that made every update. Inside, run no other
+        collectives: no `gather`, no `reduce`. Several models take turns: forward and backward of one model, then of
+        the next, in the order of `joinables`.
 
         Args:
-            joinables: The prepared models that are trained.
-            even_batches: What prepared loaders are set to for the length of the block.
+            joinables: The prepared models that you train.
+            even_batches: The setting of prepared loaders inside the block.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -432,7 +433,7 @@ class Accelerator(Reporting, Persistence):
         return joined(self, joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context for arithmetic in mixed precision, outside of a prepared model's forward."""
+        """Return the context for mixed precision outside of a prepared model's forward."""
         return self.precision.autocast(autocast_handler)
 
     def backward(
@@ -445,14 +446,14 @@ class Accelerator(Reporting, Persistence):
     ) -> None:
         """Compute gradients.
 
-        Without `weight`, `loss` is a mean, and each micro-batch counts as much as the others. With it, `loss` is a sum
-        over `weight` items (tokens, samples), and the update is that of the mean over all items of the window and of
-        all processes, however they are spread.
+        Without `weight`, `loss` is a mean, and all micro-batches count equally. With it, `loss` is a sum over `weight`
+        items (tokens, samples), and the update uses the mean over all items of the accumulation window on all ranks,
+        however the items are distributed.
 
         Args:
             loss: The loss of this micro-batch: a mean, or with `weight` a sum.
-            weight: How many items it sums over; a number, or a tensor of one.
-            optimizer: Whose gradients these are; of need with `weight` where several are prepared.
+            weight: How many items the loss sums over; a number, or a tensor with one value.
+            optimizer: The optimizer of these gradients; required with `weight` if several are prepared.
             **kwargs: Passed on to `torch.Tensor.backward`; with `learning_rate`, see `lomo_backward`.
 
         Example:
@@ -472,14 +473,17 @@ class Accelerator(Reporting, Persistence):
             self._weighted_backward(loss, weight, optimizer, kwargs)
             return
         if len(self._optimizers) == 1 and window.has_weights(self._optimizers[0]):
-            raise ConfigurationError("A loss without weight= joins weighted ones in one update. Weigh all, or none.")
+            raise ConfigurationError(
+                "backward got a loss without weight= in an update that has weighted losses. Give weight= with all "
+                "losses of an update, or with none."
+            )
         window.begin_backward()
         self.precision.backward(loss, window.is_fresh, window.steps, **kwargs)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Compute gradients and update each weight as soon as its gradient is there, with a prepared `Lomo` optimizer.
+        """Compute gradients and update each weight as soon as its gradient is computed, with a prepared `Lomo`.
 
-        Nothing else is to be called: no `step`, no `zero_grad`. `backward(loss, learning_rate=…)` is the same.
+        Call neither `step` nor `zero_grad`. `backward(loss, learning_rate=…)` does the same.
 
         Args:
             loss: The loss of the batch.
@@ -488,42 +492,42 @@ class Accelerator(Reporting, Persistence):
         lomo_backward(self._optimizers, loss, learning_rate, self.num_processes, self.gradient_accumulation_steps)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Bring gradients to their true size now: unscaled, and divided by what their window weighs."""
+        """Unscale gradients now, and divide them by the weight of their accumulation window."""
         if self.sync_gradients:
             chosen = self._optimizers if optimizer is None else _listed(optimizer)
             for prepared in self._optimizers:
-                if any(prepared is one or prepared.optimizer is one for one in chosen):
+                if any(optimizer in (prepared, prepared.optimizer) for optimizer in chosen):
                     prepared.finalize_gradients()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Shrink the gradients of `parameters` to a norm of at most `max_norm`, and return the norm before.
+        """Clip the gradients of `parameters` to a norm of at most `max_norm`, and return the norm before clipping.
 
-        On a micro-batch that does not update nothing is clipped; the norm is that of the gradients as they stand.
+        Before the last micro-batch of a window nothing is clipped, and the norm is that of the unreduced gradients.
         """
         _check_limit("max_norm", max_norm)
-        parameters = self.strategy.trained(_parameters_of(parameters))
+        parameters = self.strategy.current_parameters(_parameters_of(parameters))
         if not self.gradient_state.sync_gradients:
             return self.strategy.grad_norm(parameters, norm_type)
         self._finalize_gradients_of(parameters)
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Cut each gradient of `parameters` to at most `clip_value`; nothing on a micro-batch that does not update."""
+        """Clamp the gradients of `parameters` to ±`clip_value`; before the last micro-batch of a window, do nothing."""
         _check_limit("clip_value", clip_value)
         if self.gradient_state.sync_gradients:
-            parameters = self.strategy.trained(_parameters_of(parameters))
+            parameters = self.strategy.current_parameters(_parameters_of(parameters))
             self._finalize_gradients_of(parameters)
             self.strategy.clip_grad_value(parameters, clip_value)
 
     # -- looking at a step ---------------------------------------------------------------------------------------
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> "AbstractContextManager[profile]":
-        """Return the context of a block to profile, with torch's profiler as its value.
+        """Return the context that profiles a block, with torch's profiler as its value.
 
-        With `output_trace_dir` each process writes a trace of the block, or of each cycle of its schedule.
+        With `output_trace_dir` each rank writes a trace of the block, or of each cycle of its schedule.
 
         Args:
-            profile_handler: What is recorded; by default as `kwargs_handlers` says.
+            profile_handler: What to record; by default the `ProfileKwargs` in `kwargs_handlers`.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -537,9 +541,9 @@ class Accelerator(Reporting, Persistence):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Let go of all prepared objects, and return a `None` for each of `objects` to overwrite it with.
+        """Release all prepared objects, and return a `None` for each of `objects` to overwrite it with.
 
-        Afterwards an `Accelerator` with other settings may be made.
+        Afterwards you may create an `Accelerator` with other settings.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -550,7 +554,7 @@ class Accelerator(Reporting, Persistence):
         return release_memory(*objects)
 
     def release(self) -> None:
-        """Let go of all prepared objects, and of the settings, without collecting garbage."""
+        """Release all prepared objects and the settings, without collecting garbage."""
         self._background.release()
         for model in self._models:
             undo_compilation(model)
@@ -567,14 +571,14 @@ class Accelerator(Reporting, Persistence):
         self.state.release()
 
     def clear(self, *objects: Any) -> list[Any]:
-        """Do as `free_memory` does."""
+        """Call `free_memory`."""
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """End the trackers and leave the world of processes; the last call of a script.
+        """Finish the trackers and destroy the process group; the last call of a script.
 
         Raises:
-            CheckpointError: If a state that was saved in the background could not be written.
+            CheckpointError: If a checkpoint could not be written in the background.
         """
         try:
             self.wait_for_save()
@@ -584,7 +588,7 @@ class Accelerator(Reporting, Persistence):
 
     # -- private -------------------------------------------------------------------------------------------------
 
-    def _prepare_one(self, value: Any, device_placement: bool | None) -> Any:
+    def _prepare_object(self, value: Any, device_placement: bool | None) -> Any:
         if isinstance(value, DataLoader):
             return self.prepare_data_loader(value, device_placement)
         if isinstance(value, nn.Module):
@@ -594,7 +598,7 @@ class Accelerator(Reporting, Persistence):
         return value
 
     def _check_not_prepared(self, values: Iterable[Any]) -> None:
-        known = {id(inner) for value in self._prepared() for inner in (value, _inside(value))}
+        known = {id(inner) for value in self._prepared() for inner in (value, _wrapped(value))}
         known |= {id(self.strategy.unwrap(model)) for model in self._models}
         seen: set[int] = set()
         for value in values:
@@ -602,7 +606,7 @@ class Accelerator(Reporting, Persistence):
             if is_kind and (id(value) in known or id(value) in seen or _is_prepared(value)):
                 raise PreparationError(
                     f"This {class_name(value)} is prepared already. Use the object that prepare() returned, "
-                    "or call free_memory() before starting over."
+                    "or call free_memory() before you prepare it again."
                 )
             seen.add(id(value))
 
@@ -619,61 +623,63 @@ class Accelerator(Reporting, Persistence):
         for optimizer in optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             foreign = [parameter for parameter in parameters if id(parameter) not in known]
-            # Alone, a few of one's own are fine; with other processes nobody would share their gradients.
+            # In a world of one, a few such parameters are fine; with more ranks their gradients would not be reduced.
             if foreign and (self.use_distributed or len(foreign) == len(parameters)):
                 raise PreparationError(
                     f"{len(foreign)} of the {len(parameters)} parameters of this {type(optimizer.optimizer).__name__} "
-                    f"are in no prepared model (the first has the shape {tuple(foreign[0].shape)}). Make the "
-                    "optimizer from the parameters of the model that is prepared with it."
+                    f"are in no prepared model (the first has the shape {tuple(foreign[0].shape)}). Create the "
+                    "optimizer from the parameters of the model that you prepare with it."
                 )
 
     def _weighted_backward(self, loss: Tensor, weight: Any, optimizer: Any, kwargs: dict[str, Any]) -> None:
         window = self._window
-        asks_others = self.gradient_state.sync_gradients and not window.is_alone
+        reduces = self.gradient_state.sync_gradients and not window.is_alone
         share = self._share(optimizer)
         before = share.local
         share.local = before + _checked_weight(weight)
-        if asks_others:
-            self.strategy.carry([share.local, *window.notes])
+        if reduces:
+            self.strategy.send_with_gradients([share.local, *window.notes])
         window.begin_backward()
         try:
             self.precision.backward(loss, window.is_fresh, share.nominal, **kwargs)
         except BaseException:
-            # The script may try again, with less; what failed weighs nothing.
+            # The script may retry with a smaller batch; the failed one must not count.
             share.local = before
-            self.strategy.carry([])
+            self.strategy.send_with_gradients([])
             raise
-        if asks_others:
-            share.total, *window.heard = self.strategy.carried()
+        if reduces:
+            share.total, *window.heard = self.strategy.received_averages()
 
     def _share(self, optimizer: Any) -> Share:
         optimizers = tuple(self._optimizers if optimizer is None else _listed(optimizer))
         if optimizer is None and len(optimizers) != 1:
             raise ConfigurationError(
-                f"{len(optimizers)} optimizers are prepared, and weight= has to know whose gradients it weighs: "
+                f"backward(loss, weight=…) needs optimizer=: {len(optimizers)} optimizers are prepared. Call "
                 "backward(loss_sum, weight=n, optimizer=the_prepared_optimizer)."
             )
-        for one in optimizers:
-            if not isinstance(one, AcceleratedOptimizer):
+        for candidate in optimizers:
+            if not isinstance(candidate, AcceleratedOptimizer):
                 raise ConfigurationError(
-                    f"optimizer={type(one).__name__} is not prepared. Give what prepare() returned."
+                    f"optimizer={type(candidate).__name__} is not prepared. Give the object that prepare() returned."
                 )
         share = self._window.share_of(optimizers)
         if share is None:
             if len(self._optimizers) == 1 and optimizers[0].holds_gradients:
                 raise ConfigurationError(
-                    "A weighted loss joins ones without weight= in one update. Weigh all, or none."
+                    "backward got a loss with weight= in an update that has losses without. Give weight= with all "
+                    "losses of an update, or with none."
                 )
             share = self._window.open_share(optimizers, self.nominal_weight())
         return share
 
     def nominal_weight(self) -> float:
-        """Return what weighted losses of this process are divided by before it is known what a window weighs.
+        """Return the nominal weight of a window: the divisor of this rank's weighted losses in `backward`.
 
-        A model that takes the number of items its loss is divided by is given this one.
+        The true weight of the window is known only at its end, and corrects the gradients then. A model that takes
+        `num_items_in_batch` gets this number.
         """
         loader, steps = self.gradient_state.active_dataloader, self.gradient_state.num_steps
-        if self._nominal[:2] != (loader, steps):  # else as in the last window
+        if self._nominal[:2] != (loader, steps):  # else the last window's value holds
             processes = self.group.size
             batch = (getattr(loader, "total_batch_size", None) or processes) / processes
             self._nominal = (loader, steps, batch * steps)
@@ -721,18 +727,16 @@ def _listed(value: Any) -> list[Any]:
 
 def _parameters_of(value: Any) -> list[Any]:
     if isinstance(value, nn.Module):
-        raise ConfigurationError(
-            f"Gradients to clip are those of parameters, got a {type(value).__name__}. Give model.parameters()."
-        )
+        raise ConfigurationError(f"Clipping takes parameters (got a {type(value).__name__}). Give model.parameters().")
     return _listed(value)
 
 
 def _check_limit(name: str, limit: Any) -> None:
     if isinstance(limit, (int, float)) and not limit >= 0:
-        raise ConfigurationError(f"{name} must be a number of at least 0, got {limit!r}.")
+        raise ConfigurationError(f"{name} must be a number of at least 0 (got {limit!r}).")
 
 
-def _inside(value: Any) -> Any:
+def _wrapped(value: Any) -> Any:
     for name in ("optimizer", "scheduler"):
         if name in getattr(value, "__dict__", ()):
             return value.__dict__[name]
@@ -748,11 +752,12 @@ def _is_prepared(value: Any) -> bool:
 def _nothing_to_differentiate(loss: Any) -> ConfigurationError:
     if not isinstance(loss, Tensor):
         return ConfigurationError(
-            f"backward takes the loss as a tensor, got a {type(loss).__name__}. Give it before .item() or float()."
+            f"backward takes the loss as a tensor (got a {type(loss).__name__}). Pass the loss itself, not "
+            "loss.item() or float(loss)."
         )
     return ConfigurationError(
-        "This loss depends on nothing that is trained: the forward ran under torch.no_grad(), the loss was detached, "
-        "or all parameters are frozen."
+        "This loss does not require gradients: the forward ran under torch.no_grad(), the loss was detached, or all "
+        "parameters are frozen."
     )
 
 
@@ -761,12 +766,12 @@ def _checked_weight(weight: Any) -> float | Tensor:
         return weight
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
-            raise ConfigurationError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}.")
+            raise ConfigurationError(f"weight must be one number (got a tensor of shape {tuple(weight.shape)}).")
         if weight.device.type != "cpu":
             return nan_if_negative(weight.detach().reshape(()).float())
         weight = weight.item()
         if weight != weight:
             return weight
     if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) < float("inf"):
-        raise ConfigurationError(f"weight must be a finite number of at least 0, got {weight!r}.")
+        raise ConfigurationError(f"weight must be a finite number of at least 0 (got {weight!r}).")
     return float(weight)

@@ -1,4 +1,4 @@
-"""This file is what of an `Accelerator` survives a restart: the list of parts that a state on disk is made of."""
+"""The parts of an `Accelerator`'s checkpoint: models, optimizers, schedules, loaders, the window, generators."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -26,34 +26,34 @@ from trainer_lib.logging import get_logger
 from trainer_lib.strategies.optimizer_state_names import load_named_gradients, named_gradients, named_parameters
 
 if TYPE_CHECKING:
-    from trainer_lib.accelerator.checkpoints import Persistence
+    from trainer_lib.accelerator.checkpoints import CheckpointMethods
 
 _logger = get_logger(__name__)
 
 
-def collect(engine: "Persistence", strict: bool = True, saved_by: Manifest | None = None) -> list[Part]:
+def collect(accelerator: "CheckpointMethods", strict: bool = True, saved_by: Manifest | None = None) -> list[Part]:
     """Return the parts, in the order in which they are saved and loaded.
 
-    The generators are last both times: what is drawn while a state is taken or taken up is drawn before.
+    The generators come last, since saving or loading another part may draw random numbers.
 
     Args:
-        engine: The `Accelerator`.
-        strict: Whether the names of weights have to be those of the model.
-        saved_by: What is known of the state that is loaded, if one is.
+        accelerator: The `Accelerator`.
+        strict: Whether the names of weights must equal those of the model.
+        saved_by: The manifest of the checkpoint to load; `None` for a save.
     """
-    leads, rank, shards = engine.should_save_model, engine.process_index, engine.strategy.writes_shards
-    has_whole = engine._has_whole_tensors
-    world = engine.num_processes if saved_by is None else saved_by.world_size
+    leads, rank, shards = accelerator.should_save_model, accelerator.process_index, accelerator.strategy.writes_shards
+    has_whole = accelerator._has_whole_tensors
+    world = accelerator.num_processes if saved_by is None else saved_by.world_size
     is_new = rank >= world
-    # Where the files of each process have their number; a process that was not there reads those of the first.
-    own_file = 0 if is_new else rank
+    # Each rank has files under its number; a rank that did not exist at the save reads those of rank 0.
+    file_number = 0 if is_new else rank
     parts: list[Part] = []
-    for index, model in enumerate(engine._models):
-        state = _Model(engine, model, strict)
+    for index, model in enumerate(accelerator._models):
+        state = _Model(accelerator, model, strict)
         kind = partial(ShardedWeights, rank=rank, targets=state.state_dict) if shards else Weights
         parts.append(kind(index=index, stateful=state, writes=leads and has_whole, reads=has_whole))
-    for index, optimizer in enumerate(engine._optimizers):
-        state = _Optimizer(engine, optimizer)
+    for index, optimizer in enumerate(accelerator._optimizers):
+        state = _Optimizer(accelerator, optimizer)
         kind = partial(ShardedOptimizer, rank=rank, targets=state.parameters) if shards else State
         parts.append(
             kind(
@@ -69,148 +69,149 @@ def collect(engine: "Persistence", strict: bool = True, saved_by: Manifest | Non
         State(
             kind=SCHEDULER_NAME,
             index=index,
-            stateful=one,
+            stateful=scheduler,
             writes=leads,
-            class_name=type(one.scheduler).__name__,
+            class_name=type(scheduler.scheduler).__name__,
         )
-        for index, one in enumerate(engine._schedulers)
+        for index, scheduler in enumerate(accelerator._schedulers)
     ]
-    if engine.precision.scaler is not None:
-        parts.append(State(kind=SCALER_NAME, stateful=engine.precision, writes=leads))
-    # A loader's place is the same on all processes, but what helps to get there (a dataset's own state) may not be.
+    if accelerator.precision.scaler is not None:
+        parts.append(State(kind=SCALER_NAME, stateful=accelerator.precision, writes=leads))
+    # All ranks have the same loader position, but a dataset's own state may differ between ranks.
     parts += [
         State(
             kind=SAMPLER_NAME,
             index=index,
-            stateful=one,
-            file_name=f"{numbered(SAMPLER_NAME, index)}.process_{own_file}",
+            stateful=loader,
+            file_name=f"{numbered(SAMPLER_NAME, index)}.process_{file_number}",
         )
-        for index, one in enumerate(engine._dataloaders)
+        for index, loader in enumerate(accelerator._dataloaders)
     ]
     parts += [
         State(
             kind=CUSTOM_STATE_NAME,
             index=index,
-            stateful=one,
+            stateful=custom_object,
             writes=leads,
             file_name=f"{CUSTOM_STATE_NAME}_{index}",
         )
-        for index, one in enumerate(engine._custom_objects)
+        for index, custom_object in enumerate(accelerator._custom_objects)
     ]
-    # In another world all have to agree on where the window stands.
-    is_other_world = world != engine.num_processes
+    # With another world size, all ranks read rank 0's window so that they agree on its position.
+    is_other_world = world != accelerator.num_processes
     parts.append(
         State(
             kind=ENGINE_NAME,
-            stateful=_Engine(engine, is_other_world),
+            stateful=_Window(accelerator, is_other_world),
             file_name=f"{ENGINE_NAME}.process_{0 if is_other_world else rank}",
         )
     )
-    generators = Generators(engine.device)
+    generators = Generators(accelerator.device)
     if is_new and saved_by is not None:
-        generators = DerivedGenerators(engine.device, rank, saved_by.backwards)
-    parts.append(State(kind=RNG_STATE_NAME, stateful=generators, file_name=f"{RNG_STATE_NAME}_{own_file}"))
+        generators = DerivedGenerators(accelerator.device, rank, saved_by.backwards)
+    parts.append(State(kind=RNG_STATE_NAME, stateful=generators, file_name=f"{RNG_STATE_NAME}_{file_number}"))
     return parts
 
 
 class _Model:
     """A prepared model."""
 
-    def __init__(self, engine: "Persistence", model: nn.Module, strict: bool) -> None:
-        self._engine, self._model, self._strict = engine, model, strict
+    def __init__(self, accelerator: "CheckpointMethods", model: nn.Module, strict: bool) -> None:
+        self._accelerator, self._model, self._strict = accelerator, model, strict
 
     def state_dict(self) -> dict[str, Any]:
-        strategy = self._engine.strategy
+        strategy = self._accelerator.strategy
         return strategy.model_state(self._model, whole=not strategy.writes_shards)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._engine.strategy.load_model_state(self._model, state, self._strict)
+        self._accelerator.strategy.load_model_state(self._model, state, self._strict)
 
 
 class _Optimizer:
     """A prepared optimizer."""
 
-    def __init__(self, engine: "Persistence", optimizer: Any) -> None:
-        self._engine, self._optimizer = engine, optimizer
+    def __init__(self, accelerator: "CheckpointMethods", optimizer: Any) -> None:
+        self._accelerator, self._optimizer = accelerator, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        strategy = self._engine.strategy
+        strategy = self._accelerator.strategy
         whole = not strategy.writes_shards
-        return strategy.optimizer_state(self._optimizer.optimizer, self._engine._models, whole=whole)
+        return strategy.optimizer_state(self._optimizer.optimizer, self._accelerator._models, whole=whole)
 
     def parameters(self) -> dict[str, Tensor]:
-        models = [self._engine.strategy.bare(model) for model in self._engine._models]
+        models = [self._accelerator.strategy.bare(model) for model in self._accelerator._models]
         return named_parameters(self._optimizer.optimizer, models)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._engine.strategy.load_optimizer_state(self._optimizer.optimizer, self._engine._models, state)
+        self._accelerator.strategy.load_optimizer_state(self._optimizer.optimizer, self._accelerator._models, state)
 
 
-class _Engine:
-    """Where the window of gradients stands, and the gradients in it.
+class _Window:
+    """The position in the accumulation window, and the gradients accumulated so far.
 
     Args:
-        engine: The `Accelerator`.
-        is_other_world: Whether a state is of another number of processes, so that their gradients are not these ones'.
+        accelerator: The `Accelerator`.
+        is_other_world: Whether the checkpoint has another world size, so that its gradients cannot be loaded.
     """
 
-    def __init__(self, engine: "Persistence", is_other_world: bool = False) -> None:
-        self._engine, self._is_other_world = engine, is_other_world
-        self._models = [engine.strategy.bare(model) for model in engine._models]
+    def __init__(self, accelerator: "CheckpointMethods", is_other_world: bool = False) -> None:
+        self._accelerator, self._is_other_world = accelerator, is_other_world
+        self._models = [accelerator.strategy.bare(model) for model in accelerator._models]
 
     def state_dict(self) -> dict[str, Any]:
-        engine = self._engine
-        holding = [optimizer.holds_gradients for optimizer in engine._optimizers]
-        begins_anew = engine.strategy.hands_out and any(map(self._loses_gradients, engine._optimizers))
-        if begins_anew:
+        accelerator = self._accelerator
+        holding = [optimizer.holds_gradients for optimizer in accelerator._optimizers]
+        restarts = accelerator.strategy.gathers_to_rank_zero and any(
+            map(self._loses_gradients, accelerator._optimizers)
+        )
+        if restarts:
             _logger.warning_once(
-                "Gradients of an unfinished window of accumulation are not part of the state of a sharded model: "
-                "the window begins anew when it is loaded. Call save_state after an update."
+                "save_state was called within an accumulation window, and the checkpoint of a sharded model does not "
+                "hold its gradients: load_state restarts the window. Call save_state after an update."
             )
         gradients = [
-            named_gradients(optimizer, self._models) if holds and not engine.strategy.hands_out else {}
-            for optimizer, holds in zip(engine._optimizers, holding, strict=True)
+            named_gradients(optimizer, self._models) if holds and not accelerator.strategy.gathers_to_rank_zero else {}
+            for optimizer, holds in zip(accelerator._optimizers, holding, strict=True)
         ]
         return {
-            "window": engine._window.state_dict(engine._models, engine._optimizers),
-            "rounds": [optimizer.round_state() for optimizer in engine._optimizers],
+            "window": accelerator._window.state_dict(accelerator._models, accelerator._optimizers),
+            "rounds": [optimizer.round_state() for optimizer in accelerator._optimizers],
             "gradients": gradients,
-            "begins_anew": begins_anew,
+            "begins_anew": restarts,
         }
 
     def _loses_gradients(self, optimizer: Any) -> bool:
-        # A loss of another optimizer may have been differentiated since this one's update, with nothing left of it.
+        # A backward for another optimizer may have followed this one's update, and left this one no gradients.
         return optimizer.holds_gradients and (
-            self._engine.strategy.withholds_gradients()
+            self._accelerator.strategy.withholds_gradients()
             or any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        engine = self._engine
-        engine.precision.state_dict()  # has it settle what is due of steps before, which are to be forgotten
-        window = send_to_device(state["window"], engine.device)
-        engine._window.load_state_dict(window, engine._models, engine._optimizers)
-        begins_anew, gradients_of = state["begins_anew"], state["gradients"]
+        accelerator = self._accelerator
+        accelerator.precision.state_dict()  # finishes pending loss-scale updates, which the loaded state replaces
+        window = send_to_device(state["window"], accelerator.device)
+        accelerator._window.load_state_dict(window, accelerator._models, accelerator._optimizers)
+        restarts, gradients_by_optimizer = state["begins_anew"], state["gradients"]
         if self._is_other_world:
-            begins_anew = begins_anew or self._is_unfinished(state)
-            gradients_of = [{}] * len(gradients_of)
-        if begins_anew:
-            engine._window.reset()
-            engine._window.state.sync_gradients = True
-        rounds = [[0, 0, 0]] * len(engine._optimizers) if begins_anew else state["rounds"]
-        for optimizer, round_, gradients in zip(engine._optimizers, rounds, gradients_of, strict=True):
+            restarts = restarts or self._was_unfinished(state)
+            gradients_by_optimizer = [{}] * len(gradients_by_optimizer)
+        if restarts:
+            accelerator._window.reset()
+            accelerator._window.state.sync_gradients = True
+        rounds = [[0, 0, 0]] * len(accelerator._optimizers) if restarts else state["rounds"]
+        for optimizer, round_, gradients in zip(accelerator._optimizers, rounds, gradients_by_optimizer, strict=True):
             optimizer.load_round_state(round_)
             load_named_gradients(optimizer.optimizer, self._models, gradients)
 
-    def _is_unfinished(self, state: Mapping[str, Any]) -> bool:
-        """Whether a window of accumulation was under way, of which a word is said."""
+    def _was_unfinished(self, state: Mapping[str, Any]) -> bool:
+        """Whether the save happened within an accumulation window; if so, warn."""
         micro_batches = max((size for _, size, _ in state["window"]["windows"]), default=0)
         if not micro_batches and not any(state["gradients"]):
             return False
         _logger.warning(
-            "The state was saved in the middle of a window of accumulation%s, by another number of processes, whose "
-            "gradients mean nothing here: the window begins anew, without what it had learned from. Call save_state "
-            "after an update.",
+            "The checkpoint was saved within an accumulation window%s by another number of ranks, so its gradients "
+            "cannot be loaded: the window restarts without them. Call save_state after an update.",
             f" ({micro_batches} micro-batches)" if micro_batches else "",
         )
         return True

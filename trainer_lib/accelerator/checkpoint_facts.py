@@ -1,4 +1,4 @@
-"""This file is what a state says of itself: what the engine knows, and what those tell who were asked to."""
+"""The facts that a checkpoint's manifest records: those of the `Accelerator`, and those that callers register."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,35 +8,35 @@ from trainer_lib.checkpointing.format.state_parts import Part, kinds_of
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 
 if TYPE_CHECKING:
-    from trainer_lib.accelerator.checkpoints import Persistence
+    from trainer_lib.accelerator.checkpoints import CheckpointMethods
 
 
-def described(engine: "Persistence", parts: Sequence[Part], is_automatic: bool) -> Manifest:
-    """Return the manifest of a state that is about to be written; its files are not known yet.
+def make_manifest(accelerator: "CheckpointMethods", parts: Sequence[Part], is_automatic: bool) -> Manifest:
+    """Return the manifest of a checkpoint before its files are written.
 
     Args:
-        engine: The `Accelerator`.
-        parts: What is saved.
-        is_automatic: Whether it is named automatically, by its number.
+        accelerator: The `Accelerator`.
+        parts: The parts to save.
+        is_automatic: Whether the checkpoint is named automatically, by its number.
 
     Raises:
-        ConfigurationError: If somebody tells what a manifest has no place for.
+        ConfigurationError: If a registered function returns a fact that a manifest does not know.
     """
-    told: dict[str, Any] = {}
-    for facts in list(engine._facts.values()):
-        told |= facts()
-    for name in told:
+    registered: dict[str, Any] = {}
+    for facts in list(accelerator._facts.values()):
+        registered |= facts()
+    for name in registered:
         if name not in REPORTED_FIELDS:
             raise ConfigurationError(unknown("fact", name, REPORTED_FIELDS))
-    known: dict[str, Any] = {
-        "world_size": engine.num_processes,
-        "step": engine._window.backwards,
-        "backwards": engine._window.backwards,
-        "iteration": engine.save_iteration if is_automatic else None,
-        "precision": engine.precision.name,
+    automatic: dict[str, Any] = {
+        "world_size": accelerator.num_processes,
+        "step": accelerator._window.backwards,
+        "backwards": accelerator._window.backwards,
+        "iteration": accelerator.save_iteration if is_automatic else None,
+        "precision": accelerator.precision.name,
         "parts": [part.name for part in parts],
         "kinds": kinds_of(parts),
     }
-    manifest = Manifest(**known | told)
+    manifest = Manifest(**automatic | registered)
     check_reported(manifest)
     return manifest

@@ -1,4 +1,4 @@
-"""This file is the engine's side of state on disk: save all that survives a restart, load it, save a model alone."""
+"""The `Accelerator`'s methods for checkpoints: `save_state`, `load_state`, `save_model` and their hooks."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,26 +7,26 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_lib.accelerator.collective_methods import Processes
+from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.project_options import ProjectConfiguration
 from trainer_lib.precision import FullPrecision
 from trainer_lib.state.accumulation_window import GradientWindow
-from trainer_lib.strategies import SingleProcess
+from trainer_lib.strategies import Strategy
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
 Facts = Callable[[], Mapping[str, Any]]
 
 
-class Persistence(Processes):
-    """What an `Accelerator` saves and loads."""
+class CheckpointMethods(CollectiveMethods):
+    """Methods of an `Accelerator` that save and load."""
 
     project_configuration: ProjectConfiguration
     precision: FullPrecision
-    strategy: SingleProcess
+    strategy: Strategy
     _window: GradientWindow
     _models: list[nn.Module]
     _optimizers: list[Any]
@@ -37,7 +37,7 @@ class Persistence(Processes):
     _load_hooks: dict[int, LoadHook]
     _facts: dict[int, Facts]
     _background: BackgroundSaves
-    # Buffers that may hold infinities, such as masks: by them no state counts as one that is not finite.
+    # Buffers that may hold infinities, such as masks: they do not mark a checkpoint as non-finite.
     infinite_buffers: frozenset[str] = frozenset()
 
     # -- settings ------------------------------------------------------------------------------------------------
@@ -54,18 +54,18 @@ class Persistence(Processes):
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next state under automatic naming."""
+        """The number of the next checkpoint under automatic naming."""
         return self.project_configuration.iteration
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes models."""
+        """Whether this rank writes models."""
         return self.process_index == self._leader
 
-    # -- all that survives a restart -----------------------------------------------------------------------------
+    # -- whole checkpoints ---------------------------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have objects with `state_dict` and `load_state_dict` saved and loaded too.
+        """Save and load further objects that have `state_dict` and `load_state_dict`.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -73,21 +73,21 @@ class Persistence(Processes):
             >>> accelerator.register_for_checkpointing(schedule)
         """
         unfit = [
-            f"{type(one).__name__} (argument {index})"
-            for index, one in enumerate(objects)
-            if not all(callable(getattr(one, verb, None)) for verb in ("state_dict", "load_state_dict"))
+            f"{type(value).__name__} (argument {index})"
+            for index, value in enumerate(objects)
+            if not all(callable(getattr(value, verb, None)) for verb in ("state_dict", "load_state_dict"))
         ]
         if unfit:
             raise ConfigurationError(
-                f"No state_dict and load_state_dict has: {', '.join(unfit)}. Give objects that have both."
+                f"These objects lack state_dict or load_state_dict: {', '.join(unfit)}. Give objects that have both."
             )
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Have `hook(models, weights, output_dir)` called by `save_state`, on all processes, before it writes.
+        """Have `save_state` call `hook(models, weights, output_dir)` on all ranks before it writes.
 
-        It may change or take out weights, which are then not written, and write files to the folder it is given. Its
-        handle has `remove()`.
+        The hook may change weights, remove weights so that they are not written, and write files into `output_dir`.
+        Call `remove()` of the returned handle to unregister it.
         """
         _check_hook(hook, "register_save_state_pre_hook", "models, weights, output_dir")
         handle = RemovableHandle(self._save_hooks)
@@ -95,9 +95,10 @@ class Persistence(Processes):
         return handle
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Have `hook(models, input_dir)` called by `load_state`, on all processes, before it loads.
+        """Have `load_state` call `hook(models, input_dir)` on all ranks before it loads.
 
-        The models that it takes out of the list are not loaded. Its handle has `remove()`.
+        Models that the hook removes from the list are not loaded. Call `remove()` of the returned handle to unregister
+        it.
         """
         _check_hook(hook, "register_load_state_pre_hook", "models, input_dir")
         handle = RemovableHandle(self._load_hooks)
@@ -105,17 +106,17 @@ class Persistence(Processes):
         return handle
 
     def register_state_facts(self, facts: Facts) -> RemovableHandle:
-        """Have what `facts()` returns written into the manifests of states, for `trainer-lib checkpoint list`.
+        """Have `save_state` write what `facts()` returns into the manifest, for `trainer-lib checkpoint list`.
 
-        `save_state` calls it on all processes. What it may tell: run_id, step, epoch, samples, items, arguments,
-        reasons, metrics, best. Its handle has `remove()`.
+        `save_state` calls it on all ranks. Known facts: run_id, step, epoch, samples, items, arguments, reasons,
+        metrics, best. Call `remove()` of the returned handle to unregister it.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
             >>> handle = accelerator.register_state_facts(lambda: {"run_id": "third try", "samples": 4096})
         """
         if not callable(facts):
-            raise ConfigurationError(f"register_state_facts takes a function of nothing, got {facts!r}.")
+            raise ConfigurationError(f"register_state_facts takes a function without arguments (got {facts!r}).")
         handle = RemovableHandle(self._facts)
         self._facts[handle.id] = facts
         return handle
@@ -129,20 +130,21 @@ class Persistence(Processes):
         background: bool = False,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Save models, optimizers, schedules, loaders, generators and registered objects. All processes call it.
+        """Save models, optimizers, schedules, loaders, generators and registered objects. All ranks call it.
 
-        The folder is there as a whole or not at all, whenever a process is killed; one of the same name is replaced
-        once the new one is whole. A failure on one process is an error on all of them.
+        The save is atomic: if a process is killed, the folder is complete or does not exist. An existing folder of
+        the same name is replaced once the new one is complete. A failure on one rank raises on all ranks.
 
         Args:
             output_dir: The folder, or its URL, such as `s3://bucket/state`; by default the next one under automatic
                 naming.
             safe_serialization: Write weights as safetensors; else as a pickle of tensors.
-            allow_pickle: Pickle what of a registered object's state is no plain value, tensor or array.
-            background: Return once all tensors are copied, into host memory that each such save uses again; a thread
-                writes them. The next `save_state` or `load_state`, `wait_for_save` and `end_training` wait for it,
-                and raise what went wrong.
-            **save_model_func_kwargs: `max_shard_size`, the size of one file of weights.
+            allow_pickle: Pickle those parts of a registered object's state that are no plain values, tensors or
+                arrays.
+            background: Return once all tensors are copied into host memory, which later saves reuse; a thread writes
+                them. The next `save_state` or `load_state`, `wait_for_save` and `end_training` wait for the thread,
+                and raise its errors.
+            **save_model_func_kwargs: `max_shard_size`, the largest size of one file of weights.
 
         Returns:
             The folder.
@@ -160,7 +162,7 @@ class Persistence(Processes):
         )
 
     def wait_for_save(self) -> None:
-        """Wait until what is saved in the background is on the disk, on all processes.
+        """Wait until all ranks have written the checkpoint that is being saved in the background.
 
         Raises:
             CheckpointError: If it could not be saved.
@@ -175,7 +177,7 @@ class Persistence(Processes):
 
     @property
     def is_saving(self) -> bool:
-        """Whether a state is being written in the background."""
+        """Whether a checkpoint is being written in the background."""
         return self._background.is_running
 
     def load_state(
@@ -187,20 +189,20 @@ class Persistence(Processes):
         safe_serialization: bool = True,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load what `save_state` saved into what is prepared now; all processes have to call it.
+        """Load a checkpoint of `save_state` into the prepared objects. All ranks call it.
 
         Args:
-            input_dir: The folder, or its URL; by default, or as "latest", the newest whole one under automatic naming.
-                One that is damaged is then renamed, and the one before it is loaded.
-            load_kwargs: Options of `torch.load` in Accelerate, which reads pickles; there are none here.
+            input_dir: The folder, or its URL; by default, or as "latest", the newest complete one under automatic
+                naming. If that one is damaged, it is renamed, and the one before it is loaded.
+            load_kwargs: Options of `torch.load` in Accelerate, which reads pickles; must be empty here.
             allow_pickle: Read pickles that were written with `save_state(allow_pickle=True)`. They can run code.
-            safe_serialization: False for weights that were written with `save_state(safe_serialization=False)`.
-            **load_model_func_kwargs: `strict`, whether the names of weights have to be those of the model;
+            safe_serialization: `False` for weights that were written with `save_state(safe_serialization=False)`.
+            **load_model_func_kwargs: `strict`, whether the names of weights must equal those of the model;
                 `map_location`, whether files are read to the "cpu" or "on_device".
 
         Raises:
-            CheckpointError: If the folder is not there, not whole, damaged in any byte, or of another training.
-            StateError: If something does not fit into what it is loaded into.
+            CheckpointError: If the folder is missing, incomplete, damaged in any byte, or from another training.
+            StateError: If a saved part does not fit the prepared object.
         """
         from trainer_lib.accelerator import save_load
 
@@ -209,13 +211,13 @@ class Persistence(Processes):
     # -- a model alone -------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the tensors of a prepared model, whole, under the names its author knows.
+        """Return the whole tensors of a prepared model under the names of the unwrapped model.
 
-        Where it is sharded all processes have to ask, and the main process gets them.
+        For a sharded model all ranks must call it; rank 0 gets the tensors.
 
         Args:
             model: The prepared model.
-            unwrap: Whether names are those of the model inside; else those of DDP's wrapper, if there is one.
+            unwrap: Whether to use the names of the model inside; else those of DDP's wrapper, if there is one.
         """
         if unwrap or self.strategy.unwrap(model) is model:
             return self.strategy.model_state(model)
@@ -228,14 +230,14 @@ class Persistence(Processes):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Save a model's weights as Hugging Face's libraries read them; all processes have to call it.
+        """Save a model's weights in Hugging Face's layout. All ranks call it.
 
-        The main process writes; call `wait_for_everyone` before another one reads.
+        Rank 0 writes; call `wait_for_everyone` before another rank reads.
 
         Args:
             model: The prepared model.
-            save_directory: The folder; what else is in it stays.
-            max_shard_size: The size of one file; larger models get several and an index.
+            save_directory: The folder; its other files stay.
+            max_shard_size: The largest size of one file; a larger model gets several files and an index.
             safe_serialization: Write safetensors; else pickles of tensors.
         """
         from trainer_lib.checkpointing.model_weights import save_weights
@@ -245,12 +247,12 @@ class Persistence(Processes):
             save_weights(state, path_at(save_directory), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Save an object once (or once a machine, with `save_on_each_node`).
+        """Save an object on rank 0 (with `save_on_each_node`, on one rank of each machine).
 
         Args:
             obj: The object.
             f: A path, or a file that is open for writing.
-            safe_serialization: Write a dict of tensors as safetensors; else whatever it is with `torch.save`.
+            safe_serialization: Write a dict of tensors as safetensors; else any object with `torch.save`.
         """
         from trainer_lib.checkpointing.save.torch_save import save_object
 
@@ -266,9 +268,9 @@ class Persistence(Processes):
 
     @property
     def _has_whole_tensors(self) -> bool:
-        return self.process_index == 0 or not self.strategy.hands_out
+        return self.process_index == 0 or not self.strategy.gathers_to_rank_zero
 
 
 def _check_hook(hook: Any, verb: str, takes: str) -> None:
     if not callable(hook):
-        raise ConfigurationError(f"{verb} takes a function of ({takes}), got {hook!r}.")
+        raise ConfigurationError(f"{verb} takes a function of ({takes}) (got {hook!r}).")

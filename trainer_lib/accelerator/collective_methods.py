@@ -1,4 +1,4 @@
-"""This file is the engine's side of process control and collectives: who am I, who may, and what have the others."""
+"""The `Accelerator`'s methods for ranks and collectives: `device`, `process_index`, `gather`, `reduce`, triggers."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from trainer_lib.state.gradient_state import GradientState
 from trainer_lib.state.rank_control import ProcessControl
 
 
-class Processes(ProcessControl):
-    """What an `Accelerator` knows and does as one of several processes."""
+class CollectiveMethods(ProcessControl):
+    """Methods and properties of an `Accelerator` as one rank of a world."""
 
     state: AcceleratorState
     gradient_state: GradientState
@@ -23,12 +23,12 @@ class Processes(ProcessControl):
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
+        """The device of this rank."""
         return self.state.device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together."""
+        """The kind of distributed training."""
         return self.state.distributed_type
 
     @property
@@ -38,7 +38,7 @@ class Processes(ProcessControl):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many processes replicate a model and how many share a copy, if that was said or models are sharded."""
+        """How many ranks replicate a model and how many share a copy; `None` if not given and nothing is sharded."""
         return self.state.parallelism_config
 
     @property
@@ -48,58 +48,58 @@ class Processes(ProcessControl):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of processes that `parallelism_config` describes, or `None`."""
+        """The mesh of ranks that `parallelism_config` describes, or `None`."""
         config = self.parallelism_config
         return None if config is None else config.get_device_mesh(self.device.type)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which copy of the model this process has a part in; 0 if there is one."""
-        return self._place_along("dp_replicate")
+        """The index of the model copy that this rank belongs to; 0 if there is one copy."""
+        return self._mesh_index("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which part of a copy of the model this process has; 0 if it has it whole."""
-        return self._place_along("dp_shard")
+        """The index of this rank's shard of its model copy; 0 if nothing is sharded."""
+        return self._mesh_index("dp_shard")
 
     @property
     def num_processes(self) -> int:  # type: ignore[override]
-        """How many processes there are."""
+        """The world size."""
         return self.state.num_processes
 
     @property
     def process_index(self) -> int:  # type: ignore[override]
-        """The place of this process among all."""
+        """This rank."""
         return self.state.process_index
 
     @property
     def local_process_index(self) -> int:  # type: ignore[override]
-        """The place of this process on its machine."""
+        """The local rank: the index of this process on its machine."""
         return self.state.local_process_index
 
     @property
     def group(self) -> ProcessGroup:  # type: ignore[override]
-        """The processes."""
+        """The process group of all ranks."""
         return self.state.group
 
     @property
     def multi_device(self) -> bool:
-        """Whether several accelerator devices work together."""
+        """Whether the world has several accelerator devices."""
         return self.use_distributed and self.device.type != "cpu"
 
     def gather(self, tensor: Any) -> Any:
-        """Return the tensors of all processes, concatenated along the first dimension."""
+        """Concatenate the tensors of all ranks along the first dimension."""
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather predictions and labels of a batch, without the samples that the loader repeated to fill it.
+        """Gather predictions and labels of a batch, without samples that the loader repeated to fill it up.
 
-        Tensors of any type, lists of texts or other objects, and structures of them; the processes may hold different
+        Takes tensors of any type, lists of texts or other objects, and structures of them; ranks may hold different
         numbers of rows.
 
         Args:
             input_data: One row (or as many) for each sample of the batch.
-            use_gather_object: Send objects whole, instead of looking for tensors inside.
+            use_gather_object: Send objects as they are, without looking for tensors inside.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -111,15 +111,15 @@ class Processes(ProcessControl):
         return gather_real_objects(input_data, rows) if use_gather_object else gather_real_rows(input_data, rows)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean of the tensors of all processes."""
+        """Return the sum or mean of the tensors of all ranks."""
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Return the tensor padded to the largest size along `dim` that any process has."""
+        """Pad the tensor to the largest size along `dim` over all ranks."""
         return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def set_trigger(self) -> None:
-        """Raise a flag for all processes to see by `check_trigger`.
+        """Set a flag that `check_trigger` reports on all ranks.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -129,12 +129,12 @@ class Processes(ProcessControl):
         """
         self._trigger = True
 
-    def _place_along(self, dimension: str) -> int:
+    def _mesh_index(self, dimension: str) -> int:
         mesh = self.torch_device_mesh
         return mesh.get_local_rank(dimension) if mesh is not None and dimension in mesh.mesh_dim_names else 0
 
     def check_trigger(self) -> bool:
-        """Whether any process raised its flag since the last check. All processes have to ask."""
+        """Whether any rank called `set_trigger` since the last check. All ranks call it."""
         flag = torch.tensor(int(self._trigger), dtype=torch.int32, device=self.device)
         self._trigger = False
         return bool(self.group.all_reduce(flag, "max").item())

@@ -1,4 +1,4 @@
-"""This file is how the arguments of `Accelerator` become its parts, and which of them are refused."""
+"""Checks of the arguments of `Accelerator`, and the option objects made from them."""
 
 import inspect
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Handlers:
         self._by_type: dict[type, KwargsHandler] = {}
         if not isinstance(handlers, (list, tuple)):
             raise ConfigurationError(
-                f"kwargs_handlers must be a list of option objects, got {type(handlers).__name__}. For one: "
+                f"kwargs_handlers must be a list of option objects (got {type(handlers).__name__}). Example: "
                 "kwargs_handlers=[AutocastKwargs()]."
             )
         for handler in handlers:
@@ -41,36 +41,38 @@ class Handlers:
                     unknown("kwargs handler", type(handler).__name__, [kind.__name__ for kind in _HANDLERS])
                 )
             if type(handler) in self._by_type:
-                raise ConfigurationError(f"{type(handler).__name__} is given twice in kwargs_handlers. Give one.")
+                raise ConfigurationError(f"kwargs_handlers has two {type(handler).__name__}. Give one.")
             self._by_type[type(handler)] = handler
 
     def get(self, kind: type[Handler]) -> Handler | None:
-        """Return the handler of a type, if it was given."""
+        """Return the handler of this type, or `None`."""
         handler = self._by_type.get(kind)
         return handler if isinstance(handler, kind) else None
 
 
 def check_generators(rng_types: Any) -> None:
-    """Raise unless `rng_types` is a list of kinds of generators, or `None`."""
+    """Raise unless `rng_types` is `None` or a list of generator kinds."""
     if rng_types is None:
         return
     if isinstance(rng_types, str) or not isinstance(rng_types, Sequence):
-        raise ConfigurationError(f"rng_types must be a list of kinds, got {rng_types!r}. For one: rng_types=['torch'].")
+        raise ConfigurationError(
+            f"rng_types must be a list of generator kinds (got {rng_types!r}). Example: rng_types=['torch']."
+        )
     for kind in rng_types:
         RNGType.read("kind of generator in rng_types", kind)
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
-    """Raise for an argument that asks for a capability this version lacks."""
+    """Raise for an argument that asks for a feature that this version does not have."""
     for name, capability in _NOT_YET.items():
         if arguments.get(name) is not None and str(arguments[name]).lower() != "no":
             raise UnsupportedError(
-                f"Accelerator({name}=…) asks for {capability}, which this version does not have. Leave it out."
+                f"Accelerator({name}=…) asks for {capability}, which this version does not support. Leave it out."
             )
 
 
 def check_names(arguments: dict[str, Any], constructor: Any) -> None:
-    """Raise for an argument that the constructor does not know."""
+    """Raise for an argument that the constructor does not take."""
     known = [name for name in inspect.signature(constructor).parameters if name not in ("self", "older_arguments")]
     for name in arguments:
         if name not in (*_OLDER_DATA_OPTIONS, *_NOT_YET, "fp16", "logging_dir"):
@@ -78,47 +80,51 @@ def check_names(arguments: dict[str, Any], constructor: Any) -> None:
 
 
 def data_configuration(
-    given: DataLoaderConfiguration | None, older_arguments: dict[str, Any]
+    configuration: DataLoaderConfiguration | None, older_arguments: dict[str, Any]
 ) -> DataLoaderConfiguration:
-    """Return the data options, whether given as one object or by their older names."""
+    """Return the data options, given as one object or by their older names."""
     older = {name: older_arguments[name] for name in _OLDER_DATA_OPTIONS if name in older_arguments}
-    if given is not None and older:
+    if configuration is not None and older:
         raise ConfigurationError(
-            f"dataloader_config and {', '.join(older)} are both given. Put {', '.join(older)} into dataloader_config."
+            f"Accelerator got both dataloader_config and {', '.join(older)}. Put {', '.join(older)} into "
+            "dataloader_config."
         )
-    return given or DataLoaderConfiguration(**older)
+    return configuration or DataLoaderConfiguration(**older)
 
 
 def precision_name(mixed_precision: Any, older_arguments: dict[str, Any]) -> Any:
-    """Return the precision asked for, whether by `mixed_precision` or by the older `fp16=True`."""
+    """Return the requested precision, given by `mixed_precision` or by the older `fp16=True`."""
     fp16 = older_arguments.get("fp16")
     if fp16 is None:
         return mixed_precision
     check_flag("fp16", fp16)
-    asked = "fp16" if fp16 else "no"
-    if mixed_precision is not None and str(mixed_precision) != asked:
-        raise ConfigurationError(f"fp16={fp16} and mixed_precision={mixed_precision!r} contradict each other.")
-    return asked
+    requested = "fp16" if fp16 else "no"
+    if mixed_precision is not None and str(mixed_precision) != requested:
+        raise ConfigurationError(
+            f"fp16={fp16} and mixed_precision={mixed_precision!r} contradict each other. Leave fp16 out."
+        )
+    return requested
 
 
 def check_compilation(
     plugin: TorchDynamoPlugin, ddp: DistributedDataParallelKwargs | None, fsdp: FullyShardedDataParallelPlugin | None
 ) -> None:
-    """Raise for ways to compile that cannot work with how processes share a model."""
+    """Raise for options of compilation that do not work with DDP or FSDP."""
     if not plugin.is_active:
         return
     if ddp is not None and ddp.bucket_cap_mb < 1:
         raise ConfigurationError(
-            f"bucket_cap_mb={ddp.bucket_cap_mb} and torch.compile: torch cuts compiled graphs by DDP's buckets, and "
-            "the first one has a megabyte. Give a bucket_cap_mb of at least 1."
+            f"bucket_cap_mb must be at least 1 with torch.compile (got {ddp.bucket_cap_mb}): torch splits compiled "
+            "graphs at DDP's buckets, and the first bucket has 1 MB. Give a bucket_cap_mb of at least 1."
         )
     if fsdp is not None and fsdp.activation_checkpointing and plugin.backend == DynamoBackend.EAGER:
         raise ConfigurationError(
-            "activation_checkpointing=True and the dynamo backend 'eager': there torch computes activations again with "
-            "other random numbers, so that a model with dropout gets wrong gradients. Use 'aot_eager' or 'inductor'."
+            "activation_checkpointing=True does not work with the dynamo backend 'eager': it recomputes activations "
+            "with different random numbers, so a model with dropout gets wrong gradients. Use 'aot_eager' or "
+            "'inductor'."
         )
     if fsdp is not None and plugin.fullgraph and not plugin.use_regional_compilation:
         raise ConfigurationError(
-            "fullgraph=True cannot hold for a whole model under FSDP: its weights are gathered in between, which is no "
-            "part of a graph. Add use_regional_compilation=True, so that each block is one graph."
+            "fullgraph=True does not work for a whole model under FSDP: FSDP gathers weights between blocks, which "
+            "breaks the graph. Add use_regional_compilation=True, so that each block is one graph."
         )

@@ -1,4 +1,4 @@
-"""This file is the generators of a process that was not there when a state was saved."""
+"""Random generators for a rank that did not exist when the checkpoint was saved."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from trainer_lib.seeding import set_seed
 
 
 class DerivedGenerators(Generators):
-    """Generators that are seeded from those of the first process: a function of its seed, the process and the step.
+    """Generators seeded by a function of rank 0's seed, this rank and the step.
 
     Args:
-        device: The device of this process.
-        rank: The number of this process.
-        step: How far the training was.
+        device: The device of this rank.
+        rank: This rank.
+        step: The step of the checkpoint.
     """
 
     def __init__(self, device: torch.device, rank: int, step: int) -> None:
@@ -23,8 +23,8 @@ class DerivedGenerators(Generators):
         self._rank, self._step = rank, step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the generators begin where only this process does."""
-        # A generator's state tells what it was seeded with.
+        """Seed the generators for this rank from rank 0's saved state."""
+        # A generator's state holds its initial seed.
         generator = torch.Generator()
         generator.set_state(state["torch"].cpu())
         set_seed(derived_seed(generator.initial_seed(), self._rank, self._step, "generators") % 2**32)

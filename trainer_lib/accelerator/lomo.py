@@ -1,4 +1,4 @@
-"""This file is LOMO: an optimizer that updates each weight in backward, as soon as its gradient is there."""
+"""Backward with LOMO, an optimizer that updates each weight as soon as its gradient is computed."""
 
 from collections.abc import Sequence
 from numbers import Real
@@ -14,17 +14,17 @@ from trainer_lib.optimizer import AcceleratedOptimizer
 def lomo_backward(
     optimizers: Sequence[AcceleratedOptimizer], loss: Tensor, learning_rate: float, num_processes: int, steps: int
 ) -> None:
-    """Compute gradients and update the weights of the prepared LOMO optimizer with them, one after the other."""
+    """Compute gradients and update the weights of the prepared LOMO optimizer one by one."""
     optimizer = _fused(optimizers)
     if isinstance(learning_rate, bool) or not isinstance(learning_rate, Real):
-        raise ConfigurationError(f"learning_rate must be a number, got {learning_rate!r}.")
-    for is_asked_for, what in (
-        (num_processes > 1, "several processes: each would update with gradients of its own"),
-        (steps > 1, "gradient accumulation: there are no gradients to add to"),
-        (optimizers[0].scaler is not None, "the loss scaler of fp16: LOMO has its own for models in fp16"),
+        raise ConfigurationError(f"learning_rate must be a number (got {learning_rate!r}).")
+    for is_used, conflict in (
+        (num_processes > 1, "several ranks: each rank would update with its own gradients only"),
+        (steps > 1, "gradient accumulation: it keeps no gradients to add to"),
+        (optimizers[0].scaler is not None, "the loss scaler of fp16: it brings its own for models in fp16"),
     ):
-        if is_asked_for:
-            raise UnsupportedError(f"LOMO cannot work with {what}.")
+        if is_used:
+            raise UnsupportedError(f"LOMO does not work with {conflict}.")
     optimizer.fused_backward(loss, learning_rate)
 
 
@@ -33,10 +33,10 @@ def _fused(optimizers: Sequence[AcceleratedOptimizer]) -> Any:
         raise MissingPackageError("lomo_backward needs a LOMO optimizer: `pip install lomo-optim`.")
     from lomo_optim import AdaLomo, Lomo  # pyright: ignore[reportMissingImports]
 
-    found = [one.optimizer for one in optimizers if isinstance(one.optimizer, (Lomo, AdaLomo))]
-    if len(found) != 1 or len(optimizers) != 1:
+    fused = [prepared.optimizer for prepared in optimizers if isinstance(prepared.optimizer, (Lomo, AdaLomo))]
+    if len(fused) != 1 or len(optimizers) != 1:
         raise ConfigurationError(
-            f"lomo_backward needs one prepared optimizer, Lomo or AdaLomo of lomo_optim; prepared are: "
-            f"{', '.join(type(one.optimizer).__name__ for one in optimizers) or 'none'}."
+            f"lomo_backward needs one prepared optimizer, Lomo or AdaLomo of lomo_optim (prepared: "
+            f"{', '.join(type(prepared.optimizer).__name__ for prepared in optimizers) or 'none'})."
         )
-    return found[0]
+    return fused[0]

@@ -1,4 +1,4 @@
-"""This file is taking up what another library saved: its states in the terms of what is prepared here."""
+"""Translate the states of another library's checkpoint for the objects prepared here."""
 
 import math
 import re
@@ -18,40 +18,42 @@ from trainer_lib.modules.names import canonical_name
 from trainer_lib.strategies.optimizer_state_names import named_parameters, parameter_names
 
 if TYPE_CHECKING:
-    from trainer_lib.accelerator.checkpoints import Persistence
+    from trainer_lib.accelerator.checkpoints import CheckpointMethods
 
 _logger = get_logger(__name__)
 
-# How an optimizer computes, which is for whoever made it to say, and not a state.
-_HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-# Which parameters transformers' Trainer spares weight decay, by their names; besides those of LayerNorm.
-_SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
+# Options of an optimizer's implementation: the script that creates the optimizer sets them, not a checkpoint.
+_IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+# Names of the parameters that transformers' Trainer excludes from weight decay, besides those of LayerNorm.
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 _SHOWN = 4
 
 
-def taken_up(engine: "Persistence", part: Part, state: Any) -> Any:
-    """Return the state of a part in the terms of here.
+def translated(accelerator: "CheckpointMethods", part: Part, state: Any) -> Any:
+    """Return the imported state of a part in the form that the prepared object loads.
 
     Args:
-        engine: The `Accelerator`.
+        accelerator: The `Accelerator`.
         part: The part.
-        state: What was imported.
+        state: The imported state.
 
     Raises:
-        StateError: If it is of something else than is prepared here.
+        StateError: If the state does not fit the prepared object.
     """
     if part.kind == OPTIMIZER_NAME and state:
-        optimizer = engine._optimizers[part.index]
-        return _optimizer_state(optimizer.optimizer, [engine.strategy.bare(one) for one in engine._models], state)
+        optimizer = accelerator._optimizers[part.index]
+        return _optimizer_state(
+            optimizer.optimizer, [accelerator.strategy.bare(model) for model in accelerator._models], state
+        )
     if part.kind == SCHEDULER_NAME:
-        return _schedule(part, state)
+        return _schedule_state(part, state)
     if part.kind == SAMPLER_NAME:
-        return _place(engine._dataloaders[part.index], state)
+        return _loader_position(accelerator._dataloaders[part.index], state)
     return state
 
 
-def counted(parts: Sequence[Part], manifest: Manifest) -> list[str]:
-    """Return the names of parts that have to be as many as were saved; what an import left out need not be."""
+def required_parts(parts: Sequence[Part], manifest: Manifest) -> list[str]:
+    """Return the names of the parts that the checkpoint must have: all but those that an import left out."""
     if manifest.origin is None:
         return [part.name for part in parts]
     left_out = manifest.origin["left_out"]
@@ -62,51 +64,50 @@ def counted(parts: Sequence[Part], manifest: Manifest) -> list[str]:
     ]
 
 
-def tell_missing(part: Part, manifest: Manifest, folder: Path) -> None:
-    """Say that a part was not saved, and why, if it was left out by an import."""
+def warn_missing(part: Part, manifest: Manifest, folder: Path) -> None:
+    """Warn that the checkpoint does not have a part, and why, if an import left it out."""
     reason = "" if manifest.origin is None else manifest.origin["left_out"].get(part.kind, "")
     if manifest.origin is None or part.kind != ENGINE_NAME:
-        told = f" ({reason})" if reason else ""
-        _logger.warning("The state in %s has no %s, which stays as it is%s.", folder, part.name, told)
+        suffix = f" ({reason})" if reason else ""
+        _logger.warning("The checkpoint %s has no %s: the prepared one keeps its state%s.", folder, part.name, suffix)
 
 
 # -- optimizers: the states of parameters by their numbers ------------------------------------------------------------
 
 
-def _optimizer_state(optimizer: Any, models: Sequence[nn.Module], given: Mapping[str, Any]) -> dict[str, Any]:
-    state = {key: value for key, value in given.items() if key != "in_order_of"}
-    shapes = {name: tuple(one.shape) for name, one in named_parameters(optimizer, models).items()}
+def _optimizer_state(optimizer: Any, models: Sequence[nn.Module], imported: Mapping[str, Any]) -> dict[str, Any]:
+    state = {key: value for key, value in imported.items() if key != "in_order_of"}
+    shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(optimizer, models).items()}
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if sorted(numbers) != list(range(len(shapes))):
         raise StateError(
-            f"The state is of an optimizer with {len(numbers)} parameters, and {type(optimizer).__name__} has "
-            f"{len(shapes)} here. Make the model, and freeze what was frozen, as it was there."
+            f"The imported optimizer state has {len(numbers)} parameters, and this {type(optimizer).__name__} has "
+            f"{len(shapes)}. Create the same model, and freeze the same parameters, as in the original training."
         )
-    for names in _orders(optimizer, models, list(shapes), given):
-        of_number = dict(zip(numbers, names, strict=True))
-        if all(_fits(state["state"].get(number, {}), shapes[name]) for number, name in of_number.items()):
+    for names in _candidate_orders(optimizer, models, list(shapes), imported):
+        name_of = dict(zip(numbers, names, strict=True))
+        if all(_fits(state["state"].get(number, {}), shapes[name]) for number, name in name_of.items()):
             break
     else:
         raise StateError(
-            f"The states of the {len(numbers)} parameters have other shapes than the parameters of "
-            f"{type(optimizer).__name__} here, in whichever order. Make the optimizer of the same model, with the same "
-            "groups of parameters."
+            f"The imported states of {len(numbers)} parameters fit the shapes of this {type(optimizer).__name__}'s "
+            "parameters in no known order. Create the optimizer for the same model, with the same parameter groups."
         )
-    by_name = {of_number[number]: values for number, values in state["state"].items()}
-    return {**state, "state": by_name, "param_groups": _groups(optimizer, models, state["param_groups"], of_number)}
+    by_name = {name_of[number]: values for number, values in state["state"].items()}
+    return {**state, "state": by_name, "param_groups": _groups(optimizer, models, state["param_groups"], name_of)}
 
 
-def _orders(
-    optimizer: Any, models: Sequence[nn.Module], flat: list[str], given: Mapping[str, Any]
+def _candidate_orders(
+    optimizer: Any, models: Sequence[nn.Module], flat: list[str], imported: Mapping[str, Any]
 ) -> Iterator[list[str]]:
-    """Yield the orders that the parameters may have there, the likeliest first."""
+    """Yield the orders in which the other library may have numbered the parameters, the likeliest first."""
     of_models = [name for name in parameter_names(models).values() if name in set(flat)]
     decayed = {
         f"{prefix}{canonical_name(name)}" for prefix, model in _prefixed(models) for name in _decayed_names(model)
     }
     of_transformers = sorted(of_models, key=lambda name: name not in decayed)
-    first = (of_transformers, flat) if given["in_order_of"] == TRAINER else (flat, of_models, of_transformers)
-    yield from (names for names in first if len(names) == len(flat))
+    orders = (of_transformers, flat) if imported["in_order_of"] == TRAINER else (flat, of_models, of_transformers)
+    yield from (names for names in orders if len(names) == len(flat))
 
 
 def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -118,75 +119,80 @@ def _decayed_names(model: nn.Module) -> set[str]:
     return {
         name
         for name, _ in model.named_parameters()
-        if not name.startswith(norms) and not _SPARED.search(canonical_name(name).lower())
+        if not name.startswith(norms) and not _NOT_DECAYED.search(canonical_name(name).lower())
     }
 
 
 def _fits(values: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
-    return all(tuple(one.shape) == shape for one in values.values() if isinstance(one, Tensor) and one.ndim)
+    return all(tuple(value.shape) == shape for value in values.values() if isinstance(value, Tensor) and value.ndim)
 
 
 def _groups(
-    optimizer: Any, models: Sequence[nn.Module], given: Sequence[Mapping[str, Any]], of_number: Mapping[int, str]
+    optimizer: Any, models: Sequence[nn.Module], imported: Sequence[Mapping[str, Any]], name_of: Mapping[int, str]
 ) -> list[dict[str, Any]]:
-    """Return the groups of here, with the options that their parameters had there."""
-    of_name = {of_number[number]: group for group in given for number in group["params"]}
+    """Return this optimizer's groups, with the options that the checkpoint has for their parameters."""
+    group_of = {name_of[number]: group for group in imported for number in group["params"]}
     names = iter(named_parameters(optimizer, models))
-    made: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
-        own = [next(names) for _ in group["params"]]
+        group_names = [next(names) for _ in group["params"]]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        there = list({id(of_name[name]): of_name[name] for name in own}.values())
-        unknown = sorted({key for one in there for key in one if key not in (*options, *_HOW, "initial_lr")})
+        sources = list({id(group_of[name]): group_of[name] for name in group_names}.values())
+        imported_keys = {key for source in sources for key in source}
+        unknown = sorted(imported_keys - {*options, *_IMPLEMENTATION, "initial_lr"})
         if unknown:
             raise StateError(
-                f"The state is of an optimizer with {', '.join(unknown)}, which {type(optimizer).__name__} does not "
-                "know. Make an optimizer of the class that it was there."
+                f"The imported optimizer state has {', '.join(unknown)}, which this {type(optimizer).__name__} does "
+                "not have. Create an optimizer of the class that was saved."
             )
-        for key in {key for one in there for key in one} - {*_HOW}:
-            values = [one[key] for one in there if key in one]
+        for key in imported_keys - {*_IMPLEMENTATION}:
+            values = [source[key] for source in sources if key in source]
             if all(value == values[0] for value in values):
                 options[key] = values[0]
             else:
                 _logger.warning(
-                    "Parameter group %d of %s has parameters with several values of %s there (%s): here it is %s.",
+                    "Parameter group %d of %s joins parameters that were saved with several values of %s (%s). It "
+                    "keeps its own: %s.",
                     number,
                     type(optimizer).__name__,
                     key,
                     ", ".join(map(str, values[:_SHOWN])),
                     options.get(key),
                 )
-        made.append({**options, "params": own})
-    return made
+        groups.append({**options, "params": group_names})
+    return groups
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
 
-def _schedule(part: Part, state: Any) -> Any:
-    own = part.stateful.state_dict()
-    if "lr_lambdas" in state and "lr_lambdas" in own:
-        # Where it stands; how it goes is for whoever made it here, whose groups of parameters may be others.
-        return {**own, **{name: state[name] for name in ("last_epoch", "_step_count")}}
-    if state.keys() - {"_is_initial", "_initial_step"} != own.keys() - {"_is_initial", "_initial_step"}:
+def _schedule_state(part: Part, state: Any) -> Any:
+    current = part.stateful.state_dict()
+    if "lr_lambdas" in state and "lr_lambdas" in current:
+        # Take the position only: the lambdas are the script's, whose parameter groups may differ.
+        return {**current, **{name: state[name] for name in ("last_epoch", "_step_count")}}
+    if state.keys() - {"_is_initial", "_initial_step"} != current.keys() - {"_is_initial", "_initial_step"}:
         raise StateError(
-            f"The state of the schedule has {', '.join(sorted(state))}, and {part.class_name} has "
-            f"{', '.join(sorted(own))}. Make a schedule of the class that it was there, or convert again with "
+            f"The imported schedule state has {', '.join(sorted(state))}, and {part.class_name} has "
+            f"{', '.join(sorted(current))}. Create a schedule of the class that was saved, or convert again with "
             "--without scheduler."
         )
     return state
 
 
-# -- where in the data -------------------------------------------------------------------------------------------------
+# -- the position in the data ------------------------------------------------------------------------------------------
 
 
-def _place(loader: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    own = loader.state_dict()
+def _loader_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    current = loader.state_dict()
     batches = 0
     if state["part_of_pass"]:
         try:
             batches = round(state["part_of_pass"] * len(loader))
         except (TypeError, NotImplementedError):
-            _logger.warning("How long a pass is cannot be known of this data: it begins anew, and samples come twice.")
-    position = min(batches * loader._reader.step, own.get("length") or math.inf)
-    return {**own, "epoch": state["epoch"], "position": int(position) if batches else 0, "bookmark": None}
+            _logger.warning(
+                "The data has no length, so the position in the epoch cannot be restored: the epoch restarts, and "
+                "samples come twice."
+            )
+    position = min(batches * loader._reader.step, current.get("length") or math.inf)
+    return {**current, "epoch": state["epoch"], "position": int(position) if batches else 0, "bookmark": None}

@@ -1,9 +1,9 @@
-"""This file is the engine's side of trackers: begin them, tell them what happens, end them."""
+"""The `Accelerator`'s methods for trackers: `init_trackers`, `log`, `get_tracker`."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from trainer_lib.accelerator.collective_methods import Processes
+from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.project_options import ProjectConfiguration
 from trainer_lib.tracking.base import GeneralTracker
@@ -11,8 +11,8 @@ from trainer_lib.tracking.registry import names_of, resolve, tracker_class
 from trainer_lib.tracking.tracker_group import Isolation, TrackerGroup
 
 
-class Reporting(Processes):
-    """What an `Accelerator` tells its trackers."""
+class TrackingMethods(CollectiveMethods):
+    """Methods of an `Accelerator` that log to trackers."""
 
     project_configuration: ProjectConfiguration
     log_with: list[str | GeneralTracker]
@@ -20,7 +20,7 @@ class Reporting(Processes):
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers of this process, once `init_trackers` was called."""
+        """The trackers of this rank; empty before `init_trackers`."""
         return [] if self._trackers is None else self._trackers.trackers
 
     def init_trackers(
@@ -31,17 +31,17 @@ class Reporting(Processes):
         *,
         isolation: Isolation | Mapping[str, Isolation] = "auto",
     ) -> None:
-        """Begin the trackers that `log_with` names, without waiting for them.
+        """Start the trackers of `log_with`, without waiting for them.
 
         Args:
-            project_name: What the runs belong to.
+            project_name: The project that the runs belong to.
             config: The settings of the run; values under names such as `api_key` are hidden.
-            init_kwargs: Further arguments of trackers, by their names.
-            isolation: Where they live: "thread" is this process, "process" one of their own, and "auto" leaves that to
-                each tracker; for all of them, or by their names.
+            init_kwargs: Further arguments of trackers, by tracker name.
+            isolation: Where trackers run: "thread" in this process, "process" in a child process, "auto" as each
+                tracker prefers. One value for all of them, or a dictionary by tracker name.
 
         Raises:
-            ConfigurationError: For what can be known now not to work: no key, a bad address, no folder.
+            ConfigurationError: If a tracker cannot work: a missing key, a bad address, no folder.
 
         Example:
             >>> accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir="logs")
@@ -50,10 +50,10 @@ class Reporting(Processes):
             >>> accelerator.end_training()
         """
         if not isinstance(project_name, str) or not project_name:
-            raise ConfigurationError(f"project_name must be a text, got {project_name!r}.")
+            raise ConfigurationError(f"project_name must be a non-empty string (got {project_name!r}).")
         if config is not None and not isinstance(config, Mapping):
             raise ConfigurationError(
-                f"config must be a dictionary, got a {type(config).__name__}. Of an object: vars(config)."
+                f"config must be a dictionary (got a {type(config).__name__}). For an object, give vars(config)."
             )
         if self._trackers is not None:
             self._trackers.finish()
@@ -69,33 +69,33 @@ class Reporting(Processes):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Tell all trackers values of a step, without waiting for them; before `init_trackers` nobody is told.
+        """Log values of a step to all trackers, without waiting for them; before `init_trackers`, do nothing.
 
         Args:
             values: Numbers, tensors of one element, texts, or dictionaries of these.
             step: The step.
-            log_kwargs: What trackers take besides, by their names.
+            log_kwargs: Further arguments of the trackers' `log`, by tracker name.
         """
         if self._trackers is not None:
             self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker of a name, or with `unwrap` the object behind it.
+        """Return the tracker with this name, or with `unwrap` its library's own object.
 
-        Where a tracker has a process of its own, what is unwrapped passes calls on, and returns nothing. On processes
-        that do not report, what is returned does nothing.
+        If a tracker runs in a child process, the unwrapped object forwards calls to it and returns nothing. On ranks
+        that do not log, you get a tracker that does nothing.
 
         Raises:
-            ConfigurationError: If there is none.
+            ConfigurationError: If `log_with` has no such tracker.
         """
-        found = next((one for one in self.trackers if one.name == name), None)
-        if found is not None:
-            return found.tracker if unwrap else found
+        tracker = next((tracker for tracker in self.trackers if tracker.name == name), None)
+        if tracker is not None:
+            return tracker.tracker if unwrap else tracker
         known = names_of(self.log_with)
         if name not in known:
             raise ConfigurationError(unknown("tracker", name, known))
         if self._trackers is None:
-            raise ConfigurationError(f"The tracker {name} has not begun. Call init_trackers first.")
+            raise ConfigurationError(f"The tracker {name} has not started. Call init_trackers first.")
         return GeneralTracker(_blank=True)
 
     def _finish_trackers(self) -> None:
@@ -104,18 +104,18 @@ class Reporting(Processes):
 
 
 def checked_trackers(log_with: Any, configuration: ProjectConfiguration) -> list[str | GeneralTracker]:
-    """Return the trackers asked for.
+    """Return the trackers of `log_with`.
 
     Raises:
-        ConfigurationError: If one is not known, is named twice, or has no folder to write to.
-        MissingPackageError: If one is not installed.
+        ConfigurationError: If a tracker is unknown, named twice, or has no folder to write to.
+        MissingPackageError: If a tracker is not installed.
     """
     trackers = resolve(log_with, "log_with")
-    for one in trackers:
-        needs_folder = isinstance(one, str) and getattr(tracker_class(one), "requires_logging_directory", False)
+    for tracker in trackers:
+        needs_folder = isinstance(tracker, str) and getattr(tracker_class(tracker), "requires_logging_directory", False)
         if needs_folder and configuration.logging_dir is None:
             raise ConfigurationError(
-                f"log_with: the tracker {one} writes files, and there is no folder for them. Give "
-                "Accelerator(project_dir=…) or ProjectConfiguration(logging_dir=…)."
+                f"log_with: the tracker {tracker} writes files and needs a folder. Give Accelerator(project_dir=…) or "
+                "ProjectConfiguration(logging_dir=…)."
             )
     return trackers

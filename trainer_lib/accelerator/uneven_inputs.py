@@ -1,4 +1,4 @@
-"""This file is training on data that ends earlier on some processes than on others."""
+"""Train on data that ends earlier on some ranks than on others (`join_uneven_inputs`)."""
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ def joined(accelerator: "Accelerator", joinables: Sequence[Any], even_batches: b
         check_flag("even_batches", even_batches)
     chosen = _chosen(accelerator, joinables)
     window, strategy = accelerator._window, accelerator.strategy
-    with _evenness(accelerator._dataloaders, even_batches):
+    with _loaders_set_to(accelerator._dataloaders, even_batches):
         accumulates = accelerator.gradient_state.num_steps > 1
         if accumulates:
             _check_windows(accelerator)
@@ -34,39 +34,41 @@ def joined(accelerator: "Accelerator", joinables: Sequence[Any], even_batches: b
                 yield
         finally:
             window.waits_for_all = False
-    _forget_gradients(accelerator, outcome.given)
+    _drop_contributed_gradients(accelerator, outcome.contributed)
     if outcome.source is not None:
-        _catch_up(accelerator, chosen, outcome.source)
+        _copy_missed_updates(accelerator, chosen, outcome.source)
 
 
 def _chosen(accelerator: "Accelerator", joinables: Any) -> list[Any]:
     if not isinstance(joinables, (list, tuple)) or not joinables:
         raise ConfigurationError(
-            "joinables must be a list of the prepared models that are trained, got "
-            f"{'an empty one' if joinables in ([], ()) else f'a {type(joinables).__name__}'}. For one model: "
+            "joinables must be a list of the prepared models that you train (got "
+            f"{'an empty list' if joinables in ([], ()) else f'a {type(joinables).__name__}'}). For one model: "
             "join_uneven_inputs([model])."
         )
-    for one in joinables:
-        is_prepared = any(one is model for model in accelerator._models)
-        if isinstance(one, nn.Module) and not is_prepared:
+    for joinable in joinables:
+        is_prepared = any(joinable is model for model in accelerator._models)
+        if isinstance(joinable, nn.Module) and not is_prepared:
             raise PreparationError(
-                f"join_uneven_inputs got a {type(one).__name__} that is not prepared, and so shares nothing with "
-                "other processes. Give what prepare() returned."
+                f"join_uneven_inputs got a {type(joinable).__name__} that is not prepared, so its gradients are not "
+                "reduced across ranks. Give the model that prepare() returned."
             )
-        if not is_prepared and (isinstance(one, Optimizer) or not hasattr(one, "join_hook")):
-            raise ConfigurationError(f"join_uneven_inputs got a {type(one).__name__}. Name the prepared models only.")
+        if not is_prepared and (isinstance(joinable, Optimizer) or not hasattr(joinable, "join_hook")):
+            raise ConfigurationError(
+                f"join_uneven_inputs takes prepared models only (got a {type(joinable).__name__})."
+            )
     for optimizer in accelerator._optimizers:
         if hasattr(optimizer.optimizer, "join_hook"):
             raise UnsupportedError(
-                f"{type(optimizer.optimizer).__name__} sends weights in its steps, and would have a process without "
-                "data make them from gradients that it lacks. Use a plain optimizer with join_uneven_inputs."
+                f"{type(optimizer.optimizer).__name__} sends weights in its steps, and a rank without data has no "
+                "gradients to compute them from. Use a plain optimizer with join_uneven_inputs."
             )
     return list(joinables)
 
 
 @contextmanager
-def _evenness(loaders: Iterable[Any], even_batches: bool | None) -> Generator[None]:
-    """Read the loaders with another setting of `even_batches`."""
+def _loaders_set_to(loaders: Iterable[Any], even_batches: bool | None) -> Generator[None]:
+    """Set `even_batches` of the loaders for the length of the block."""
     if even_batches is None:
         yield
         return
@@ -85,35 +87,35 @@ def _check_windows(accelerator: "Accelerator") -> None:
         return
     if accelerator.gradient_state.plugin.sync_each_batch:
         raise ConfigurationError(
-            "sync_each_batch=True shares each micro-batch of a window, which a process without data cannot follow. "
+            "sync_each_batch=True reduces gradients after each micro-batch, which a rank without data cannot follow. "
             "Leave it out with join_uneven_inputs."
         )
     for loader in accelerator._dataloaders:
         if not loader.knows_end_of_all:
             raise ConfigurationError(
-                "Each process reads an iterable dataset in a way of its own (split beforehand, or by workers), so none "
-                "knows with its last batch whether the others have more, and when the window ends. Read it with "
-                "even_batches=True, or with num_workers=0 from one dataset for all."
+                "join_uneven_inputs with gradient accumulation does not work with this iterable dataset: each rank "
+                "reads its own part (split beforehand, or by workers), and does not know at its last batch whether "
+                "other ranks have more. Give even_batches=True, or num_workers=0 and the same dataset on all ranks."
             )
 
 
 def _leftovers(accelerator: "Accelerator", joinables: list[Any]) -> dict[nn.Module, float | Tensor]:
-    """Return the models whose windows this process leaves unfinished, and what their losses weigh."""
-    unfinished = accelerator._window.unfinished()
-    left: dict[nn.Module, float | Tensor] = {one: 0.0 for one in joinables if any(one is model for model in unfinished)}
+    """Return the models whose accumulation windows are unfinished on this rank, with the weights of their losses."""
+    unfinished = {id(model) for model in accelerator._window.unfinished()}
+    leftovers: dict[nn.Module, float | Tensor] = {model: 0.0 for model in joinables if id(model) in unfinished}
     for optimizers, weight in accelerator._window.weights_so_far():
-        # One loss of several models is weighed once.
-        owner = next((model for model in left if any(_trains(optimizer, model) for optimizer in optimizers)), None)
+        # A loss of several models counts once.
+        owner = next((model for model in leftovers if any(_trains(optimizer, model) for optimizer in optimizers)), None)
         if owner is not None:
-            left[owner] = left[owner] + weight
-    return left
+            leftovers[owner] = leftovers[owner] + weight
+    return leftovers
 
 
-def _forget_gradients(accelerator: "Accelerator", models: list[nn.Module]) -> None:
-    """Drop gradients that went into an update of the others, as the loop would have after it."""
+def _drop_contributed_gradients(accelerator: "Accelerator", models: list[nn.Module]) -> None:
+    """Zero gradients that went into an update on other ranks, as the loop would after that update."""
     if not models:
         return
-    accelerator.gradient_state.sync_gradients = True  # theirs was complete
+    accelerator.gradient_state.sync_gradients = True  # the window of the other ranks was complete
     for optimizer in accelerator._optimizers:
         if any(_trains(optimizer, model) for model in models):
             optimizer.zero_grad()
@@ -121,8 +123,8 @@ def _forget_gradients(accelerator: "Accelerator", models: list[nn.Module]) -> No
         model.zero_grad()
 
 
-def _catch_up(accelerator: "Accelerator", joinables: list[Any], source: int) -> None:
-    """Take over from process `source` what the updates that some processes missed have left, besides the weights."""
+def _copy_missed_updates(accelerator: "Accelerator", joinables: list[Any], source: int) -> None:
+    """Copy optimizers, schedules, scaler and window from rank `source`, which made the updates that others missed."""
     optimizers = [
         optimizer
         for optimizer in accelerator._optimizers
@@ -137,41 +139,41 @@ def _catch_up(accelerator: "Accelerator", joinables: list[Any], source: int) -> 
     group = accelerator.group
     is_source = group.rank == source
     for part in [*optimizers, *schedulers, *scaler]:
-        state = _from_process(source, part.state_dict() if is_source else None, group, accelerator.device)
+        state = _broadcast_state(source, part.state_dict() if is_source else None, group, accelerator.device)
         if not is_source:
             part.load_state_dict(state)
-    # Windows that nobody completed go on after the block, on all processes at the same place.
+    # Windows that no rank completed continue after the block, at the same position on all ranks.
     models = accelerator._models
     (window,) = group.broadcast_objects([accelerator._window.state_dict(models, []) if is_source else None], source)
     if not is_source:
         accelerator._window.take_over(window, models)
 
 
-class _Place(NamedTuple):
-    """Where a tensor comes in a structure that is sent."""
+class _TensorSpec(NamedTuple):
+    """The placeholder of a tensor in a structure that is broadcast."""
 
     shape: torch.Size
     dtype: torch.dtype
     on_cpu: bool
 
 
-def _from_process(source: int, tree: Any, group: ProcessGroup, device: torch.device) -> Any:
-    """Return the structure of tensors and objects that process `source` has, its tensors on the like devices here."""
-    places = map_tensors(lambda one: _Place(one.shape, one.dtype, one.device.type == "cpu"), tree)
-    (places,) = group.broadcast_objects([places], source)
+def _broadcast_state(source: int, tree: Any, group: ProcessGroup, device: torch.device) -> Any:
+    """Return rank `source`'s structure of tensors and objects, with its tensors on the CPU or this rank's device."""
+    specs = map_tensors(lambda tensor: _TensorSpec(tensor.shape, tensor.dtype, tensor.device.type == "cpu"), tree)
+    (specs,) = group.broadcast_objects([specs], source)
     if group.rank == source:
-        map_tensors(lambda one: group.broadcast(one.detach().clone(), source), tree)
+        map_tensors(lambda tensor: group.broadcast(tensor.detach().clone(), source), tree)
         return tree
 
     def receive(leaf: Any) -> Any:
-        if not isinstance(leaf, _Place):
+        if not isinstance(leaf, _TensorSpec):
             return leaf
         empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu" if leaf.on_cpu else device)
         return group.broadcast(empty, source)
 
-    return map_leaves(receive, places, lambda node: isinstance(node, _Place))
+    return map_leaves(receive, specs, lambda node: isinstance(node, _TensorSpec))
 
 
 def _trains(optimizer: Any, model: nn.Module) -> bool:
-    own = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    parameters = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])

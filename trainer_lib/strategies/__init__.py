@@ -1,6 +1,7 @@
-"""This package is the ways to spread a model over processes. There is always one: a single process is one too."""
+"""Strategies distribute a model over ranks: one device, DDP or FSDP2."""
 
-from trainer_lib.strategies.base import SingleProcess
+from trainer_lib.strategies.base import Strategy
 from trainer_lib.strategies.registry import choose_strategy
+from trainer_lib.strategies.single_device import SingleDevice
 
-__all__ = ["SingleProcess", "choose_strategy"]
+__all__ = ["SingleDevice", "Strategy", "choose_strategy"]

@@ -1,7 +1,8 @@
-"""This file is the strategy of one process, and with it what every strategy can be asked to do."""
+"""`Strategy`: the interface of all ways to distribute a model over ranks, with defaults for whole models."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,160 +13,177 @@ from torch.optim import Optimizer
 from trainer_lib.modules.state import inner_module, load_module_state, module_state
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.strategies import grad_norm as gradients
+from trainer_lib.strategies.grad_norm import clip_whole, norm_of_whole, shrink
 from trainer_lib.strategies.optimizer_state_names import load_named_state, named_state
 
-_NOTHING = nullcontext()  # one for all: it is entered on each micro-batch that does not update
+Leftovers = dict[nn.Module, float | Tensor]
 
 
 @dataclass
-class Joined:
-    """What became of a block in which the data of some processes may have ended early.
+class JoinOutcome:
+    """The outcome of a block in which some ranks may have run out of data early.
 
     Args:
-        given: The models whose unfinished gradients on this process went into an update of the others.
-        source: The process that made all updates, if some others missed any.
+        contributed: The models whose unfinished gradients on this rank went into an update of the other ranks.
+        source: The rank that made all updates; `None` if all ranks did.
     """
 
-    given: list[nn.Module] = field(default_factory=list[nn.Module])
+    contributed: list[nn.Module] = field(default_factory=list[nn.Module])
     source: int | None = None
 
 
-class SingleProcess:
-    """The model as it is; other strategies state what they do differently."""
+class Strategy(ABC):
+    """Distributes a model over ranks: how it is wrapped, when gradients are reduced, and how its state is collected.
 
-    # Whether a state on disk is one of shards, each written by the process that holds it.
+    Args:
+        group: The process group of all ranks.
+        device: The device of this rank.
+        options: The options of the strategy.
+    """
+
+    # Whether a checkpoint consists of shards, each written by the rank that holds it.
     writes_shards: bool = False
-    # Whether the main process alone has whole tensors, and hands the others what they need of them.
-    hands_out: bool = False
-    # Whether a forward on one process waits for one on the others.
+    # Whether whole tensors exist on rank 0 only, which broadcasts what the other ranks need.
+    gathers_to_rank_zero: bool = False
+    # Whether a forward on one rank waits for a forward on the other ranks.
     needs_lockstep: bool = False
 
     def __init__(self, group: ProcessGroup, device: torch.device, options: KwargsHandler | None = None) -> None:
         self.group = group
         self.device = device
         self.options = options
-        self._carried: Sequence[float | Tensor] = ()
+        self._averages: Sequence[float | Tensor] = ()
+
+    # -- the model -----------------------------------------------------------------------------------------------
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Bring the model to this process's device."""
+        """Move the model to this rank's device."""
         return model.to(self.device)
 
+    @abstractmethod
     def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
-        """Return the model as the processes share it.
+        """Return the distributed model.
 
         Args:
             model: The model.
-            evaluation_mode: It is only evaluated, so its gradients need not be shared.
+            evaluation_mode: The model is only evaluated, so its gradients need not be reduced.
         """
-        del evaluation_mode
-        return model
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that was made before `distribute` train what that put in the place of its parameters."""
+    def rebind_parameters(self, optimizer: Optimizer) -> None:
+        """Replace parameters of an optimizer that was created before `distribute` by those that train now."""
+        del optimizer
 
-    def trained(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
-        """Return those of `parameters` that optimizers have, for what a forward may leave in their place."""
+    def current_parameters(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Return the parameters that optimizers hold for those that a forward may have put in their places."""
         return parameters
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's model inside what `distribute` made."""
+        """Return the user's model inside the one that `distribute` returned."""
         return model
 
-    def evaluated(self, model: nn.Module) -> nn.Module:
-        """Return what to call for a forward without gradients. Every process has to ask.
+    def evaluation_module(self, model: nn.Module) -> nn.Module:
+        """Return the module to call for a forward without gradients. All ranks call it.
 
-        Unless the strategy `needs_lockstep`, its forward sends nothing: the processes may make as many as they like.
+        Unless the strategy `needs_lockstep`, its forward runs no collectives, so ranks may make different numbers of
+        them.
         """
         return self.unwrap(model)
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which `backward` keeps gradients to this process."""
-        del model
-        return _NOTHING
+    def bare(self, model: nn.Module) -> nn.Module:
+        """Return the user's module without DDP's and torch.compile's wrappers."""
+        return inner_module(self.unwrap(inner_module(model)))
 
+    def release(self) -> None:
+        """Release the models and pending values."""
+        self._averages = ()
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context in which `backward` does not reduce gradients across ranks."""
+
+    @abstractmethod
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which `backward` shares gradients of a forward that ran in `no_sync`."""
-        del model
-        return _NOTHING
+        """Return the context in which `backward` reduces the gradients of a forward that ran in `no_sync`."""
 
     def withholds_gradients(self) -> bool:
-        """Whether gradients of a forward in `no_sync` are where no parameter's `grad` shows them."""
+        """Whether gradients of a forward in `no_sync` are stored elsewhere than in the parameters' `grad`."""
         return False
 
-    def carry(self, values: Sequence[float | Tensor]) -> None:
-        """Average `values` over the processes, along with the gradients of the next `backward`."""
-        self._carried = values
+    @abstractmethod
+    def send_with_gradients(self, values: Sequence[float | Tensor]) -> None:
+        """Average `values` over the ranks, together with the gradients of the next `backward`."""
 
-    def carried(self) -> Sequence[float | Tensor]:
-        """Return the averages of what `carry` was given, after `backward`."""
-        values, self._carried = self._carried, ()
+    def received_averages(self) -> Sequence[float | Tensor]:
+        """Return, after `backward`, the averages of the values that `send_with_gradients` got."""
+        values, self._averages = self._averages, ()
         return values
 
-    def check_apart(self) -> None:
-        """Raise if processes cannot compute apart, from `begin_apart` to `put_together`."""
+    def check_local_backwards(self) -> None:  # noqa: B027  (by default all ranks can)
+        """Raise if ranks cannot run backwards without collectives (see `begin_local_backwards`)."""
 
-    def begin_apart(self, models: Sequence[nn.Module]) -> None:
-        """Share what forwards rest on, so that those in `no_sync` send nothing. Every process has to call it."""
+    def begin_local_backwards(self, models: Sequence[nn.Module]) -> None:
+        """Synchronize buffers, so that forwards and backwards in `no_sync` need no collectives. All ranks call it."""
         del models
 
-    def put_together(self, models: Sequence[nn.Module], values: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
-        """Average over the processes the gradients of backwards in `no_sync`, and return the averages of `values`."""
+    def end_local_backwards(
+        self, models: Sequence[nn.Module], values: Sequence[float | Tensor]
+    ) -> Sequence[float | Tensor]:
+        """Average gradients of backwards in `no_sync` over the ranks, and return the averages of `values`."""
         del models
         return values
 
+    @abstractmethod
     def join(
-        self, joinables: Sequence[Any], leftovers: Callable[[], dict[nn.Module, float | Tensor]] | None
-    ) -> AbstractContextManager[Joined]:
-        """Return the block of a loop whose data may end early on some processes, which then follow the others.
+        self, joinables: Sequence[Any], leftovers: Callable[[], Leftovers] | None
+    ) -> AbstractContextManager[JoinOutcome]:
+        """Return the context of a training loop in which some ranks may run out of data early.
 
         Args:
-            joinables: The models, and whatever else sends messages in a step and can answer those of others.
-            leftovers: Returns, at the end of this process's data, the models whose windows are unfinished and what
-                their losses weigh; `None` where each micro-batch updates.
+            joinables: The models, and other objects that run collectives in a step and have a `join_hook`.
+            leftovers: Returns, at the end of this rank's data, the models with unfinished accumulation windows and
+                the weights of their losses; `None` if each micro-batch updates.
         """
-        del joinables, leftovers
-        return nullcontext(Joined())
 
+    @abstractmethod
     def stay_local(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which each process trains a model of its own."""
-        return self.no_sync(model)
+        """Return the context in which each rank trains its own model (local SGD)."""
 
+    @abstractmethod
     def average_weights(self, model: nn.Module) -> None:
-        """Overwrite the weights with their mean over the processes."""
+        """Overwrite the weights with their mean over the ranks."""
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Shrink the gradients to a norm of at most `max_norm` over all of them, and return the norm before."""
-        return gradients.clip_whole(parameters, max_norm, norm_type)
+        """Clip the gradients to a total norm of at most `max_norm`, and return the norm before clipping."""
+        return clip_whole(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Cut each gradient to at most `clip_value` in size."""
+        """Clamp each gradient to ±`clip_value`."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def grad_norm(self, parameters: Iterable[Tensor], norm_type: float, *, in_double: bool = False) -> Tensor:
-        """Return the norm over all gradients; `in_double`: computed where squares of large values do not overflow."""
-        return gradients.norm_of_whole(parameters, norm_type, in_double)
+        """Return the norm over all gradients; `in_double` avoids overflow in squares of large values."""
+        return norm_of_whole(parameters, norm_type, in_double)
 
     def shrink_gradients(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-        """Shrink gradients whose norm is known to a norm of at most `max_norm`."""
-        gradients.shrink(parameters, max_norm, norm)
+        """Scale gradients of the known total norm `norm` to a norm of at most `max_norm`."""
+        shrink(parameters, max_norm, norm)
 
-    def bare(self, model: nn.Module) -> nn.Module:
-        """Return the user's module inside whatever distributes or compiles it."""
-        return inner_module(self.unwrap(inner_module(model)))
+    # -- states --------------------------------------------------------------------------------------------------
 
     def model_state(self, model: nn.Module, *, whole: bool = True) -> dict[str, Any]:
-        """Return the model's tensors under the names its author knows. Every process has to ask.
+        """Return the model's tensors under the names of the unwrapped model. All ranks call it.
 
         Args:
             model: The prepared model.
-            whole: Whole tensors, where a strategy has parts of them; the main process's count. Else what is here.
+            whole: Gather whole tensors, if the strategy shards them; rank 0 gets them. Else return this rank's shards.
         """
         del whole
         return module_state(self.bare(model))
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what `model_state` returned. Every process has to ask.
+        """Load a state that `model_state` returned. All ranks call it.
 
         Raises:
             StateError: If names (with `strict`) or shapes differ.
@@ -175,23 +193,20 @@ class SingleProcess:
     def optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, whole: bool = True
     ) -> dict[str, Any]:
-        """Return the optimizer's state by names of parameters. Every process has to ask.
+        """Return the optimizer's state by parameter names. All ranks call it.
 
         Args:
             optimizer: The optimizer.
-            models: The prepared models, whose parameters it has; with several, names begin with the model's number.
+            models: The prepared models with its parameters; with several models, names begin with the model's number.
             whole: See `model_state`.
         """
         del whole
         return named_state(optimizer, [self.bare(model) for model in models])
 
     def load_optimizer_state(self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` returned. Every process has to ask.
+        """Load a state that `optimizer_state` returned. All ranks call it.
 
         Raises:
             StateError: If its groups hold other parameters.
         """
         load_named_state(optimizer, [self.bare(model) for model in models], state)
-
-    def release(self) -> None:
-        """Let go of the models."""

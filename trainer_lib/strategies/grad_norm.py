@@ -1,4 +1,4 @@
-"""This file is norms and clipping of gradients that are whole on each process, sharded over them, or both."""
+"""Norms and clipping of gradients that are replicated on all ranks, sharded over them, or both."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 def local_values(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return what this rank holds of each tensor: its shard, the values of a sparse one, or all of it."""
+    """Return the values of each tensor on this rank: its shard, the values of a sparse tensor, or the tensor."""
     return [tensor._values() if tensor.is_sparse else getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
 def weight_dtype(device: torch.device) -> torch.dtype:
-    """Return in what the weights of losses travel between ranks: in double where that costs nothing.
+    """Return the type in which ranks exchange loss weights: double on the CPU, where that costs nothing.
 
-    Weights of a model in double are not to round its updates.
+    So the exchange does not round the updates of a model in double precision.
     """
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
 @torch.no_grad()
 def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
-    """Shrink the gradients to a norm of at most `max_norm` over all of them, and return the norm before."""
+    """Clip the gradients to a total norm of at most `max_norm`, and return the norm before clipping."""
     gradients = _gradients(parameters)
     total = total_norm(gradients, norm_type, device)
     multiply(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
@@ -33,20 +33,20 @@ def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float, d
 
 @torch.no_grad()
 def shrink(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Shrink gradients whose norm is known to a norm of at most `max_norm`, as torch's `clip_grad_norm_` does."""
+    """Scale gradients of the known total norm `norm` to at most `max_norm`, as torch's `clip_grad_norm_` does."""
     multiply(_gradients(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 @torch.no_grad()
 def clip_whole(parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """Do the same for gradients that are whole.
+    """Clip gradients that are whole, bit for bit as torch's `clip_grad_norm_` does.
 
-    With the operations of torch's `clip_grad_norm_`, to the last digit. That sorts them by device and type first, which
-    takes longer than the operations and is of no use where all are alike.
+    Torch's function groups gradients by device and type first. That takes longer than the clipping itself, so gradients
+    of one device and type skip it.
     """
     parameters = list(parameters)
     gradients = _gradients(parameters)
-    total = _norm_of_alike(gradients, norm_type)
+    total = _norm_of_uniform(gradients, norm_type)
     if total is None:
         if any(gradient.is_sparse for gradient in gradients):
             return clip_norm(parameters, max_norm, norm_type, gradients[0].device)
@@ -57,13 +57,13 @@ def clip_whole(parameters: Iterable[Tensor], max_norm: float, norm_type: float) 
 
 @torch.no_grad()
 def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply gradients in place, without waiting for the device that they and the factor are on."""
+    """Multiply gradients in place, without waiting for the device."""
     values = local_values(gradients)
     if not isinstance(factor, Tensor):
         if values:
             torch._foreach_mul_(values, factor)
         return
-    by_device: dict[torch.device, list[Tensor]] = {}  # shards may be in the host's memory, and whole ones are not
+    by_device: dict[torch.device, list[Tensor]] = {}  # offloaded shards are on the CPU, whole gradients are not
     for value in values:
         by_device.setdefault(value.device, []).append(value)
     for device, group in by_device.items():
@@ -71,20 +71,22 @@ def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 @torch.no_grad()
-def clip_value(parameters: Iterable[Tensor], largest: float) -> None:
-    """Cut each gradient to at most `largest` in size."""
+def clamp_gradients(parameters: Iterable[Tensor], largest: float) -> None:
+    """Clamp each gradient to ±`largest`."""
     for values in local_values(_gradients(parameters)):
         values.clamp_(-largest, largest)
 
 
 @torch.no_grad()
-def norm(parameters: Iterable[Tensor], norm_type: float, device: torch.device, in_double: bool = False) -> Tensor:
+def total_grad_norm(
+    parameters: Iterable[Tensor], norm_type: float, device: torch.device, in_double: bool = False
+) -> Tensor:
     """Return the norm over all gradients, the same on all ranks.
 
     Args:
-        parameters: Whose gradients.
-        norm_type: Which norm.
-        device: Where to.
+        parameters: The parameters with the gradients.
+        norm_type: The order of the norm.
+        device: The device of the result.
         in_double: Compute in double precision, in which the squares of large values do not overflow.
     """
     return total_norm(_gradients(parameters), norm_type, device, in_double)
@@ -92,21 +94,21 @@ def norm(parameters: Iterable[Tensor], norm_type: float, device: torch.device, i
 
 @torch.no_grad()
 def norm_of_whole(parameters: Iterable[Tensor], norm_type: float, in_double: bool = False) -> Tensor:
-    """Do the same for gradients that are whole, with the operations of torch's `get_total_norm`."""
+    """Return the norm over gradients that are whole, bit for bit as torch's `get_total_norm` does."""
     gradients = _gradients(parameters)
     if in_double or any(gradient.is_sparse for gradient in gradients):
         return total_norm(gradients, norm_type, gradients[0].device, in_double)
-    total = _norm_of_alike(gradients, norm_type)
+    total = _norm_of_uniform(gradients, norm_type)
     return torch.nn.utils.get_total_norm(gradients, norm_type) if total is None else total
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device, in_double: bool = False) -> Tensor:
-    """Return the norm over all tensors as a plain tensor, equal on all ranks that share them."""
+    """Return the norm over all tensors as a plain tensor, equal on all ranks that hold parts of them."""
     norm_type = float(norm_type)
     norms: list[Tensor] = []
     for layout, group in _by_layout(gradients).items():
-        own = _norms(local_values(group), norm_type, device, torch.float64 if in_double else None)
-        norms.append(own if layout is None else _over_shards(own, norm_type, *layout))
+        local_norms = _norms(local_values(group), norm_type, device, torch.float64 if in_double else None)
+        norms.append(local_norms if layout is None else _over_shards(local_norms, norm_type, *layout))
     if not norms:
         return torch.zeros((), device=device)
     is_double = any(gradient.dtype is torch.float64 for gradient in gradients)
@@ -118,15 +120,15 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            if gradient.is_sparse and not gradient.is_coalesced():  # several values of one row count as their sum
+            if gradient.is_sparse and not gradient.is_coalesced():  # sums the values of each row
                 gradient = parameter.grad = gradient.coalesce()
             gradients.append(gradient)
     return gradients
 
 
-def _norm_of_alike(gradients: list[Tensor], norm_type: float) -> Tensor | None:
-    """Return the norm of plain tensors of one device and type; `None` of any others."""
-    kinds = {(type(one), one.device, one.dtype, one.is_sparse) for one in gradients}
+def _norm_of_uniform(gradients: list[Tensor], norm_type: float) -> Tensor | None:
+    """Return the norm of plain tensors if all have one device and type, else `None`."""
+    kinds = {(type(gradient), gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}
     kind, device, _, is_sparse = next(iter(kinds)) if len(kinds) == 1 else (None, None, None, True)
     if kind is not Tensor or device is None or is_sparse or device.type not in ("cpu", "cuda"):
         return None
@@ -134,7 +136,7 @@ def _norm_of_alike(gradients: list[Tensor], norm_type: float) -> Tensor | None:
 
 
 def _by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
-    """Group tensors by where their parts are: `None` for whole ones, else a mesh and the placements on it."""
+    """Group tensors by their mesh and placements; whole tensors get the key `None`."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         spec: Any = getattr(tensor, "_spec", None)
@@ -144,29 +146,31 @@ def _by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
 
 def _norms(tensors: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     filled = [tensor for tensor in tensors if tensor.numel()]
-    own = list(torch._foreach_norm(filled, norm_type, dtype=dtype)) if filled else []
+    norms = list(torch._foreach_norm(filled, norm_type, dtype=dtype)) if filled else []
     if len(filled) < len(tensors):
-        like = own[0] if own else torch.empty((), device=device)
-        nothing = torch.full_like(like, math.inf if norm_type == -math.inf else 0.0)
-        norms = iter(own)
-        own = [next(norms) if tensor.numel() else nothing for tensor in tensors]
-    if len({(one.device, one.dtype) for one in own}) > 1:
-        own = [one.to(device, torch.float64, non_blocking=True) for one in own]
-    # In double, so that the powers which processes add up neither vanish nor overflow.
-    return torch.stack(own).to(device, torch.float64, non_blocking=True)
+        like = norms[0] if norms else torch.empty((), device=device)
+        norm_of_empty = torch.full_like(like, math.inf if norm_type == -math.inf else 0.0)
+        remaining = iter(norms)
+        norms = [next(remaining) if tensor.numel() else norm_of_empty for tensor in tensors]
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(device, torch.float64, non_blocking=True) for norm in norms]
+    # In double, so that the powers that ranks add up neither underflow nor overflow.
+    return torch.stack(norms).to(device, torch.float64, non_blocking=True)
 
 
 def _over_shards(norms: Tensor, norm_type: float, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    """Return the norms of whole tensors, given those of this process's shards."""
+    """Return the norms of whole tensors from those of this rank's shards."""
     for dimension, placement in enumerate(placements):
         if placement.is_shard():
-            norms = _joined(norms, norm_type, mesh.get_group(dimension))
+            norms = _reduced_norms(norms, norm_type, mesh.get_group(dimension))
         elif not placement.is_replicate():
-            raise NotImplementedError(f"The norm of gradients placed as {placement} is not known.")
+            raise NotImplementedError(
+                f"Gradient norms support the placements Shard and Replicate (got {placement}). Shard with FSDP2."
+            )
     return norms
 
 
-def _joined(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+def _reduced_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
     if math.isinf(norm_type):
         dist.all_reduce(norms, dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN, group=group)
         return norms

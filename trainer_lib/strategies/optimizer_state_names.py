@@ -1,4 +1,4 @@
-"""This file is an optimizer's state by the names of parameters, so that it fits whatever order loads it."""
+"""An optimizer's state by parameter names, so that it loads into any order of the parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from torch.optim import Optimizer
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.modules.names import canonical_name
 
-_OWN = "parameter of its own"  # one that no prepared model has
-_ORDER = ("params", "param_names")  # what of a group belongs to the order of parameters here
+_UNNAMED = "parameter of its own"  # the name of a parameter that is in no prepared model
+_ORDER = ("params", "param_names")  # the entries of a group that depend on the order of its parameters
 _SHOWN = 4
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Return the names of parameters by their ids: with several models, each begins with the number of its model."""
+    """Return the names of parameters by id; with several models, each name begins with the number of its model."""
     names: dict[int, str] = {}
     for index, model in enumerate(models):
         prefix = f"{index}." if len(models) > 1 else ""
@@ -29,35 +29,36 @@ def named_state(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, 
     names = _names_in_groups(optimizer, models)
     by_number = [name for group in names for name in group]
     state = optimizer.state_dict()
-    groups = [{**group, "params": own} for group, own in zip(state["param_groups"], names, strict=True)]
+    groups = [{**group, "params": in_group} for group, in_group in zip(state["param_groups"], names, strict=True)]
     named = {by_number[key] if isinstance(key, int) else key: value for key, value in state["state"].items()}
     return {**state, "state": named, "param_groups": groups}
 
 
 def load_named_state(optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
-    """Load what `named_state` returned.
+    """Load a state that `named_state` returned.
 
     Raises:
-        StateError: If the groups differ; the optimizer is then as it was.
+        StateError: If the groups differ; the optimizer is then unchanged.
     """
     names = _names_in_groups(optimizer, models)
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
     saved = _matched(optimizer, names, state["param_groups"])
     groups = [
-        {**{key: value for key, value in group.items() if key not in _ORDER}, **_order_of(own)}
-        for group, own in zip(saved, optimizer.state_dict()["param_groups"], strict=True)
+        {**{key: value for key, value in group.items() if key not in _ORDER}, **_order_of(current)}
+        for group, current in zip(saved, optimizer.state_dict()["param_groups"], strict=True)
     ]
     by_number = {numbers.get(key, key): value for key, value in state["state"].items()}
     optimizer.load_state_dict({**state, "state": by_number, "param_groups": groups})
 
 
 def named_gradients(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the gradients that wait for the optimizer, by names of parameters."""
-    return {name: one.grad for name, one in named_parameters(optimizer, models).items() if one.grad is not None}
+    """Return the gradients of the optimizer's parameters, by name."""
+    parameters = named_parameters(optimizer, models)
+    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
 
 
 def load_named_gradients(optimizer: Optimizer, models: Sequence[nn.Module], gradients: Mapping[str, Tensor]) -> None:
-    """Take up what `named_gradients` returned."""
+    """Set the gradients that `named_gradients` returned."""
     parameters = named_parameters(optimizer, models)
     for name, gradient in gradients.items():
         parameters[name].grad = gradient.to(parameters[name])
@@ -68,8 +69,8 @@ def named_parameters(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[
     names = _names_in_groups(optimizer, models)
     pairs = [
         pair
-        for own, group in zip(names, optimizer.param_groups, strict=True)
-        for pair in zip(own, group["params"], strict=True)
+        for in_group, group in zip(names, optimizer.param_groups, strict=True)
+        for pair in zip(in_group, group["params"], strict=True)
     ]
     return dict(pairs)
 
@@ -79,41 +80,43 @@ def _names_in_groups(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[
     count = 0
     names: list[list[str]] = []
     for group in optimizer.param_groups:
-        own: list[str] = []
+        in_group: list[str] = []
         for parameter in group["params"]:
             name = known.get(id(parameter))
             if name is None:
-                name, count = f"{_OWN} {count}", count + 1
-            own.append(name)
-        names.append(own)
+                name, count = f"{_UNNAMED} {count}", count + 1
+            in_group.append(name)
+        names.append(in_group)
     return names
 
 
 def _matched(optimizer: Optimizer, names: list[list[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved groups in the order in which they are here."""
+    """Return the saved groups in the order of this optimizer's groups."""
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if len(saved) != len(names):
         raise StateError(
-            f"The state is of an optimizer with {len(saved)} parameter groups, and {kind} has {len(names)}."
+            f"The saved optimizer state has {len(saved)} parameter groups, and this {kind} has {len(names)}. Create "
+            "the optimizer with the same groups as at the save."
         )
     remaining = [dict(group) for group in saved]
     matched: list[dict[str, Any]] = []
-    for number, own in enumerate(names):
-        fitting = next((group for group in remaining if set(group["params"]) == set(own)), None)
-        if fitting is None:
-            raise StateError(_difference(kind, number, own, [name for group in remaining for name in group["params"]]))
-        remaining = [group for group in remaining if group is not fitting]
-        matched.append(fitting)
+    for number, in_group in enumerate(names):
+        match = next((group for group in remaining if set(group["params"]) == set(in_group)), None)
+        if match is None:
+            saved_names = [name for group in remaining for name in group["params"]]
+            raise StateError(_difference(kind, number, in_group, saved_names))
+        remaining = [group for group in remaining if group is not match]
+        matched.append(match)
     return matched
 
 
-def _difference(kind: str, number: int, own: list[str], saved: list[str]) -> str:
-    new = [name for name in own if name not in set(saved)]
-    gone = [name for name in saved if name not in set(own)]
-    what = [f"{text} {', '.join(names[:_SHOWN])}" for text, names in (("new:", new), ("only saved:", gone)) if names]
+def _difference(kind: str, number: int, current: list[str], saved: list[str]) -> str:
+    new = [name for name in current if name not in set(saved)]
+    gone = [name for name in saved if name not in set(current)]
+    lists = [f"{text} {', '.join(names[:_SHOWN])}" for text, names in (("new:", new), ("only saved:", gone)) if names]
     return (
-        f"Parameter group {number} of {kind} holds other parameters than any group that was saved "
-        f"({'; '.join(what)}). Make the optimizer as it was made for the state."
+        f"Parameter group {number} of {kind} has the parameters of no saved group ({'; '.join(lists)}). Create the "
+        "optimizer with the same groups as at the save."
     )
 
 

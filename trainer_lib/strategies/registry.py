@@ -1,4 +1,4 @@
-"""This file is the choice of a strategy: which one a world of processes needs."""
+"""Choose the strategy for a world of ranks."""
 
 import torch
 
@@ -8,8 +8,9 @@ from trainer_lib.options.enums import DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.strategies.base import SingleProcess
-from trainer_lib.strategies.ddp.ddp import Replicate
+from trainer_lib.strategies.base import Strategy
+from trainer_lib.strategies.ddp.ddp import DDP
+from trainer_lib.strategies.single_device import SingleDevice
 
 
 def choose_strategy(
@@ -20,8 +21,8 @@ def choose_strategy(
     fsdp: FullyShardedDataParallelPlugin | None = None,
     parallelism: ParallelismConfig | None = None,
     mixed_precision: str = "no",
-) -> SingleProcess:
-    """Return the strategy for a world: DDP wherever processes were started together, if only one.
+) -> Strategy:
+    """Return the strategy: FSDP if `fsdp` asks for it, DDP wherever a launcher started ranks (even one), else none.
 
     Raises:
         ConfigurationError: If options of one strategy are given to another.
@@ -31,7 +32,7 @@ def choose_strategy(
             raise ConfigurationError(
                 "DistributedDataParallelKwargs belong to DDP, and this run shards its models (FSDP). Leave them out."
             )
-        from trainer_lib.strategies.fsdp.fsdp import Shard
+        from trainer_lib.strategies.fsdp.fsdp import FSDP
 
-        return Shard(group, device, fsdp, parallelism, mixed_precision)
-    return (SingleProcess if distributed_type == DistributedType.NO else Replicate)(group, device, ddp)
+        return FSDP(group, device, fsdp, parallelism, mixed_precision)
+    return (SingleDevice if distributed_type == DistributedType.NO else DDP)(group, device, ddp)

@@ -1,4 +1,4 @@
-"""This file is what a model has to be before it is spread over processes: whole, and complete."""
+"""Check that a model can be distributed: no lazy parameters, no shards."""
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -6,8 +6,8 @@ from torch.nn.parameter import is_lazy
 from trainer_lib.foundation.errors import PreparationError
 
 
-def refuse_what_is_not_whole(model: nn.Module) -> None:
-    """Raise for a model whose weights are shards already, or wait for a first batch to tell their shape.
+def check_has_whole_weights(model: nn.Module) -> None:
+    """Raise for a model with lazy parameters, or with weights that are sharded already.
 
     Raises:
         PreparationError: With the name of the first such weight.
@@ -15,10 +15,9 @@ def refuse_what_is_not_whole(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise PreparationError(
-                f"{name} has no shape before a first batch tells it (a lazy module). Call the model once with one "
-                "before prepare()."
+                f"{name} has no shape yet (a lazy module). Call the model once with a batch before prepare()."
             )
         if hasattr(parameter, "_local_tensor"):
             raise PreparationError(
-                f"{name} is sharded already (a DTensor). Give prepare() the model as it was before fully_shard."
+                f"{name} is sharded already (a DTensor). Give prepare() the model without fully_shard."
             )

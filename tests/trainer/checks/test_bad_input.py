@@ -598,7 +598,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "a loss in whole numbers": (ConfigurationError, "() int64…floating", loses(lambda o, t: t.sum())),
     "a detached loss": (
         ConfigurationError,
-        "depends on nothing that is trained…detached",
+        "does not require gradients…detached",
         loses(lambda o, t: F.cross_entropy(o, t).detach()),
     ),
     "values of other shapes": (

@@ -293,7 +293,7 @@ def test_weights_that_are_no_numbers_of_items_are_refused(weight: Any) -> None:
         def compute_loss(self, model: Any, batch: Any) -> LossResult:
             return LossResult(cross_entropy(model(batch[0]), batch[1]), weight=weight)
 
-    with pytest.raises(ConfigurationError, match="weight must be a finite number of at least 0, got"):
+    with pytest.raises(ConfigurationError, match=r"weight must be a finite number of at least 0 \(got"):
         train(Weighing(classifier(), arguments(), train_dataset=samples(4)))
 
 

@@ -1,4 +1,4 @@
-"""This file is compressing gradients on their way between processes, a bucket of DDP's at a time."""
+"""Communication hooks that compress DDP's gradient buckets: 16-bit casts and PowerSGD."""
 
 import math
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from torch.futures import Future
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.enums import DDPCommunicationHookType as Kind
 
-# How a bucket of gradients becomes its average over the processes.
-Travel = Callable[[dist.GradBucket], Future[Tensor]]
+# Averages a bucket of gradients over the ranks.
+CommHook = Callable[[dist.GradBucket], Future[Tensor]]
 
 _CASTS: dict[str, torch.dtype] = {Kind.FP16: torch.float16, Kind.BF16: torch.bfloat16}
-# A column of zeros cannot be brought to length 1, so something too small to matter is added to what divides it.
+# PowerSGD divides each column by its length; this is added to the divisor, so that a column of zeros stays finite.
 _EPSILON, _EPSILON_OF_FP16 = 1e-30, 1e-7
 
 
 def averaged(bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average the gradients as they are."""
+    """Average the gradients without compression."""
     return summed(bucket.buffer()).then(lambda future: future.value()[0].div_(dist.get_world_size()))
 
 
-def travel_of(options: DistributedDataParallelKwargs | None) -> Callable[[], Travel]:
-    """Return what makes the way to average that options ask for; each model needs one of its own."""
+def hook_factory(options: DistributedDataParallelKwargs | None) -> Callable[[], CommHook]:
+    """Return a function that creates the hook the options ask for; each model needs its own hook."""
     if options is None:
         return lambda: averaged
     hook, cast, arguments = options.comm_hook, _CASTS.get(options.comm_wrapper), options.comm_state_option
@@ -37,17 +37,17 @@ def travel_of(options: DistributedDataParallelKwargs | None) -> Callable[[], Tra
 
 
 def summed(tensor: Tensor) -> Future[list[Tensor]]:
-    """Begin to add up the tensors of all processes, in place."""
+    """Start an in-place all-reduce that adds up the tensors of all ranks."""
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     return work.get_future()
 
 
 class Cast:
-    """Send gradients in 16 bits, by any backend (torch's own hook for bf16 knows NCCL only).
+    """Reduce gradients in 16 bits, on any backend (torch's own hook for bf16 works with NCCL only).
 
     Args:
-        dtype: What to send them as, if that is smaller than what they are.
+        dtype: The type to reduce in; gradients that are no larger keep their type.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -55,29 +55,29 @@ class Cast:
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:
         gradients = bucket.buffer()
-        if not _is_worth(gradients, self._dtype):
+        if not _shrinks(gradients, self._dtype):
             return averaged(bucket)
-        # Divided while there are digits to spare: the sum of many would leave the range of fp16.
+        # Divide before the cast: the sum over many ranks would exceed the range of fp16.
         sent = gradients.div_(dist.get_world_size()).to(self._dtype)
         return summed(sent).then(lambda future: gradients.copy_(future.value()[0]))
 
 
 class PowerSGD:
-    """Send two thin factors of each matrix of gradients, by torch's PowerSGD.
+    """Reduce two low-rank factors of each gradient matrix, with torch's PowerSGD.
 
     Args:
-        arguments: Those of `PowerSGDState`.
-        dtype: What to send the factors as.
-        batched: Take a whole bucket for one square matrix.
+        arguments: Arguments of `PowerSGDState`.
+        dtype: The type of the factors on the wire.
+        batched: Treat a whole bucket as one square matrix.
     """
 
     def __init__(self, arguments: dict[str, Any], dtype: torch.dtype | None = None, batched: bool = False) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         epsilon = _EPSILON_OF_FP16 if dtype is torch.float16 else _EPSILON
-        own: dict[str, Any] = {"orthogonalization_epsilon": epsilon}
-        self._state = torchs.PowerSGDState(None, **{**own, **arguments})
-        self._hook: Callable[[Any, Any], Future[Tensor]] = torchs.powerSGD_hook
+        defaults: dict[str, Any] = {"orthogonalization_epsilon": epsilon}
+        self._state = powerSGD_hook.PowerSGDState(None, **{**defaults, **arguments})
+        self._hook: Callable[[Any, Any], Future[Tensor]] = powerSGD_hook.powerSGD_hook
         self._dtype, self._batched = dtype, batched
 
     def __call__(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -85,18 +85,18 @@ class PowerSGD:
         if gradients.is_sparse:
             self._state.maybe_increase_iter(bucket)
             return averaged(bucket)
-        if self._dtype is not None and _is_worth(gradients, self._dtype):
+        if self._dtype is not None and _shrinks(gradients, self._dtype):
             bucket.set_buffer(gradients.to(self._dtype))
         future = self._hook(self._state, (_Square if self._batched else _Matrices)(bucket))
         if gradients.device.type == "cpu":
-            # Each bucket takes several messages, the later ones sent from gloo's threads. Of two buckets under way
-            # they would mix, in another order on each process.
+            # Each bucket needs several all-reduces, the later ones started from gloo's threads. With two buckets in
+            # flight, ranks would start them in different orders.
             future.wait()
         return future.then(lambda done: gradients.copy_(done.value()[: gradients.numel()]))
 
 
 class _Matrices:
-    """A bucket whose gradients all have a dimension, as torch's PowerSGD takes for granted."""
+    """A bucket whose gradients all have at least one dimension, as torch's PowerSGD requires."""
 
     def __init__(self, bucket: dist.GradBucket) -> None:
         self._buffer = bucket.buffer()
@@ -111,7 +111,7 @@ class _Matrices:
 
 
 class _Square(_Matrices):
-    """A bucket that is one square matrix, filled up with zeros (torch's own batched hook fails on its first check)."""
+    """A bucket as one square matrix, padded with zeros (torch's own batched hook fails on its first check)."""
 
     def __init__(self, bucket: dist.GradBucket) -> None:
         super().__init__(bucket)
@@ -122,5 +122,5 @@ class _Square(_Matrices):
         self._gradients = [self._buffer.view(side, side)]
 
 
-def _is_worth(gradients: Tensor, dtype: torch.dtype) -> bool:
+def _shrinks(gradients: Tensor, dtype: torch.dtype) -> bool:
     return not gradients.is_sparse and gradients.dtype.itemsize > dtype.itemsize

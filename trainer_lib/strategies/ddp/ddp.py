@@ -1,4 +1,4 @@
-"""This file is replication (DDP): each process has the whole model, and gradients are averaged over all."""
+"""`DDP`: each rank holds the whole model, and gradients are averaged over the ranks."""
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -17,159 +17,165 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.strategies.base import Joined, SingleProcess
-from trainer_lib.strategies.ddp.comm_hooks import Travel, averaged, summed, travel_of
-from trainer_lib.strategies.ddp.join import Joining, Leftovers
+from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
+from trainer_lib.strategies.ddp.comm_hooks import CommHook, averaged, hook_factory, summed
+from trainer_lib.strategies.ddp.join import Joining
 from trainer_lib.strategies.ddp.param_averaging import average, average_gradients
 from trainer_lib.strategies.grad_norm import weight_dtype
-from trainer_lib.strategies.validate import refuse_what_is_not_whole
+from trainer_lib.strategies.single_device import NO_CONTEXT
+from trainer_lib.strategies.validate import check_has_whole_weights
 
-# Sums in these types are good enough for counts; others would round them.
+# Sums in these types are exact enough for counts of items; smaller types would round them.
 _EXACT = (torch.float32, torch.float64)
 
 
-class Replicate(SingleProcess):
-    """`torch.nn.parallel.DistributedDataParallel`, and a small cargo that travels with its first bucket."""
+class DDP(Strategy):
+    """`torch.nn.parallel.DistributedDataParallel`, with a few extra values appended to its first bucket."""
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, options: DistributedDataParallelKwargs | None = None
     ) -> None:
         super().__init__(group, device, options)
         self._arguments: dict[str, Any] = {} if options is None else options.to_kwargs()
-        self._new_travel = travel_of(options)
-        self._cargo: Tensor | None = None
+        self._new_hook = hook_factory(options)
+        self._extra_values: Tensor | None = None
         self._joining: Joining | None = None
         self._without_hook: list[DistributedDataParallel] = []
 
     def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
-        """Wrap the model in DDP; one without anything to train needs none."""
-        refuse_what_is_not_whole(model)
+        """Wrap the model in DDP, unless it has nothing to train."""
+        check_has_whole_weights(model)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         device_ids = None if self.device.type == "cpu" else [self.device.index]
         with warnings.catch_warnings():
-            # The option that is to replace it shares buffers at the start all the same.
+            # Its announced replacement also broadcasts buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._arguments)
-        travel = self._new_travel()
-        if travel is averaged:
+        hook = self._new_hook()
+        if hook is averaged:
             self._without_hook.append(wrapped)
         else:
-            wrapped.register_comm_hook(_Route(self, ref(wrapped), travel), _send)
+            wrapped.register_comm_hook(_HookState(self, ref(wrapped), hook), _reduce_bucket)
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside DDP."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def evaluated(self, model: nn.Module) -> nn.Module:
-        """Return the model inside DDP, with the buffers (running statistics) that DDP's next forward would share."""
+    def evaluation_module(self, model: nn.Module) -> nn.Module:
+        """Return the model inside DDP, after broadcasting buffers (running statistics) as DDP's next forward would."""
         if isinstance(model, DistributedDataParallel) and model._check_sync_bufs_pre_fwd():
             model._sync_buffers()
         return self.unwrap(model)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return DDP's `no_sync`; a static graph is learnt from a first backward that is shared."""
+        """Return DDP's `no_sync`; a static graph needs a first backward that is reduced, so until then do nothing."""
         if not isinstance(model, DistributedDataParallel) or _learns_its_graph(model):
-            return super().no_sync(model)
+            return NO_CONTEXT
         return model.no_sync()
 
     def force_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which the next `backward` reduces, whatever the forward was told."""
+        """Return the context in which the next `backward` reduces, even if its forward ran in `no_sync`."""
         if not isinstance(model, DistributedDataParallel):
-            return super().force_sync(model)
+            return NO_CONTEXT
         if self._joining is not None:
             raise ConfigurationError(
-                "trigger_sync_in_backward cannot work inside join_uneven_inputs: at the forward, processes without "
-                "data were told that its backward shares nothing. Run that forward outside of no_sync."
+                "trigger_sync_in_backward does not work inside join_uneven_inputs: the forward in no_sync announced "
+                "to ranks without data that its backward reduces nothing. Run that forward outside of no_sync."
             )
         return _reducing(model)
 
-    def carry(self, values: Sequence[float | Tensor]) -> None:
-        """Send `values` along with the first bucket of the next `backward`."""
-        # Only now: a loop that never weighs its losses keeps DDP's own reduction, which needs no Python.
+    def send_with_gradients(self, values: Sequence[float | Tensor]) -> None:
+        """Append `values` to the first bucket of the next `backward`."""
+        # Hooks are registered only now: a loop without weighted losses keeps DDP's own reduction, without Python.
         self._register_hooks()
-        self._carried = ()
-        self._cargo = _packed(values, self.device) if values else None
+        self._averages = ()
+        self._extra_values = _packed(values, self.device) if values else None
 
-    def carried(self) -> Sequence[float | Tensor]:
-        """Return the averages; by a message of their own if no bucket took them along."""
-        if self._cargo is not None:
-            cargo, self._cargo = self._cargo, None
+    def received_averages(self) -> Sequence[float | Tensor]:
+        """Return the averages, after an all-reduce if no bucket took the values along."""
+        if self._extra_values is not None:
+            values, self._extra_values = self._extra_values, None
             if self._joining is not None:
                 raise ConfigurationError(
-                    "Inside join_uneven_inputs, weight= travels with the gradients of a model that is named there, and "
-                    "this backward shared none. Name the model, and register no communication hook on it yourself."
+                    "backward(loss, weight=…) inside join_uneven_inputs reduced no gradients of a joined model, with "
+                    "which the weight is sent. Name the model in join_uneven_inputs, and register no communication "
+                    "hook on it yourself."
                 )
-            self._carried = _unpacked(self.group.all_reduce(cargo) / self.group.size)
-        return super().carried()
+            self._averages = _unpacked(self.group.all_reduce(values) / self.group.size)
+        return super().received_averages()
 
-    def check_apart(self) -> None:
-        """Raise if DDP was told how gradients travel, or learns the graph from a backward that is shared."""
-        given = [name for name in ("comm_hook", "static_graph") if _is_set(self.options, name)]
-        if given:
+    def check_local_backwards(self) -> None:
+        """Raise if options set how DDP reduces gradients, or need a first backward that is reduced."""
+        conflicts = [name for name in ("comm_hook", "static_graph") if _is_set(self.options, name)]
+        if conflicts:
             raise UnsupportedError(
-                f"DistributedDataParallelKwargs({given[0]}=…) is about how DDP sends gradients, and where processes "
-                'compute in parts of their own (the batch size is "auto") it does not. Leave one of the two out.'
+                f"DistributedDataParallelKwargs({conflicts[0]}=…) sets how DDP reduces gradients, and with the batch "
+                'size "auto" DDP does not reduce them. Leave one of the two out.'
             )
 
-    def begin_apart(self, models: Sequence[nn.Module]) -> None:
-        """Share the buffers, as DDP's forward would."""
+    def begin_local_backwards(self, models: Sequence[nn.Module]) -> None:
+        """Broadcast the buffers, as DDP's forward would."""
         for model in models:
             if isinstance(model, DistributedDataParallel):
                 if model._check_sync_bufs_pre_fwd():
                     model._sync_buffers()
                 model.require_forward_param_sync = False
 
-    def put_together(self, models: Sequence[nn.Module], values: Sequence[float | Tensor]) -> Sequence[float | Tensor]:
-        """Average gradients and values in one message, or a few for large models."""
+    def end_local_backwards(
+        self, models: Sequence[nn.Module], values: Sequence[float | Tensor]
+    ) -> Sequence[float | Tensor]:
+        """Average gradients and values in one all-reduce, or in a few for large models."""
         replicas = [model for model in models if isinstance(model, DistributedDataParallel)]
         for model in replicas:
             model.require_forward_param_sync = True  # for the next window, and for an evaluation before it
-        shared = [p for model in replicas for p in shared_parameters(model)]
-        cargo = _packed(values, self.device)
-        average_gradients(shared, cargo, self.group)
-        return _unpacked(cargo)
+        reduced = [p for model in replicas for p in reduced_parameters(model)]
+        extra_values = _packed(values, self.device)
+        average_gradients(reduced, extra_values, self.group)
+        return _unpacked(extra_values)
 
     def join(
         self, joinables: Sequence[Any], leftovers: Callable[[], Leftovers] | None
-    ) -> AbstractContextManager[Joined]:
-        """Return the block of a loop whose data may end early on some processes; see `Joining`."""
+    ) -> AbstractContextManager[JoinOutcome]:
+        """Return the context of a loop in which some ranks may run out of data early; see `Joining`."""
         chosen = [joinable for joinable in joinables if isinstance(joinable, Joinable)]
         if self._joining is not None:
-            raise ConfigurationError("join_uneven_inputs inside join_uneven_inputs. Name all models in the outer one.")
+            raise ConfigurationError(
+                "join_uneven_inputs was called inside join_uneven_inputs. Name all models in the outer call."
+            )
         for model in chosen:
             _check_can_join(model, leaves_gradients=leftovers is not None)
-        return self._joined(chosen, leftovers or dict) if chosen else nullcontext(Joined())
+        return self._joined(chosen, leftovers or dict) if chosen else nullcontext(JoinOutcome())
 
     def stay_local(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return DDP's `no_sync`."""
         if isinstance(model, DistributedDataParallel) and _learns_its_graph(model):
             raise UnsupportedError(
-                "static_graph=True: DDP learns the graph from a first backward that is shared, and LocalSGD shares "
-                "none. Leave static_graph out."
+                "static_graph=True does not work with LocalSGD: DDP learns the graph from a first backward that is "
+                "reduced, and LocalSGD reduces none. Leave static_graph out."
             )
         return self.no_sync(model)
 
     def average_weights(self, model: nn.Module) -> None:
-        """Average what is trained, and the running statistics unless DDP was told to leave them alone."""
+        """Average trained parameters, and running statistics unless `broadcast_buffers` is off."""
         tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self._arguments.get("broadcast_buffers", True):
             tensors += [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         average(tensors, self.group)
 
     def release(self) -> None:
-        """Let go of the models."""
+        """Release the models."""
         self._without_hook.clear()
 
     def _register_hooks(self) -> None:
         for model in self._without_hook:
-            if not model._comm_hooks:  # else it has one of the user's own
-                model.register_comm_hook(_Route(self, ref(model), averaged), _send)
+            if not model._comm_hooks:  # else the user registered a hook
+                model.register_comm_hook(_HookState(self, ref(model), averaged), _reduce_bucket)
         self._without_hook.clear()
 
     @contextmanager
-    def _joined(self, joinables: Sequence[Joinable], leftovers: Callable[[], Leftovers]) -> Generator[Joined]:
+    def _joined(self, joinables: Sequence[Joinable], leftovers: Callable[[], Leftovers]) -> Generator[JoinOutcome]:
         self._register_hooks()
         self._joining = Joining(self.group, self.device, joinables, leftovers)
         try:
@@ -178,52 +184,54 @@ class Replicate(SingleProcess):
         finally:
             self._joining = None
 
-    def _join_in(self, model: nn.Module, bucket: dist.GradBucket, joining: Joining) -> None:
-        # What losses weigh goes ahead of each first bucket, also where none was given: processes without data cannot
-        # know, and have to send as many messages.
+    def _prepare_joined_bucket(self, model: nn.Module, bucket: dist.GradBucket, joining: Joining) -> None:
+        # The loss weight is reduced before each first bucket, even if the loss has none: ranks without data cannot
+        # know whether it has, and must run the same collectives.
         if bucket.index() == 0:
-            weight, self._cargo = self._cargo, None
-            self._carried = [joining.total_weight(model, weight)]
+            weight, self._extra_values = self._extra_values, None
+            self._averages = [joining.total_weight(model, weight)]
         joining.fill(model, bucket)
 
 
 @dataclass(frozen=True)
-class _Route:
-    """How the buckets of one model travel; the model is not kept alive by it."""
+class _HookState:
+    """The state of one model's communication hook; holds the model weakly."""
 
-    strategy: Replicate
+    strategy: DDP
     model: Callable[[], nn.Module | None]
-    travel: Travel
+    hook: CommHook
 
 
-def _send(route: _Route, bucket: dist.GradBucket) -> Future[Tensor]:
-    strategy, model = route.strategy, route.model()
+def _reduce_bucket(state: _HookState, bucket: dist.GradBucket) -> Future[Tensor]:
+    strategy, model = state.strategy, state.model()
     if strategy._joining is not None and model is not None:
-        strategy._join_in(model, bucket, strategy._joining)
-    elif strategy._cargo is not None and route.travel is averaged:
+        strategy._prepare_joined_bucket(model, bucket, strategy._joining)
+    elif strategy._extra_values is not None and state.hook is averaged:
         gradients = bucket.buffer()
         if not gradients.is_sparse and gradients.dtype in _EXACT:
-            return _averaged_with_cargo(strategy, gradients, strategy._cargo, is_last=bucket.is_last())
-    return route.travel(bucket)
+            return _averaged_with_extra_values(strategy, gradients, strategy._extra_values, is_last=bucket.is_last())
+    return state.hook(bucket)
 
 
-def _averaged_with_cargo(strategy: Replicate, gradients: Tensor, cargo: Tensor, is_last: bool) -> Future[Tensor]:
-    strategy._cargo = None
-    # The first bucket is the small one, so the copy costs less than a second message.
-    freight = torch.cat([gradients, cargo.to(gradients)])
+def _averaged_with_extra_values(
+    strategy: DDP, gradients: Tensor, extra_values: Tensor, is_last: bool
+) -> Future[Tensor]:
+    strategy._extra_values = None
+    # The first bucket is small, so the copy costs less than a second all-reduce.
+    message = torch.cat([gradients, extra_values.to(gradients)])
 
-    def unload(total: Tensor) -> Tensor:
+    def split(total: Tensor) -> Tensor:
         average = total.div_(strategy.group.size)
-        strategy._carried = _unpacked(average[gradients.numel() :])
+        strategy._averages = _unpacked(average[gradients.numel() :])
         return average[: gradients.numel()]
 
-    if not is_last or not freight.is_cpu:
-        return summed(freight).then(lambda future: unload(future.value()[0]))
-    # There is nothing to do meanwhile, and having another thread call Python takes longer.
-    dist.all_reduce(freight)
-    arrived: Future[Tensor] = Future()
-    arrived.set_result(unload(freight))
-    return arrived
+    if not is_last or not message.is_cpu:
+        return summed(message).then(lambda future: split(future.value()[0]))
+    # After the last bucket there is nothing to overlap with, and a callback on another thread would take longer.
+    dist.all_reduce(message)
+    finished: Future[Tensor] = Future()
+    finished.set_result(split(message))
+    return finished
 
 
 def _packed(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
@@ -233,18 +241,18 @@ def _packed(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
 
 
 def _unpacked(values: Tensor) -> Sequence[float | Tensor]:
-    return values.tolist() if values.is_cpu else list(values)  # what is on the host waits for nothing
+    return values.tolist() if values.is_cpu else list(values)  # on a device, .tolist() would wait for it
 
 
 def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
     dtype = weight_dtype(device)
     if isinstance(value, Tensor):
         return value.to(device, dtype, non_blocking=True)
-    return torch.full((), value, dtype=dtype, device=device)  # written there: nothing waits for a copy
+    return torch.full((), value, dtype=dtype, device=device)  # filled on the device, without a copy to wait for
 
 
-def shared_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters whose gradients DDP shares."""
+def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients DDP reduces."""
     ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
     named = model.module.named_parameters()
     return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
@@ -263,13 +271,14 @@ def _check_can_join(model: Joinable, leaves_gradients: bool) -> None:
         return
     if _learns_its_graph(model):
         raise UnsupportedError(
-            "static_graph=True: DDP learns the graph from a first backward on each process, and one whose data ends "
-            "early may have none. Leave static_graph out, or make the first update before join_uneven_inputs."
+            "static_graph=True does not work with join_uneven_inputs before the first update: DDP learns the graph "
+            "from a first backward on each rank, and a rank whose data ends early may have none. Leave static_graph "
+            "out, or make the first update before join_uneven_inputs."
         )
-    if leaves_gradients and any(hook is not _send for hook, _ in model._comm_hooks):
+    if leaves_gradients and any(hook is not _reduce_bucket for hook, _ in model._comm_hooks):
         raise UnsupportedError(
-            "This model has a communication hook of its own, through which a process whose data ends within a window "
-            "cannot hand over its gradients. Choose one by DistributedDataParallelKwargs(comm_hook=…)."
+            "This model has a communication hook of your own, with which a rank whose data ends within an accumulation "
+            "window cannot contribute its gradients. Choose a hook by DistributedDataParallelKwargs(comm_hook=…)."
         )
 
 
@@ -277,7 +286,7 @@ def _check_can_join(model: Joinable, leaves_gradients: bool) -> None:
 def _reducing(model: DistributedDataParallel) -> Generator[None]:
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
-    # The forward ran without preparing the reducer; an empty list says that all parameters will be used.
+    # The forward did not prepare the reducer; an empty list means that the backward uses all parameters.
     model.reducer.prepare_for_backward([])
     try:
         yield

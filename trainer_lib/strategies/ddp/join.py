@@ -1,7 +1,7 @@
-"""This file is joining: processes whose data ends early take part in the updates of the others.
+"""Training on uneven inputs with DDP: ranks whose data ends early take part in the updates of the other ranks.
 
-Torch's `Join` answers, on a process without data, each message of those that still train: with gradients of zero. Here
-it also answers with what the process has left in an unfinished window, and says what that weighs.
+On a rank without data, torch's `Join` answers each collective of the ranks that still train with gradients of zero.
+`Joining` also contributes the rank's gradients of an unfinished accumulation window, and their weight.
 """
 
 import warnings
@@ -16,21 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.strategies.base import Joined
+from trainer_lib.strategies.base import JoinOutcome, Leftovers
 from trainer_lib.strategies.grad_norm import weight_dtype
 
-# The models whose windows this process leaves unfinished, and what their losses weigh.
-Leftovers = dict[nn.Module, float | Tensor]
 
-
-class Joining(Joined):
-    """The block of a loop whose data may end early on some processes.
+class Joining(JoinOutcome):
+    """The context of a training loop in which some ranks may run out of data early.
 
     Args:
-        group: The processes.
-        device: The device of this one.
-        joinables: Whose messages to answer.
-        leftovers: Asked at the end of this process's data.
+        group: The process group of all ranks.
+        device: The device of this rank.
+        joinables: The models and other objects whose collectives to answer.
+        leftovers: Returns, at the end of this rank's data, the models with unfinished windows and their weights.
     """
 
     def __init__(
@@ -43,22 +40,22 @@ class Joining(Joined):
         super().__init__()
         self._group, self._device, self._leftovers = group, device, leftovers
         self._joinables = list(joinables)
-        self._left: Leftovers = {}
+        self._remaining: Leftovers = {}
 
     def __enter__(self) -> "Joining":
         self._before = [joinable._join_config for joinable in self._joinables]
-        self._ending = _Ending(self._joinables[0])
-        self._join = Join([*self._joinables, self._ending])
-        self._handles = [handle for one in self._joinables for handle in _only_training_shares(one)]
+        self._last_joiner = _LastJoiner(self._joinables[0])
+        self._join = Join([*self._joinables, self._last_joiner])
+        self._handles = [handle for joinable in self._joinables for handle in _sync_only_in_training(joinable)]
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         try:
             if kind is None:
-                self._left = self._leftovers()
+                self._remaining = self._leftovers()
                 with warnings.catch_warnings():  # Join changes the filters
                     self._join.__exit__(None, None, None)
-                self.source = self._made_all_updates()
+                self.source = self._rank_with_all_updates()
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -66,33 +63,33 @@ class Joining(Joined):
                 joinable._join_config = config
 
     def total_weight(self, model: nn.Module, weight: Tensor | None) -> Tensor:
-        """Return what the losses of a backward weigh a process, on average: with it go the leftovers of `model`."""
+        """Return the mean over ranks of the weight of a backward's losses, including the leftovers of `model`."""
         local = torch.zeros(1, device=self._device, dtype=weight_dtype(self._device)) if weight is None else weight
-        if model in self._left:
-            local = local + self._left[model]
+        if model in self._remaining:
+            local = local + self._remaining[model]
         return self._group.all_reduce(local)[0] / self._group.size
 
     def fill(self, model: nn.Module, bucket: dist.GradBucket) -> None:
-        """Put the gradients of an unfinished window into a bucket, which has none on a process without data."""
-        if model not in self._left:
+        """Copy the gradients of an unfinished window into a bucket, which holds zeros on a rank without data."""
+        if model not in self._remaining:
             return
         for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
             if parameter.grad is not None:
                 gradient.copy_(parameter.grad)
         if bucket.is_last():
-            del self._left[model]
-            self.given.append(model)
+            del self._remaining[model]
+            self.contributed.append(model)
 
-    def _made_all_updates(self) -> int | None:
-        """Return the process that went on to the end, if not all did."""
-        is_last, rank = self._ending.is_last, self._group.rank
-        told = torch.tensor([rank if is_last else -1, int(not is_last)], device=self._device)
-        source, some_were_early = self._group.all_reduce(told, "max").tolist()
+    def _rank_with_all_updates(self) -> int | None:
+        """Return a rank that made all updates, or `None` if all ranks did."""
+        is_last, rank = self._last_joiner.is_last, self._group.rank
+        flags = torch.tensor([rank if is_last else -1, int(not is_last)], device=self._device)
+        source, some_were_early = self._group.all_reduce(flags, "max").tolist()
         return int(source) if some_were_early else None
 
 
-class _Ending(Joinable, JoinHook):
-    """Sends nothing itself, and learns who was last."""
+class _LastJoiner(Joinable, JoinHook):
+    """Records whether this rank was among the last to run out of data; runs no collectives."""
 
     is_last = False
 
@@ -107,21 +104,21 @@ class _Ending(Joinable, JoinHook):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the messages."""
+        """The device of the collectives."""
         return self._like.join_device
 
     @property
     def join_process_group(self) -> Any:
-        """The processes."""
+        """The process group of the collectives."""
         return self._like.join_process_group
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Learn it."""
+        """Record whether this rank was among the last."""
         self.is_last = is_last_joiner
 
 
-def _only_training_shares(joinable: Joinable) -> list[RemovableHandle]:
-    """Keep forwards without gradients to this process: there is no backward for the others to answer."""
+def _sync_only_in_training(joinable: Joinable) -> list[RemovableHandle]:
+    """Run forwards without gradients locally: they have no backward that other ranks could answer."""
     if not isinstance(joinable, DistributedDataParallel):
         return []
     before: list[tuple[Any, bool, bool] | None] = []
@@ -136,8 +133,8 @@ def _only_training_shares(joinable: Joinable) -> list[RemovableHandle]:
 
     def leave(model: DistributedDataParallel, inputs: Any, output: Any) -> None:
         del inputs, output
-        shares = before.pop()
-        if shares is not None:
-            model._join_config, model.require_backward_grad_sync, model.require_forward_param_sync = shares
+        settings = before.pop()
+        if settings is not None:
+            model._join_config, model.require_backward_grad_sync, model.require_forward_param_sync = settings
 
     return [joinable.register_forward_pre_hook(enter), joinable.register_forward_hook(leave, always_call=True)]

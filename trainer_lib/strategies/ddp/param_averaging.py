@@ -1,4 +1,4 @@
-"""This file is averaging weights over processes, many in one message."""
+"""Average parameters or gradients over ranks, many tensors in one all-reduce."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ _BYTES_A_MESSAGE = 25 * 2**20
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Overwrite tensors with their mean over the processes; 16-bit ones are summed in 32 bits and rounded once."""
+    """Overwrite tensors with their mean over the ranks; 16-bit tensors are summed in 32 bits and rounded once."""
     for chosen in _messages(tensors):
         dtype = torch.promote_types(chosen[0].dtype, torch.float32)
         flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in chosen])
@@ -23,23 +23,23 @@ def average(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Sequence[Tensor], cargo: Tensor, group: ProcessGroup) -> None:
-    """Overwrite gradients, and a cargo that travels with them, with their mean over the processes.
+def average_gradients(parameters: Sequence[Tensor], extra_values: Tensor, group: ProcessGroup) -> None:
+    """Overwrite gradients and `extra_values` with their mean over the ranks.
 
-    A parameter without a gradient adds nothing; one that has none on any process gets none.
+    A parameter without a gradient on this rank counts as zero; one without a gradient on any rank gets none.
     """
     has_any = torch.tensor([float(parameter.grad is not None) for parameter in parameters], dtype=torch.float32)
-    freight = torch.cat([cargo, has_any.to(cargo)])
+    header = torch.cat([extra_values, has_any.to(extra_values)])
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    average([freight, *gradients], group)
-    cargo.copy_(freight[: cargo.numel()])
-    for parameter, share in zip(parameters, freight[cargo.numel() :].tolist(), strict=True):
-        if not share:
+    average([header, *gradients], group)
+    extra_values.copy_(header[: extra_values.numel()])
+    for parameter, ranks_with_gradient in zip(parameters, header[extra_values.numel() :].tolist(), strict=True):
+        if not ranks_with_gradient:
             parameter.grad = None
 
 

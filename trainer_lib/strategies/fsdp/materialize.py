@@ -1,10 +1,10 @@
-"""This file is how values come into a sharded model: from the main process, one tensor at a time.
+"""Fill a sharded model with rank 0's weights, one tensor at a time.
 
-A model is emptied before it is sharded and filled afterwards, so no process ever holds more of it on its device than
-its shards and the one tensor that is on the way.
+A model is emptied before it is sharded and filled afterwards, so a rank's device holds at most its shards and the one
+tensor that is being broadcast.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from trainer_lib.process_group import ProcessGroup
 
 
 def materialize(model: nn.Module, initialize: Callable[[nn.Module], Any] | None) -> None:
-    """Give values to the modules of a whole model whose weights are on the meta device.
+    """Initialize the modules of a whole model whose weights are on the meta device.
 
     Raises:
-        PreparationError: If a module does not say how.
+        PreparationError: If a module has no way to initialize itself.
     """
-    initialize = initialize or getattr(model, "_init_weights", None)  # transformers' models know for all inside
+    initialize = initialize or getattr(model, "_init_weights", None)  # transformers' models initialize all modules
     tied = find_tied_parameters(model)
     for name, module in model.named_modules():
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
@@ -29,8 +29,8 @@ def materialize(model: nn.Module, initialize: Callable[[nn.Module], Any] | None)
             if reset is None:
                 raise PreparationError(
                     f"{name or 'The model itself'} ({type(module).__name__}) is on the meta device and has no "
-                    "reset_parameters(). Give FullyShardedDataParallelPlugin(param_init_fn=…), a function that gives "
-                    "values to a module, or build the model on the CPU in the main process."
+                    "reset_parameters(). Give FullyShardedDataParallelPlugin(param_init_fn=…), a function that "
+                    "initializes a module, or build the model on the CPU of rank 0."
                 )
             module.to_empty(device="cpu", recurse=False)
             with torch.no_grad():
@@ -39,24 +39,24 @@ def materialize(model: nn.Module, initialize: Callable[[nn.Module], Any] | None)
 
 
 def empty(model: nn.Module, kept: set[nn.Parameter]) -> dict[str, Tensor]:
-    """Take the values of all parameters but the `kept` ones out of a model.
+    """Replace all parameters of a model but the `kept` ones by parameters on the meta device.
 
     Returns:
-        Its parameters and buffers as they were, by name; those under several names by the first of them.
+        The original parameters and buffers by name; a tensor under several names has the first of them.
     """
-    taken = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    originals = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes: dict[Tensor, Tensor] = {}
     for parameter in model.parameters():
         if parameter not in kept:
-            # Contiguous, whatever the strides of the whole: shards have to be.
+            # Contiguous, whatever the strides of the whole tensor: shards must be contiguous.
             shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             shapes[parameter] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
     replace(model, shapes)
-    return taken
+    return originals
 
 
 def allocate(model: nn.Module, device: torch.device, shards_on: torch.device) -> None:
-    """Give memory to all that is still on the meta device."""
+    """Allocate memory for all tensors that are still on the meta device."""
     storage: dict[Tensor, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         place = shards_on if hasattr(tensor, "_local_tensor") else device
@@ -70,10 +70,10 @@ def allocate(model: nn.Module, device: torch.device, shards_on: torch.device) ->
 
 
 def replace(model: nn.Module, new: Mapping[Tensor, Tensor]) -> None:
-    """Put new tensors in the places of old ones, under each of their names."""
-    for places, name, tensor in list(_places(model)):
+    """Replace old tensors by new ones, under each of their names."""
+    for owner, name, tensor in list(_named_slots(model)):
         if tensor in new:
-            places[name] = new[tensor]
+            owner[name] = new[tensor]
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def fill(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Give tensors their values, by name: those of the main process, or without a `group` each process its own."""
+    """Copy values into tensors, by name: rank 0's values, or without a `group` each rank's own values."""
     for name, target in targets.items():
         if group is None or group.rank == 0:
             whole = values[name].detach().to(device, target.dtype)
@@ -95,23 +95,20 @@ def fill(
 
 
 def write(target: Any, whole: Tensor) -> None:
-    """Overwrite a tensor, or this process's shard of one, with a whole one."""
+    """Overwrite a tensor, or this rank's shard of it, with a whole tensor."""
     if not hasattr(target, "_local_tensor"):
         target.copy_(whole)
         return
     from torch.distributed.tensor import distribute_tensor
 
-    # src_data_rank: all have the whole by now, so each cuts its shard out of its own.
+    # src_data_rank=None: each rank has the whole tensor by now, and cuts its shard out of it.
     shard: Any = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     target._local_tensor.copy_(shard._local_tensor)
 
 
-def _places(model: nn.Module) -> Iterable[tuple[dict[str, Any], str, Tensor]]:
-    def all_places() -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-        for module in model.modules():
-            for places in (module._parameters, module._buffers):
-                for name, tensor in places.items():
-                    if tensor is not None:
-                        yield places, name, tensor
-
-    return all_places()
+def _named_slots(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    for module in model.modules():
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is not None:
+                    yield owner, name, tensor

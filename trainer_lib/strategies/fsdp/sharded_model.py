@@ -1,4 +1,4 @@
-"""This file is one sharded model: how it is taken apart, and what is asked of all its blocks."""
+"""`ShardedModel`: shards a model with `fully_shard`, and controls the synchronization of its blocks."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,9 @@ from trainer_lib.modules.names import canonical_name
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
-from trainer_lib.strategies.fsdp.replicated_params import Replicas
+from trainer_lib.strategies.fsdp.replicated_params import ReplicatedParameters
 from trainer_lib.strategies.fsdp.wrap_policy import ignored_modules, modules_to_wrap
-from trainer_lib.strategies.validate import refuse_what_is_not_whole
+from trainer_lib.strategies.validate import check_has_whole_weights
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -26,11 +26,11 @@ class ShardedModel:
     """A model that `fully_shard` was applied to, in place.
 
     Args:
-        model: The model, on any device; on the meta device, if the main process can give it values.
-        plugin: How to shard.
-        arguments: What `fully_shard` is told for each module.
-        group: The processes.
-        device: The device of this one.
+        model: The model, on any device; on the meta device, if rank 0 can initialize it.
+        plugin: The options of sharding.
+        arguments: Arguments of `fully_shard` for each module.
+        group: The process group of all ranks.
+        device: The device of this rank.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ShardedModel:
         group: ProcessGroup,
         device: torch.device,
     ) -> None:
-        refuse_what_is_not_whole(model)
+        check_has_whole_weights(model)
         self.model = model
         self.withholds_gradients = False
         self._plugin, self._group, self._device = plugin, group, device
@@ -50,48 +50,48 @@ class ShardedModel:
         if plugin.activation_checkpointing:
             checkpoint_activations(model, list(wrapped.values()))
         self._before = dict(model.named_parameters())
-        self._agree()
+        self._materialize_on_rank_zero()
         kept = {p for module in ignored for p in module.parameters(recurse=False)}
-        kept |= {p for p in model.parameters() if p.dim() == 0 or not p.numel()}  # nothing to share
-        kept |= _beside_statistics(model, arguments.get("mp_policy"))
+        kept |= {p for p in model.parameters() if p.dim() == 0 or not p.numel()}  # cannot be sharded
+        kept |= _normalization_weights(model, arguments.get("mp_policy"))
         _check_types(model, list(wrapped.values()), kept)
         values = materialize.empty(model, kept)
         self._blocks = _sharded(model, list(wrapped.values()), plugin, {**arguments, "ignored_params": kept})
         self._fill(values)
-        # Whatever a forward has left whole, all that looks at weights between two steps should see shards.
+        # Code that reads weights between two steps should see shards, even after a forward without a backward.
         model.register_forward_hook(self._after_forward, always_call=True)
         self.whole = {name: p for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
-        self.replicas = Replicas(self.whole.values(), group)
+        self.replicas = ReplicatedParameters(self.whole.values(), group)
 
-    def successors(self) -> dict[Tensor, nn.Parameter]:
-        """Return which parameter took the place of each one that was replaced; once, since the old ones are large."""
+    def take_replacements(self) -> dict[Tensor, nn.Parameter]:
+        """Return the new parameter of each replaced one, and release the old ones, which are large. Call it once."""
         before, self._before = self._before, {}
-        found: dict[Tensor, nn.Parameter] = {}
+        replacements: dict[Tensor, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters():
             if before[name] is not parameter:
-                for note, value in vars(before[name]).items():  # libraries leave some on a weight
-                    setattr(parameter, note, value)
-                found[before[name]] = parameter
-        return found
+                for attribute, value in vars(before[name]).items():  # libraries set attributes on weights
+                    setattr(parameter, attribute, value)
+                replacements[before[name]] = parameter
+        return replacements
 
     def set_synchronizing(self, synchronizes: bool) -> None:
-        """Say whether backwards reduce the gradients over the processes."""
+        """Set whether backwards reduce the gradients over the ranks."""
         self.replicas.synchronizes = synchronizes
         for block in self._blocks:
             block.set_requires_gradient_sync(synchronizes, recurse=False)
 
     @property
     def synchronizes(self) -> bool:
-        """Whether backwards reduce the gradients over the processes."""
+        """Whether backwards reduce the gradients over the ranks."""
         return self.replicas.synchronizes
 
     def reshard(self) -> None:
-        """Drop what is whole here of the weights."""
+        """Free whole weights that this rank has gathered."""
         for block in self._blocks:
             block.reshard()
 
     def shards_of_whole(self) -> dict[Tensor, Tensor]:
-        """Return the shard of each weight that is whole here now, and drop what is whole."""
+        """Return the shard of each weight that is gathered now, and free the whole weights."""
         before = list(self.model.named_parameters())
         self.reshard()
         after = dict(self.model.named_parameters())
@@ -102,11 +102,11 @@ class ShardedModel:
         if torch.is_grad_enabled():
             self.withholds_gradients = not self.synchronizes
             self.replicas.watch(outputs)
-        else:  # no backward will come that would do it
+        else:  # no backward follows that would reshard
             self.reshard()
 
-    def _agree(self) -> None:
-        """Give the main process's weights values, and raise on all processes if one cannot go on."""
+    def _materialize_on_rank_zero(self) -> None:
+        """Initialize rank 0's weights on the meta device; raise on all ranks if that fails or the models differ."""
         error = HeldError("prepare", PreparationError)
         with error.held():
             if not self._plugin.sync_module_states:
@@ -138,9 +138,9 @@ def _sharded(
     from torch.distributed.fsdp import fully_shard
 
     reshard = plugin.reshard_after_forward
-    # Inner ones first: each takes what is not taken yet.
+    # Inner modules first: each one takes the parameters that no other has taken.
     blocks = [fully_shard(m, reshard_after_forward=reshard, **arguments) for m in reversed(inner)][::-1]
-    # What the whole model shares is needed as its backward begins, so freeing it after the forward saves nothing.
+    # The root's parameters are needed at the start of the backward, so freeing them after the forward saves nothing.
     root = fully_shard(model, reshard_after_forward=False if reshard is False else None, **arguments)
     if plugin.forward_prefetch:
         for block, following in zip([root, *blocks], blocks, strict=False):
@@ -148,10 +148,10 @@ def _sharded(
     return [root, *blocks]
 
 
-def _beside_statistics(model: nn.Module, policy: Any) -> set[nn.Parameter]:
-    """Return the weights of layers with running statistics, which compute with both, if gathering changed their type.
+def _normalization_weights(model: nn.Module, policy: Any) -> set[nn.Parameter]:
+    """Return the weights of layers with running statistics, if FSDP would gather them in another type.
 
-    torch knows no BatchNorm of 16-bit weights and statistics in 32 bits; with both in 32 it takes 16-bit inputs.
+    torch's BatchNorm does not take 16-bit weights with 32-bit statistics; with both in 32 bits it takes 16-bit inputs.
     """
     layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
     weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}
@@ -160,20 +160,20 @@ def _beside_statistics(model: nn.Module, policy: Any) -> set[nn.Parameter]:
 
 
 def _check_types(model: nn.Module, inner: Sequence[nn.Module], kept: set[nn.Parameter]) -> None:
-    """Raise where what is reduced together is of several types, which torch would tell in the first backward only."""
+    """Raise if parameters that FSDP reduces together have several types; torch would raise in the first backward."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[Tensor] = set(kept)
     for module in (*reversed(inner), model):
-        own = [p for p in module.parameters() if p.requires_grad and p not in taken]
-        taken.update(own)
+        reduced_together = [p for p in module.parameters() if p.requires_grad and p not in taken]
+        taken.update(reduced_together)
         types: dict[torch.dtype, str] = {}
-        for parameter in own:
+        for parameter in reduced_together:
             types.setdefault(parameter.dtype, names[parameter])
         if len(types) > 1:
-            (first, one), (second, other), *_ = types.items()
+            (first, name), (second, other_name), *_ = types.items()
             raise PreparationError(
-                f"{one} is trained in {first} and {other} in {second}, and FSDP reduces them together "
-                f"({type(module).__name__}). Bring what is trained to one type, as by model.float()."
+                f"{name} is trained in {first} and {other_name} in {second}, and FSDP reduces them together "
+                f"({type(module).__name__}). Convert the trained parameters to one type, for example by model.float()."
             )
 
 
@@ -181,8 +181,8 @@ def _refuse_meta(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise PreparationError(
-                f"{name} is on the meta device, and sync_module_states=False lets each process start from its own "
-                "weights. Leave sync_module_states out, and all start from the main process's."
+                f"{name} is on the meta device, and with sync_module_states=False each rank starts from its own "
+                "weights. Leave sync_module_states out, so that all ranks start from rank 0's weights."
             )
 
 
@@ -190,5 +190,5 @@ def _other_model(rank: int, first: list[Any], other: list[Any]) -> PreparationEr
     pairs = [(a, b) for a, b in zip(first, other, strict=False) if a != b]
     where = f"{pairs[0][0]} and {pairs[0][1]}" if pairs else f"{len(first)} and {len(other)} tensors"
     return PreparationError(
-        f"The main process and process {rank} prepare different models: {where}. Build the same model on all."
+        f"Rank 0 and rank {rank} prepare different models: {where}. Build the same model on all ranks."
     )

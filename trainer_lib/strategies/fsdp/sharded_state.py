@@ -1,6 +1,6 @@
-"""This file is the states of sharded models and their optimizers: made whole in the main process, and taken up again.
+"""State dicts of sharded models and their optimizers: gathered to rank 0, and loaded again.
 
-Whole tensors travel one at a time, so no process needs more memory than its shards and one of them.
+Whole tensors are gathered and broadcast one at a time, so a rank needs memory for its shards and one whole tensor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,11 @@ from trainer_lib.strategies.optimizer_state_names import load_named_state, named
 
 
 def model_state(model: nn.Module, group: ProcessGroup, device: torch.device, whole: bool) -> dict[str, Any]:
-    """Return the model's tensors: shards, or whole ones on the CPU of the main process and none elsewhere."""
+    """Return the model's tensors: shards, or whole tensors on rank 0's CPU and none on the other ranks."""
     state = module_state(model)
     if not whole:
         return state
-    seen: dict[int, Any] = {}  # a tensor under several names travels once
+    seen: dict[int, Any] = {}  # gathers a tensor under several names once
     for name, value in module_state_with_variables(model).items():
         if id(value) not in seen:
             seen[id(value)] = _whole(state[name], group, device)
@@ -32,17 +32,17 @@ def model_state(model: nn.Module, group: ProcessGroup, device: torch.device, who
 
 
 def module_state_with_variables(model: nn.Module) -> dict[str, Any]:
-    """Return the parameters and buffers themselves, whose identity tells which names are one tensor."""
+    """Return the parameters and buffers themselves, whose identity shows which names share a tensor."""
     return {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def load_model_state(
     model: nn.Module, state: Mapping[str, Any], group: ProcessGroup, device: torch.device, strict: bool
 ) -> None:
-    """Take up whole tensors from the main process, or each process its own shards.
+    """Load whole tensors from rank 0, or each rank's own shards.
 
     Raises:
-        StateError: On all processes, if names (with `strict`) or shapes differ.
+        StateError: On all ranks, if names (with `strict`) or shapes differ.
     """
 
     def checked() -> tuple[bool, list[str], dict[str, Any]]:
@@ -51,8 +51,8 @@ def load_model_state(
         return _holds_shards(tensors.values()), list(tensors), {k: v for k, v in state.items() if k not in tensors}
 
     are_shards, names, extras = run_on_main_process(group, "load_state_dict", checked)
-    own = module_state_with_variables(model)
-    targets = {id(own[name]): (name, own[name].detach()) for name in names if name in own}
+    tensors = module_state_with_variables(model)
+    targets = {id(tensors[name]): (name, tensors[name].detach()) for name in names if name in tensors}
     if are_shards:
         with torch.no_grad():
             for name, target in targets.values():
@@ -60,7 +60,7 @@ def load_model_state(
     else:
         materialize.fill(dict(targets.values()), state, group, device)
     for name, value in extras.items():
-        if name in own:
+        if name in tensors:
             owner, _, _ = name.rpartition(".")
             model.get_submodule(owner).set_extra_state(value)
 
@@ -68,11 +68,11 @@ def load_model_state(
 def optimizer_state(
     optimizer: Optimizer, models: Sequence[nn.Module], group: ProcessGroup, device: torch.device, whole: bool
 ) -> dict[str, Any]:
-    """Return the optimizer's state by names: shards, or whole tensors in the main process and nothing elsewhere."""
+    """Return the optimizer's state by names: shards, or whole tensors on rank 0 and nothing on the other ranks."""
     state = named_state(optimizer, models)
     if not whole:
         return state
-    state["state"] = _by_name(state, lambda name, value: _whole(value, group, device))
+    state["state"] = _mapped(state, lambda name, value: _whole(value, group, device))
     return state if group.rank == 0 else {}
 
 
@@ -83,40 +83,40 @@ def load_optimizer_state(
     group: ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Take up whole tensors from the main process, or each process its own shards.
+    """Load whole tensors from rank 0, or each rank's own shards.
 
     Raises:
-        StateError: On all processes, if its groups hold other parameters.
+        StateError: On all ranks, if its groups hold other parameters.
     """
     by_id = {id(parameter): parameter for model in models for parameter in model.parameters()}
     parameters = {name: by_id[key] for key, name in parameter_names(models).items()}
 
-    def described() -> tuple[bool, dict[str, Any]]:
+    def skeleton_on_rank_zero() -> tuple[bool, dict[str, Any]]:
         tensors = [v for values in state["state"].values() if isinstance(values, dict) for v in values.values()]
         are_shards = _holds_shards(tensors)
-        return are_shards, {} if are_shards else _described(state, parameters)
+        return are_shards, {} if are_shards else _skeleton(state, parameters)
 
-    are_shards, skeleton = run_on_main_process(group, "load_state_dict", described)
+    are_shards, skeleton = run_on_main_process(group, "load_state_dict", skeleton_on_rank_zero)
     if are_shards:
         load_named_state(optimizer, models, state)
         return
     for name, values in skeleton["state"].items():
         for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, _Description):
-                target = value.made_like(parameters[name])
+            if isinstance(value, _TensorSpec):
+                target = value.empty_for(parameters[name])
                 whole = {key: state["state"][name][key]} if group.rank == 0 else {}
                 materialize.fill({key: target}, whole, group, device)
                 values[key] = target
     load_named_state(optimizer, models, skeleton)
 
 
-class _Description:
-    """A tensor that belongs to a sharded parameter, as the other processes hear of it."""
+class _TensorSpec:
+    """The shape and type of a state tensor of a sharded parameter, sent to the other ranks."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
 
-    def made_like(self, parameter: Any) -> Tensor:
+    def empty_for(self, parameter: Any) -> Tensor:
         if self.shape == parameter.shape:
             return torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
         from torch.distributed.tensor import Replicate, distribute_tensor
@@ -126,20 +126,20 @@ class _Description:
         return distribute_tensor(empty, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
 
 
-def _described(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state with descriptions in the place of what is to be sharded; the rest can travel as it is."""
+def _skeleton(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the state with a `_TensorSpec` for each tensor to shard; other values are small enough to broadcast."""
 
-    def described(name: str, value: Any) -> Any:
+    def spec_or_value(name: str, value: Any) -> Any:
         sharded = hasattr(parameters.get(name), "_local_tensor")
-        return _Description(value) if sharded and isinstance(value, Tensor) and value.dim() else value
+        return _TensorSpec(value) if sharded and isinstance(value, Tensor) and value.dim() else value
 
-    return {**state, "state": _by_name(state, described)}
+    return {**state, "state": _mapped(state, spec_or_value)}
 
 
-def _by_name(state: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return the part of each parameter with its values changed; what optimizers note for themselves stays."""
+def _mapped(state: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return the states of parameters with a function applied to each value; other entries stay unchanged."""
     return {
-        name: {key: change(name, value) for key, value in values.items()} if isinstance(values, dict) else values
+        name: {key: function(name, value) for key, value in values.items()} if isinstance(values, dict) else values
         for name, values in state["state"].items()
     }
 
@@ -149,7 +149,7 @@ def _whole(value: Any, group: ProcessGroup, device: torch.device) -> Any:
         return value
     sharded: Any = value.detach()
     if hasattr(sharded, "_local_tensor"):
-        # To the device first: the processes may only be able to talk from there.
+        # Move to the device first: the backend may only communicate from there.
         sharded = sharded.to(device).full_tensor()
     return sharded.cpu() if group.rank == 0 else None
 

@@ -1,4 +1,4 @@
-"""This file is the choice of the modules that are sharded on their own, so that only one is whole at a time."""
+"""Choose the modules that FSDP shards separately, so that only one of them is gathered at a time."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -11,19 +11,19 @@ from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.modules.blocks import repeated_blocks
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 
-# They have no forward, which is where weights are gathered.
+# FSDP gathers weights in a module's forward, and these modules have none.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-# Its forward takes the weights of the modules inside instead of calling them.
+# The forward of these reads the weights of inner modules instead of calling those modules.
 _LEAVES = (nn.MultiheadAttention,)
 
 
 def modules_to_wrap(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: set[nn.Module]
 ) -> dict[str, nn.Module]:
-    """Return the modules inside `model` to shard on their own, by name, in the order of the model.
+    """Return the modules inside `model` to shard separately, by name, in the order of the model.
 
     Raises:
-        ConfigurationError: If a class that is named is not in the model.
+        ConfigurationError: If the model has no module of a named class.
     """
     chosen = _chosen(model, plugin, ignored)
     return {
@@ -34,35 +34,39 @@ def modules_to_wrap(
         and module not in ignored
         and not isinstance(module, _CONTAINERS)
         and any(True for _ in module.parameters())
-        and not _is_tied_to_others(model, module)
+        and not _shares_weights_outside(model, module)
     }
 
 
-def ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | None) -> set[nn.Module]:
-    """Return the modules to leave whole, with all that is inside of them.
+def ignored_modules(model: nn.Module, option: Iterable[nn.Module] | str | None) -> set[nn.Module]:
+    """Return the modules to leave whole, including their inner modules.
+
+    Args:
+        model: The model.
+        option: The plugin's `ignored_modules`: modules, or a pattern for their names.
 
     Raises:
-        ConfigurationError: If one is not in the model, or a pattern matches no name.
+        ConfigurationError: If a module is not in the model, or the pattern matches no name.
     """
-    if given is None:
+    if option is None:
         return set()
-    inside = set(model.modules())
-    if isinstance(given, str):
-        named = [module for name, module in model.named_modules() if re.fullmatch(given, name)]
-        if not named:
+    known = set(model.modules())
+    if isinstance(option, str):
+        ignored = [module for name, module in model.named_modules() if re.fullmatch(option, name)]
+        if not ignored:
             names = [name for name, _ in model.named_modules() if name]
             raise ConfigurationError(
-                f"ignored_modules={shown(given)} matches no module's name.{did_you_mean(given, names)} Known: "
+                f"ignored_modules={shown(option)} matches no module's name.{did_you_mean(option, names)} Known: "
                 f"{', '.join(names[:20])}{', …' if len(names) > 20 else ''}."
             )
     else:
-        named = list(given)
-        for module in named:
-            if not isinstance(module, nn.Module) or module not in inside:
+        ignored = list(option)
+        for module in ignored:
+            if not isinstance(module, nn.Module) or module not in known:
                 raise ConfigurationError(
                     f"ignored_modules holds a {type(module).__name__} that is not in this {type(model).__name__}."
                 )
-    return {inner for module in named for inner in module.modules()}
+    return {inner for module in ignored for inner in module.modules()}
 
 
 def _chosen(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: set[nn.Module]) -> set[nn.Module]:
@@ -77,12 +81,12 @@ def _chosen(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: s
         return _by_function(model, policy, ignored)
     if plugin.transformer_cls_names_to_wrap:
         return _of_classes(model, plugin.transformer_cls_names_to_wrap)
-    return _found(model, required=policy == "transformer_based_wrap")
+    return _inferred_blocks(model, required=policy == "transformer_based_wrap")
 
 
-def _found(model: nn.Module, required: bool) -> set[nn.Module]:
-    own: set[str] = set(getattr(model, "_no_split_modules", None) or ())
-    chosen = {module for module in model.modules() if type(module).__name__ in own}
+def _inferred_blocks(model: nn.Module, required: bool) -> set[nn.Module]:
+    declared: set[str] = set(getattr(model, "_no_split_modules", None) or ())
+    chosen = {module for module in model.modules() if type(module).__name__ in declared}
     chosen = chosen or set(repeated_blocks(model).values())
     if required and not chosen:
         raise ConfigurationError(
@@ -92,19 +96,19 @@ def _found(model: nn.Module, required: bool) -> set[nn.Module]:
     return chosen
 
 
-def _of_classes(model: nn.Module, wanted: Sequence[str | type]) -> set[nn.Module]:
+def _of_classes(model: nn.Module, classes: Sequence[str | type]) -> set[nn.Module]:
     chosen: set[nn.Module] = set()
-    for one in wanted:
+    for kind in classes:
         matching = {
             module
             for module in model.modules()
-            if (isinstance(module, one) if isinstance(one, type) else type(module).__name__ == one)
+            if (isinstance(module, kind) if isinstance(kind, type) else type(module).__name__ == kind)
         }
         if not matching:
-            name = one.__name__ if isinstance(one, type) else one
+            name = kind.__name__ if isinstance(kind, type) else kind
             known = _class_names(model)
             raise ConfigurationError(
-                f"No module of this {type(model).__name__} is a {name!r}, which is to be sharded on its own."
+                f"This {type(model).__name__} has no module of the class {name!r} to shard separately."
                 f"{did_you_mean(name, known)} Known: {', '.join(known)}."
             )
         chosen |= matching
@@ -123,7 +127,7 @@ def _at_least(size: int) -> Callable[..., Any]:
 
 
 def _by_function(model: nn.Module, policy: Callable[..., Any], ignored: set[nn.Module]) -> set[nn.Module]:
-    """Ask a function as FSDP1 does: may I look inside, and is what is left here to be sharded on its own?"""
+    """Ask a policy function as FSDP1 does: whether to descend into a module, and whether to shard what remains."""
     chosen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
@@ -149,13 +153,13 @@ def _ask(policy: Callable[..., Any], module: nn.Module, recurse: bool, size: int
     return answer
 
 
-def _is_tied_to_others(model: nn.Module, module: nn.Module) -> bool:
-    """Whether the module shares a weight with one outside of it; the two have to be gathered together."""
+def _shares_weights_outside(model: nn.Module, module: nn.Module) -> bool:
+    """Whether the module shares a weight with a module outside of it; the two must be gathered together."""
     inside = set(module.modules())
-    own = {id(parameter) for one in inside for parameter in one.parameters(recurse=False)}
+    weights = {id(parameter) for inner in inside for parameter in inner.parameters(recurse=False)}
     return any(
-        id(parameter) in own
-        for other in model.modules()
-        if other not in inside
-        for parameter in other.parameters(recurse=False)
+        id(parameter) in weights
+        for outside in model.modules()
+        if outside not in inside
+        for parameter in outside.parameters(recurse=False)
     )

@@ -42,7 +42,7 @@ class PeftCheckpoints:
     def exclude_base_weights(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """Take them out of what is about to be saved, and note what they look like."""
         accelerator = self._accelerator
-        if accelerator.strategy.hands_out:  # no process has whole weights to look at
+        if accelerator.strategy.gathers_to_rank_zero:  # no process has whole weights to look at
             return
         if len(weights) != len(models):  # another hook has its own way with them
             return
@@ -62,7 +62,7 @@ class PeftCheckpoints:
     def restore_base_weights(self, models: list[nn.Module], folder: str) -> None:
         """Load the models that lack them in a checkpoint, with those that they were made with."""
         noted = _noted(Path(folder))
-        if noted and self._accelerator.strategy.hands_out:
+        if noted and self._accelerator.strategy.gathers_to_rank_zero:
             raise UnsupportedError(
                 f"{folder} has the adapters of a model alone, and here the model is sharded. Go on without shards, or "
                 "begin a new run."

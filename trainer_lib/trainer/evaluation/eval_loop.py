@@ -224,7 +224,7 @@ class Evaluator:
         run_on_main_process(self._accelerator.group, what, function, DistributedOperationException)
 
     def _evaluated(self, model: Models) -> Any:
-        evaluated = self._accelerator.strategy.evaluated
+        evaluated = self._accelerator.strategy.evaluation_module
         if isinstance(model, nn.Module):
             return evaluated(model)
         return {name: evaluated(one) for name, one in model.items()}

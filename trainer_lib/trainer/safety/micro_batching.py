@@ -98,7 +98,7 @@ class Splitting:
     # -- a window ------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._strategy.begin_apart(self._fitting.models)
+        self._strategy.begin_local_backwards(self._fitting.models)
         self._batches.clear()
         self._drawn = self._generators.state_dict()
         self._mark = self._trainer.averages.mark()
@@ -138,7 +138,7 @@ class Splitting:
         ((_, share),) = window._shares.items()
         spikes = [guard._in_window] if guard.watches_spikes else []
         values = [share.local, *window.notes, *spikes]
-        share.total, *window.heard = self._strategy.put_together(self._fitting.models, values)
+        share.total, *window.heard = self._strategy.end_local_backwards(self._fitting.models, values)
 
     # -- when it did not fit -------------------------------------------------------------------------------------
 
@@ -220,4 +220,4 @@ class Splitting:
                 "processes of a sharded model compute all together. Give a number."
             )
         if args.ddp is not None and not self._is_alone:
-            self._strategy.check_apart()
+            self._strategy.check_local_backwards()

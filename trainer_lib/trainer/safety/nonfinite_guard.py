@@ -87,7 +87,7 @@ class Guard:
         """Clip gradients, and return whether the update may be made; the same on all ranks."""
         run, strategy = self._run, self._run.accelerator.strategy
         run.accelerator.unscale_gradients()
-        parameters = list(strategy.trained(parameters))
+        parameters = list(strategy.current_parameters(parameters))
         norm = run.grad_norm = strategy.grad_norm(parameters, 2.0)
         if self._skipping:
             self._skip_on_device(norm)
@@ -111,7 +111,7 @@ class Guard:
         Clipping by value, for one, makes infinite gradients finite and wrong.
         """
         strategy = self._run.accelerator.strategy
-        parameters = list(strategy.trained(parameters))
+        parameters = list(strategy.current_parameters(parameters))
         norm = strategy.grad_norm(parameters, 2.0)
         if self._skipping:
             self._norm_before = norm

@@ -214,7 +214,7 @@ def _models_kept(trainer: "Trainer") -> Generator[None]:
 def _parameters(trainer: "Trainer", modules: Iterable[nn.Module]) -> list[Any]:
     """Return the parameters, each once; of a sharded model the shards, for what a forward has left whole."""
     found = {id(one): one for module in modules for one in module.parameters()}
-    return list(trainer.accelerator.strategy.trained(found.values()))
+    return list(trainer.accelerator.strategy.current_parameters(found.values()))
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
