@@ -224,8 +224,8 @@ def test_a_run_goes_on_from_the_checkpoint_before(
     (folder,) = (tmp_path / "parts").glob("*/checkpoints")
     harm(folder / "checkpoint-00000006")
     assert one_run(tmp_path / "parts", resume="auto") == whole
-    assert caplog.text.count("It is now called checkpoint-00000006.damaged. Going on from ") == 1
-    assert "Going on from " + str(folder / "checkpoint-00000004") in caplog.text
+    assert caplog.text.count("It is now called checkpoint-00000006.damaged. Resuming from ") == 1
+    assert "Resuming from " + str(folder / "checkpoint-00000004") in caplog.text
     assert (folder / "checkpoint-00000006.damaged").is_dir()
 
 
@@ -235,7 +235,7 @@ def test_a_run_without_any_whole_checkpoint_begins_anew(tmp_path: Path, caplog: 
     (folder,) = (tmp_path / "parts").glob("*/checkpoints/checkpoint-00000002")
     spoil(folder / "model.safetensors")
     assert one_run(tmp_path / "parts", resume="auto") == whole
-    assert "Going on from the beginning." in caplog.text
+    assert "Resuming from the beginning." in caplog.text
 
 
 def test_a_checkpoint_that_was_named_is_not_replaced_by_another(tmp_path: Path) -> None:

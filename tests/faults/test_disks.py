@@ -382,7 +382,7 @@ def ends_unsaved(output: Path, in_background: bool) -> tuple[str, int]:
 def test_a_run_whose_end_is_not_on_disk_is_not_finished(in_background: bool, tmp_path: Path) -> None:
     for said, code in run_world(ends_unsaved, (tmp_path / "runs", in_background), 1, timeout=60):
         assert code == 1
-        assert "trained to its end at step 8, and its last checkpoint could not be written" in said
+        assert "trained all its steps, up to step 8, but its last checkpoint could not be written" in said
         assert "File too large" in said
         assert "The newest checkpoint: step 6" in said
     (file,) = tmp_path.glob("runs/*/run.json")

@@ -27,7 +27,7 @@ class Updates(Callback):
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the gradients of a model by the names of its parameters."""
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 class CompleteUpdates(Updates):
@@ -70,7 +70,7 @@ def assert_updates(actual: Updates, model: nn.Module, losses: Sequence[Callable[
         assert logged == pytest.approx(loss.item(), rel=1e-6)
         expected = gradients_of(model)
         assert gradients.keys() == expected.keys()
-        largest = max(float(one.abs().max()) for one in expected.values())
+        largest = max(float(parameter.abs().max()) for parameter in expected.values())
         assert largest > 1e-4  # else nothing is compared
         for name, gradient in expected.items():
             torch.testing.assert_close(

@@ -48,7 +48,7 @@ class Hub:
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
         if path.endswith("/info/lfs/objects/batch"):
-            return 200, {"objects": [self._place(one) for one in json.loads(body)["objects"]]}
+            return 200, {"objects": [self._place(item) for item in json.loads(body)["objects"]]}
         _, _, _, owner, name, *verb = path.split("/")
         if f"{owner}/{name}" not in self.files or not verb:
             return 404, {"error": "Repository not found"}
@@ -66,7 +66,7 @@ class Hub:
         return 200, told
 
     def _preupload(self, name: str, body: bytes) -> tuple[int, Any]:
-        paths = [one["path"] for one in json.loads(body)["files"]]
+        paths = [file["path"] for file in json.loads(body)["files"]]
         large = {True: "lfs", False: "regular"}
         return 200, {
             "files": [
@@ -75,8 +75,8 @@ class Hub:
             ]
         }
 
-    def _place(self, one: dict[str, Any]) -> dict[str, Any]:
-        return {**one, "actions": {"upload": {"href": f"{self.url}/large/{one['oid']}"}}}
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {**item, "actions": {"upload": {"href": f"{self.url}/large/{item['oid']}"}}}
 
     def _stored(self, oid: str, method: str, body: bytes) -> tuple[int, Any]:
         assert method == "PUT"

@@ -57,7 +57,7 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
     there += _reporting(args, given)
     shows_bar = is_live(sys.stderr) if args.progress_bar is None else args.progress_bar
     there.append(ProgressBar() if shows_bar else Printer())
-    return [one for one in there if not any(type(one) is type(other) for other in given)] + list(given)
+    return [callback for callback in there if not any(type(callback) is type(other) for other in given)] + list(given)
 
 
 def _reporting(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:
@@ -70,10 +70,10 @@ def _reporting(args: TrainingArguments, given: Sequence[Callback]) -> list[Callb
     there = [callback.tracker_name for callback in given]
     names = [str(name) for name in resolve(list(args.report_to), "report_to") if name not in there]
     made = [callback_for(name) for name in names]
-    for one in made:
-        if one.needs_folder and args.output_dir is None:
+    for callback in made:
+        if callback.needs_folder and args.output_dir is None:
             raise ConfigurationError(
-                f"report_to={one.tracker_name!r} writes files, and there is no folder for them. Give output_dir."
+                f"report_to={callback.tracker_name!r} writes files, and there is no folder for them. Give output_dir."
             )
     return list(made)
 
@@ -84,7 +84,7 @@ def optimizers(trainer: "Trainer") -> Optimizer | dict[str, Optimizer]:
     given = trainer.optimizer
     if isinstance(given, Mapping):
         unknown_names = [name for name in given if name not in bare]
-        if unknown_names and not all(isinstance(one, Optimizer) for one in given.values()):
+        if unknown_names and not all(isinstance(optimizer, Optimizer) for optimizer in given.values()):
             if list(bare) == [""]:
                 raise ConfigurationError(
                     f"optimizer names {unknown_names[0]!r}, and there is one model, without a name. Give one "
@@ -94,7 +94,7 @@ def optimizers(trainer: "Trainer") -> Optimizer | dict[str, Optimizer]:
                 f"optimizer names {unknown_names[0]!r}, and the models are {', '.join(bare)}."
                 f"{did_you_mean(unknown_names[0], bare)}"
             )
-        return {name: _optimizer(trainer, one, bare.get(name)) for name, one in given.items()}
+        return {name: _optimizer(trainer, optimizer, bare.get(name)) for name, optimizer in given.items()}
     if given is not None or list(bare) == [""]:
         return _optimizer(trainer, given, next(iter(bare.values())))
     return {name: _optimizer(trainer, None, model) for name, model in bare.items()}

@@ -44,7 +44,11 @@ class FitResult:
         state = RunState.of(facts["state"])
         losses = [entry["loss"] for entry in state.history if "loss" in entry]
         best = state.best
-        at_best = [one["path"] for one in state.checkpoints if best is not None and one["step"] == best.step]
+        at_best = [
+            checkpoint["path"]
+            for checkpoint in state.checkpoints
+            if best is not None and checkpoint["step"] == best.step
+        ]
         seconds = max(state.seconds, 1e-9)
         return cls(
             state=state,
@@ -92,7 +96,7 @@ class FitResult:
         from matplotlib import pyplot
 
         axes = pyplot.subplots()[1] if axes is None else axes
-        for name in names or sorted(one for one in known if one == "loss" or one.endswith("_loss")):
+        for name in names or sorted(name for name in known if name == "loss" or name.endswith("_loss")):
             points = [(entry["step"], entry[name]) for entry in self.history if name in entry]
             axes.plot(*zip(*points, strict=True), label=name, marker="o" if name.startswith("eval_") else None)
         axes.set_xlabel("step")

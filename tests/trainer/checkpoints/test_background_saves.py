@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: the run is the same, and nothing is told before it is there."""
+"""Background saves: they do not change the run, and `on_save_end` fires after the checkpoint is complete."""
 
 import threading
 from importlib import import_module
@@ -16,29 +16,31 @@ from trainer_lib.checkpointing.format.layout import is_committed
 from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.events import Callback, Modifier, Run
 
-import_module("torch._dynamo")  # here, so that not each forked process imports it
+import_module("torch._dynamo")  # imported once here, not in each forked process
 
 
-class Heard(Callback):
-    """Keeps what is told of checkpoints, and whether they were there."""
+class SaveEvents(Callback):
+    """Records the save events, and the checkpoints that did not exist at their event."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int, int]] = []  # what, of which step, at which step
-        self.absent: list[Any] = []
+        self.events: list[tuple[str, int, int]] = []  # the event, the checkpoint's step, the run's step
+        self.missing: list[Any] = []
 
     def on_save_begin(self, run: Run, folder: Path) -> None:
-        self.told.append(("begin", int(folder.name[-8:]), run.state.step))
+        self.events.append(("begin", int(folder.name[-8:]), run.state.step))
 
     def on_save_end(self, run: Run, folder: Path) -> None:
-        self.told.append(("end", int(folder.name[-8:]), run.state.step))
-        self.absent += [path for path in (folder,) if not is_committed(path)]
+        self.events.append(("end", int(folder.name[-8:]), run.state.step))
+        self.missing += [path for path in (folder,) if not is_committed(path)]
 
     def on_step_end(self, run: Run) -> None:
-        self.absent += [one for one in run.state.checkpoints if not is_committed(Path(one["path"]))]
+        self.missing += [
+            checkpoint for checkpoint in run.state.checkpoints if not is_committed(Path(checkpoint["path"]))
+        ]
 
 
 class Gate(Modifier):
-    """Lets the thread write only from a certain step on."""
+    """Blocks the writing thread until a given step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, opens_at: int) -> None:
         self.is_open, self.opens_at = threading.Event(), opens_at
@@ -57,87 +59,89 @@ class Gate(Modifier):
             run.accelerator.wait_for_save()  # so that the step's end finds it written
 
 
-def test_steps_go_on_and_the_end_of_the_first_one_after_the_commit_tells(
+def test_training_continues_during_a_save_and_the_first_step_after_the_commit_fires_on_save_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard = Heard()
+    save_events = SaveEvents()
     args = arguments(output_dir=tmp_path, max_steps=9, save_every=2, keep_last=1, save_in_background=True)
-    result = trainer(args, callbacks=[heard, Gate(monkeypatch, opens_at=4)]).fit()
-    assert heard.told[:4] == [("begin", 2, 2), ("end", 2, 4), ("begin", 4, 4), heard.told[3]]
-    assert [step for what, step, _ in heard.told if what == "end"] == [2, 4, 6, 8, 9]
-    assert heard.absent == []
-    # What goes on from a checkpoint knows of it, and of those before it.
-    assert [one["step"] for one in result.state.checkpoints] == [9]
+    result = trainer(args, callbacks=[save_events, Gate(monkeypatch, opens_at=4)]).fit()
+    assert save_events.events[:4] == [("begin", 2, 2), ("end", 2, 4), ("begin", 4, 4), save_events.events[3]]
+    assert [step for event, step, _ in save_events.events if event == "end"] == [2, 4, 6, 8, 9]
+    assert save_events.missing == []
+    # A run that resumes from a checkpoint lists this one and the earlier ones.
+    assert [checkpoint["step"] for checkpoint in result.state.checkpoints] == [9]
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-00000009"]
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_synchronous_save_tells_at_once(tmp_path: Path, in_background: bool) -> None:
-    heard = Heard()
+def test_a_synchronous_save_fires_on_save_end_at_once(tmp_path: Path, in_background: bool) -> None:
+    save_events = SaveEvents()
     args = arguments(output_dir=tmp_path, max_steps=4, save_every=2, save_in_background=in_background)
-    trainer(args, callbacks=[heard]).fit()
-    assert heard.absent == []
-    ends = [(step, at) for what, step, at in heard.told if what == "end"]
+    trainer(args, callbacks=[save_events]).fit()
+    assert save_events.missing == []
+    ends = [(step, at) for event, step, at in save_events.events if event == "end"]
     assert [step for step, _ in ends] == [2, 4]
     if not in_background:
         assert ends == [(2, 2), (4, 4)]
 
 
-def test_the_run_and_its_resumption_are_the_same_either_way(tmp_path: Path) -> None:
+def test_a_run_and_its_resume_are_the_same_with_background_and_synchronous_saves(tmp_path: Path) -> None:
     whole = run(tmp_path / "now", {"save_in_background": False}, points())
     assert run(tmp_path / "behind", {"save_in_background": True}, points()) == whole
     assert run(tmp_path / "parts", {"save_in_background": True}, points(), dies_at=7) is None
     assert run(tmp_path / "parts", {"save_in_background": True}, points(), resume="auto") == whole
 
 
-def test_an_exception_waits_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_waits_for_the_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = CheckpointWriter.write
 
-    def slowly(saving: CheckpointWriter, *arguments: Any) -> None:
+    def write_slowly(saving: CheckpointWriter, *arguments: Any) -> None:
         threading.Event().wait(0.2)
         return write(saving, *arguments)
 
-    monkeypatch.setattr(CheckpointWriter, "write", slowly)
+    monkeypatch.setattr(CheckpointWriter, "write", write_slowly)
     args = arguments(output_dir=tmp_path, save_every=2, save_in_background=True)
-    one = trainer(args, callbacks=[Dies(3)])
+    model_trainer = trainer(args, callbacks=[Dies(3)])
     with pytest.raises(InterruptedError):
-        one.fit()
-    assert [one["step"] for one in one.state.checkpoints] == [2]
-    assert is_committed(Path(one.state.checkpoints[0]["path"]))
+        model_trainer.fit()
+    assert [checkpoint["step"] for checkpoint in model_trainer.state.checkpoints] == [2]
+    assert is_committed(Path(model_trainer.state.checkpoints[0]["path"]))
 
 
-def test_a_failure_of_the_thread_is_told_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_writing_thread_is_raised_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(saving: CheckpointWriter, *arguments: Any) -> None:
         raise OSError("no such luck")
 
     monkeypatch.setattr(CheckpointWriter, "write", fail)
-    heard = Heard()
+    save_events = SaveEvents()
     args = arguments(output_dir=tmp_path, max_steps=3, save_every=3, save_in_background=True)
-    one = trainer(args, callbacks=[heard])
+    model_trainer = trainer(args, callbacks=[save_events])
     with pytest.raises(CheckpointError, match=r"checkpoint-00000003 could not be saved in the background\. no such"):
-        one.fit()
-    assert [what for what, *_ in heard.told] == ["begin"]
-    assert one.state.checkpoints == []
+        model_trainer.fit()
+    assert [event for event, *_ in save_events.events] == ["begin"]
+    assert model_trainer.state.checkpoints == []
 
 
-class AllTogether(Modifier):
-    """Sends a message at the end of each save: in vain, if the processes were not at the same place."""
+class GathersSteps(Modifier):
+    """Gathers the ranks' steps at the end of each save, which fails if they differ."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
     def on_save_end(self, run: Run, folder: Path) -> None:
-        everyone = run.accelerator.group.all_gather_objects(run.state.step)
-        assert everyone == [run.state.step] * len(everyone)
+        steps = run.accelerator.group.all_gather_objects(run.state.step)
+        assert steps == [run.state.step] * len(steps)
         self.steps.append(int(folder.name[-8:]))
 
 
-def test_all_processes_hear_of_a_checkpoint_at_the_same_step(tmp_path: Path) -> None:
+def test_all_ranks_fire_on_save_end_at_the_same_step(tmp_path: Path) -> None:
     def body() -> list[int]:
-        together = AllTogether()
+        gathers = GathersSteps()
         args = arguments(output_dir=tmp_path, max_steps=24, save_every=3, save_in_background=True)
-        trainer(args, callbacks=[together], train_dataset=points(64)).fit()
-        return together.steps
+        trainer(args, callbacks=[gathers], train_dataset=points(64)).fit()
+        return gathers.steps
 
     assert run_world(body, timeout=60) == [[3, 6, 9, 12, 15, 18, 21, 24]] * 2

@@ -1,4 +1,4 @@
-"""Which run `resume="auto"` takes up, what it says of the others, and what a damaged run.json costs."""
+"""Which run `resume="auto"` resumes, the warning about other runs, and a damaged run.json."""
 
 import contextlib
 import os
@@ -19,8 +19,8 @@ from trainer_lib.runs import find_runs
 from trainer_lib.trainer.defaults import run_fingerprint
 
 
-class Begins(Callback):
-    """Keeps the step at which training begins."""
+class FirstStep(Callback):
+    """Records the step at which training begins."""
 
     step = -1
 
@@ -29,13 +29,13 @@ class Begins(Callback):
 
 
 def fit(folder: Path, resume: str = "never", dies_at: int | None = None, **options: Any) -> int:
-    """Train for ten steps, and return at which step training began."""
-    begins = Begins()
-    callbacks = [begins] if dies_at is None else [begins, Dies(dies_at)]
-    one = trainer(arguments(output_dir=folder, save_every=2, resume=resume), callbacks=callbacks, **options)
+    """Train for ten steps, and return the step at which training began."""
+    first_step = FirstStep()
+    callbacks = [first_step] if dies_at is None else [first_step, Dies(dies_at)]
+    model_trainer = trainer(arguments(output_dir=folder, save_every=2, resume=resume), callbacks=callbacks, **options)
     with contextlib.suppress(InterruptedError):
-        one.fit()
-    return begins.step
+        model_trainer.fit()
+    return first_step.step
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def unfinished(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_auto_says_which_checkpoints_it_does_not_take_up_and_why(
+def test_auto_warns_of_checkpoints_that_it_does_not_resume_and_why(
     options: dict[str, Any], why: str, unfinished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert fit(unfinished.parent, "auto", **options) == 0
@@ -65,7 +65,7 @@ def test_auto_says_which_checkpoints_it_does_not_take_up_and_why(
 
 
 def test_every_bit_of_run_json_is_checked_and_a_checkpoint_replaces_it(unfinished: Path) -> None:
-    what = run_fingerprint(trainer())
+    fingerprint = run_fingerprint(trainer())
     file = unfinished / "run.json"
     content = file.read_bytes()
     chance = random.Random(0)
@@ -75,13 +75,15 @@ def test_every_bit_of_run_json_is_checked_and_a_checkpoint_replaces_it(unfinishe
         file.write_bytes(damaged)
         (found,) = find_runs(unfinished.parent)
         assert found.problem is not None
-        assert found.mismatch(what) is None
+        assert found.mismatch(fingerprint) is None
         assert found.run.newest_checkpoint() == unfinished / "checkpoints" / "checkpoint-00000006"
         assert found.run.run_id == unfinished.name
 
 
 @pytest.mark.parametrize("damage", ["deleted", "cut", "pipe"])
-def test_a_run_that_lost_its_file_is_resumed(damage: str, unfinished: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_a_usable_run_json_is_resumed(
+    damage: str, unfinished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = unfinished / "run.json"
     content = file.read_bytes()
     file.unlink()
@@ -96,7 +98,7 @@ def test_a_run_that_lost_its_file_is_resumed(damage: str, unfinished: Path, capl
     assert (found.problem, found.run.is_finished) == (None, True)
 
 
-def test_a_file_that_cannot_be_read_stops_no_other_run(
+def test_an_unreadable_run_json_does_not_stop_other_runs(
     unfinished: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("pipe", "garbage", "folder"):
@@ -111,7 +113,7 @@ def test_a_file_that_cannot_be_read_stops_no_other_run(
     assert "could not be used" not in caplog.text
 
 
-def test_the_newest_run_is_the_one_begun_last_whatever_clocks_say(
+def test_the_newest_run_is_the_one_begun_last_even_if_the_clock_moved_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time
@@ -123,7 +125,7 @@ def test_the_newest_run_is_the_one_begun_last_whatever_clocks_say(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_run_that_is_copied_knows_its_own_checkpoints(unfinished: Path) -> None:
+def test_a_copied_run_resumes_from_its_own_checkpoints(unfinished: Path) -> None:
     shutil.copytree(unfinished, unfinished.with_name("copy"))
     shutil.rmtree(unfinished)
     assert fit(unfinished.parent, "auto", model=network()) == 6

@@ -1,4 +1,4 @@
-"""A checkpoint with tensors that are not finite is no good one, for retention, best, rewind and resume."""
+"""A checkpoint with NaN or Inf does not count for retention, the best evaluation, rewind and resume."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ from trainer_lib.tensor_files.finite_check import nonfinite_tensors
 
 
 class Breaks(Modifier):
-    """Has a buffer, which no loss depends on, hold NaN or an infinity from a step on."""
+    """Fills a buffer that no loss depends on with NaN or Inf, from a step on."""
 
     def __init__(self, at: int, value: float = math.nan) -> None:
         self._at, self._value = at, value
@@ -36,69 +36,72 @@ class Breaks(Modifier):
 
 
 def model() -> nn.Module:
-    """Return a network with a buffer, and with a mask of infinities as attention has them."""
-    made = network()
-    made.register_buffer("seen", torch.zeros(3))
-    made.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
-    return made
+    """Return a network with a buffer, and with a mask of -Inf as attention uses."""
+    module = network()
+    module.register_buffer("seen", torch.zeros(3))
+    module.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    return module
 
 
 def broken(folder: Any, dies_at: int | None = None, at: int = 5, **options: Any) -> Any:
-    """Train for ten steps, with a buffer that is not finite from the fifth on; return the trainer."""
+    """Train for ten steps, with a non-finite buffer from the fifth on; return the trainer."""
     callbacks = [Breaks(at), *([] if dies_at is None else [Dies(dies_at)])]
     settings = {"save_every": 2, "eval_every": 2, "keep_last": 1, **options}
     args = arguments(output_dir=folder, max_steps=10, **settings)
-    one = trainer(args, model=model(), eval_dataset=points(16), callbacks=callbacks)
+    model_trainer = trainer(args, model=model(), eval_dataset=points(16), callbacks=callbacks)
     try:
-        one.fit()
+        model_trainer.fit()
     except InterruptedError:
-        return one
-    return one
+        return model_trainer
+    return model_trainer
 
 
-def test_every_number_is_looked_at() -> None:
+def test_a_nonfinite_value_is_found_at_any_position() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         big = torch.full((1 << 19,), torch.finfo(dtype).max, dtype=dtype)
         assert nonfinite_tensors({"big": big, "low": -big, "none": big[:0], "count": torch.ones(2).long()}) == {}
         for value in (math.nan, math.inf, -math.inf):
             for place in (0, 1 << 18, -1):
-                spoilt = big.clone()
-                spoilt[place] = value
+                broken_tensor = big.clone()
+                broken_tensor[place] = value
                 fault = "nan" if math.isnan(value) else "inf"
-                found = nonfinite_tensors({"spoilt": spoilt, "turned": spoilt.view(2, -1).T})
-                assert found == {"spoilt": fault, "turned": fault}
+                faults = nonfinite_tensors({"flat": broken_tensor, "transposed": broken_tensor.view(2, -1).T})
+                assert faults == {"flat": fault, "transposed": fault}
     assert nonfinite_tensors({"complex": torch.tensor([1j, complex(0, math.inf)])}) == {"complex": "inf"}
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_it_takes_the_place_of_no_good_one_and_is_never_the_best(
+def test_no_good_checkpoint_is_deleted_for_it_and_it_is_never_the_best(
     in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = broken(tmp_path, save_in_background=in_background)
+    model_trainer = broken(tmp_path, save_in_background=in_background)
     (folder,) = tmp_path.glob("*/checkpoints")
-    best = one.state.best
+    best = model_trainer.state.best
     assert best is not None
     assert best.step in (2, 4)
     kept = {path.name[-2:] for path in folder.iterdir()}
     assert kept == {"04", "10", f"{best.step:02}"}
     assert read_manifest(folder / "checkpoint-00000010").nonfinite == ["seen"]
     assert read_manifest(folder / "checkpoint-00000004").nonfinite == []
-    told = [line for line in caplog.messages if "has tensors that are not finite: seen" in line]
-    assert len(told) == 3
+    warnings = [line for line in caplog.messages if "has tensors with NaN or Inf: seen" in line]
+    assert len(warnings) == 3
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_is_resumed_from_the_newest_good_one(processes: int, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_good_checkpoint(processes: int, tmp_path: Path) -> None:
     def body() -> list[list[int]]:
         broken(tmp_path, dies_at=9)
         steps = Steps()
-        one = trainer(
+        model_trainer = trainer(
             arguments(output_dir=tmp_path, save_every=2, keep_last=1, resume="auto", max_steps=10),
             model=model(),
             callbacks=[steps],
         )
-        one.fit()
-        return [steps.seen, [entry["step"] for entry in one.state.checkpoints if "nonfinite" not in entry][-1:]]
+        model_trainer.fit()
+        return [
+            steps.seen,
+            [entry["step"] for entry in model_trainer.state.checkpoints if "nonfinite" not in entry][-1:],
+        ]
 
     assert run_world(body, (), processes) == [[[4], [10]]] * processes
     (found,) = find_runs(tmp_path)
@@ -106,7 +109,7 @@ def test_a_run_is_resumed_from_the_newest_good_one(processes: int, tmp_path: Pat
 
 
 class Steps(Modifier):
-    """Keeps the steps that training begins at."""
+    """Records the steps that training begins at."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -115,8 +118,8 @@ class Steps(Modifier):
         self.seen.append(run.state.step)
 
 
-class SpoilsState(Modifier):
-    """Has the first moment of a weight hold NaN on one rank while a checkpoint is saved, from a step on."""
+class NonfiniteState(Modifier):
+    """Fills the first moment of a weight with NaN on one rank while a checkpoint is saved, from a step on."""
 
     def __init__(self, at: int, parameter: int = 0, rank: int = 0) -> None:
         self._at, self._parameter, self._rank, self._whole = at, parameter, rank, torch.empty(0)
@@ -137,31 +140,31 @@ class SpoilsState(Modifier):
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_nan_in_the_state_of_an_optimizer_counts(
+def test_a_nan_in_the_optimizer_state_makes_a_checkpoint_nonfinite(
     in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = arguments(
         output_dir=tmp_path, max_steps=10, save_every=2, eval_every=2, keep_last=1, save_in_background=in_background
     )
-    one = trainer(args, eval_dataset=points(16), callbacks=[SpoilsState(5)])
-    one.fit()
-    best = one.state.best
+    model_trainer = trainer(args, eval_dataset=points(16), callbacks=[NonfiniteState(5)])
+    model_trainer.fit()
+    best = model_trainer.state.best
     assert best is not None
     assert best.step in (2, 4)
     (found,) = find_runs(tmp_path)
     assert {path.name[-2:] for path in found.run.checkpoints()} == {"04", "10", f"{best.step:02}"}
     assert read_manifest(found.run.checkpoint(10)).nonfinite == ["optimizer.0.weight.exp_avg"]
     assert found.run.newest_checkpoint() == found.run.checkpoint(4)
-    told = [line for line in caplog.messages if "has tensors that are not finite: optimizer.0.weight.exp_avg." in line]
-    assert len(told) == 3
+    warnings = [line for line in caplog.messages if "has tensors with NaN or Inf: optimizer.0.weight.exp_avg." in line]
+    assert len(warnings) == 3
 
 
-def test_a_nan_in_the_shards_of_one_rank_counts_on_all(tmp_path: Path) -> None:
+def test_a_nan_in_the_shards_of_one_rank_is_recorded_on_all_ranks(tmp_path: Path) -> None:
     def body() -> list[list[str]]:
         args = arguments(output_dir=tmp_path, max_steps=4, save_every=2, fsdp=plugin())
-        one = trainer(args, model=layers(), callbacks=[SpoilsState(4, parameter=2, rank=1)])
-        one.fit()
-        return [entry.get("nonfinite", []) for entry in one.state.checkpoints]
+        model_trainer = trainer(args, model=layers(), callbacks=[NonfiniteState(4, parameter=2, rank=1)])
+        model_trainer.fit()
+        return [entry.get("nonfinite", []) for entry in model_trainer.state.checkpoints]
 
     assert run_world(body, (), 2) == [[[], ["optimizer.1.0.weight.exp_avg"]]] * 2
     (found,) = find_runs(tmp_path)
@@ -169,7 +172,7 @@ def test_a_nan_in_the_shards_of_one_rank_counts_on_all(tmp_path: Path) -> None:
 
 
 class Overflows(nn.Module):
-    """Has a weight in 16 bits whose gradient, of 20000, is finite: its square is not."""
+    """Has a weight in fp16 whose gradient of 20000 is finite, and whose squared gradient is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,30 +183,28 @@ class Overflows(nn.Module):
         return self.inner(inputs) + self.scale.float().sum() * 0
 
 
-def test_an_infinite_second_moment_is_told_once_and_the_checkpoint_is_good(
+def test_an_infinite_second_moment_warns_once_and_the_checkpoint_is_good(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"save_every": 2, "keep_last": 1, "max_grad_norm": None, "weight_decay": 0.0}
-    overflows, seen = Overflows(), list[list[float]]()
+    overflows, scales = Overflows(), list[list[float]]()
 
-    class Sees(Modifier):
+    class RecordsScale(Modifier):
         def on_step_end(self, run: Run) -> None:
-            seen.append(overflows.scale.tolist())
+            scales.append(overflows.scale.tolist())
 
-    trainer(arguments(output_dir=tmp_path, max_steps=6, **options), model=overflows, callbacks=[Sees()]).fit()
-    assert seen[1:] == [seen[0]] * 5  # after the overflow it never moves, as the warning says
+    trainer(arguments(output_dir=tmp_path, max_steps=6, **options), model=overflows, callbacks=[RecordsScale()]).fit()
+    assert scales[1:] == [scales[0]] * 5  # after the overflow it never moves, as the warning says
     (found,) = find_runs(tmp_path)
     (checkpoint,) = found.run.checkpoints()
     assert checkpoint.name.endswith("06")
     assert read_manifest(checkpoint).nonfinite == []
-    told = [
-        line for line in caplog.messages if "optimizer states that are infinite: optimizer.scale.exp_avg_sq." in line
-    ]
-    assert len(told) == 1
+    warnings = [line for line in caplog.messages if "optimizer states with Inf: optimizer.scale.exp_avg_sq." in line]
+    assert len(warnings) == 1
     assert "infinite_states" in found.run.history_file.read_text()
 
 
-def test_behind_a_url_it_is_the_same(tmp_path: Path) -> None:
+def test_it_does_not_count_on_remote_storage_either(tmp_path: Path) -> None:
     broken(f"memory://{tmp_path.name}")
     (found,) = find_runs(path_at(f"memory://{tmp_path.name}"))
     assert [path.name[-2:] for path in found.run.checkpoints()][-2:] == ["04", "10"]
@@ -211,15 +212,15 @@ def test_behind_a_url_it_is_the_same(tmp_path: Path) -> None:
     assert found.run.newest_checkpoint() == found.run.checkpoint(4)
 
 
-def test_of_weights_in_an_average_too_and_of_a_mask_never(tmp_path: Path) -> None:
-    one = trainer(arguments(output_dir=tmp_path), model=model(), callbacks=[EMA(0.5)])
-    result = one.fit()
+def test_a_mask_of_infinities_is_finite_enough_with_and_without_averaged_weights(tmp_path: Path) -> None:
+    model_trainer = trainer(arguments(output_dir=tmp_path), model=model(), callbacks=[EMA(0.5)])
+    result = model_trainer.fit()
     assert result.last_checkpoint is not None
     assert read_manifest(result.last_checkpoint).nonfinite == []
 
 
 class Poisons(Modifier):
-    """Hands out a loss that is not finite, once."""
+    """Returns a loss of NaN, once."""
 
     has_done = False
 
@@ -230,7 +231,7 @@ class Poisons(Modifier):
             run.loss_sum = run.loss_sum * math.nan
 
 
-def test_rewind_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rewind_loads_a_good_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     class Heals(Breaks):
@@ -239,12 +240,12 @@ def test_rewind_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.LogCaptur
             assert folder.name == "checkpoint-00000004"
 
     args = arguments(output_dir=tmp_path, save_every=2, on_nonfinite="rewind")
-    one = trainer(args, model=model(), callbacks=[Heals(5), Poisons()])
-    assert one.fit().status == "finished"
-    assert one.state.skipped == 1
+    model_trainer = trainer(args, model=model(), callbacks=[Heals(5), Poisons()])
+    assert model_trainer.fit().status == "finished"
+    assert model_trainer.state.skipped == 1
 
 
-def test_the_commands_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoint_commands_show_nonfinite_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken(tmp_path)
     capsys.readouterr()
     assert main(["checkpoint", "list", str(tmp_path)]) == 0

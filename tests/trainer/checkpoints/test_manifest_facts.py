@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest tells of its run, without any other file."""
+"""The facts about a run in a checkpoint's manifest, which need no other file."""
 
 import json
 import shutil
@@ -19,8 +19,8 @@ from trainer_lib.foundation.errors import ConfigurationError, DamagedError
 from trainer_lib.runs import read_run
 
 
-class Asks(Callback):
-    """Asks for a checkpoint after a step."""
+class RequestsSave(Callback):
+    """Requests a checkpoint after a step."""
 
     def on_step_end(self, run: Run) -> None:
         run.control.save = run.state.step == 7
@@ -29,10 +29,10 @@ class Asks(Callback):
 def manifests(root: Path) -> dict[int, Manifest]:
     """Return the manifests under a folder, by step."""
     found = [read_manifest(path.parent) for path in root.rglob(MANIFEST_NAME)]
-    return {one.step: one for one in sorted(found, key=lambda one: one.step)}
+    return {manifest.step: manifest for manifest in sorted(found, key=lambda manifest: manifest.step)}
 
 
-def test_a_manifest_tells_of_its_run(tmp_path: Path) -> None:
+def test_a_manifest_holds_the_facts_of_its_run(tmp_path: Path) -> None:
     args = arguments(
         output_dir=tmp_path,
         max_steps=12,
@@ -45,36 +45,41 @@ def test_a_manifest_tells_of_its_run(tmp_path: Path) -> None:
         metric_for_best="loss",
         greater_is_better=True,  # so that the first evaluation is the best
     )
-    result = trainer(args, eval_dataset=points(16), callbacks=[Asks()]).fit()
+    result = trainer(args, eval_dataset=points(16), callbacks=[RequestsSave()]).fit()
     (folder,) = tmp_path.iterdir()
     found = manifests(tmp_path)
-    reasons = {step: one.reasons for step, one in found.items()}
+    reasons = {step: manifest.reasons for step, manifest in found.items()}
     assert reasons == {4: ["interval"], 5: ["best"], 7: ["asked"], 8: ["interval"], 12: ["interval"]}
-    assert {one.run_id for one in found.values()} == {folder.name} == {result.state.run_id}
-    for step, one in found.items():
-        assert (one.backwards, one.samples, one.items, one.epoch) == (2 * step, 8 * step, 8.0 * step, step / 5)
-        assert one.arguments is not None
-        assert TrainingArguments.from_dict(one.arguments) == args
-        assert one.world_size == 1
+    assert {manifest.run_id for manifest in found.values()} == {folder.name} == {result.state.run_id}
+    for step, manifest in found.items():
+        assert (manifest.backwards, manifest.samples, manifest.items, manifest.epoch) == (
+            2 * step,
+            8 * step,
+            8.0 * step,
+            step / 5,
+        )
+        assert manifest.arguments is not None
+        assert TrainingArguments.from_dict(manifest.arguments) == args
+        assert manifest.world_size == 1
     assert found[5].metrics.keys() == {"eval_loss"}
     assert found[8].metrics == {}
     assert found[4].best is None
     assert found[12].best == {"metric": "eval_loss", "value": found[5].metrics["eval_loss"], "step": 5}
 
 
-def test_the_end_is_a_reason(tmp_path: Path) -> None:
+def test_the_last_checkpoint_has_the_reason_end(tmp_path: Path) -> None:
     trainer(arguments(output_dir=tmp_path, max_steps=3, save_every=2)).fit()
-    assert {step: one.reasons for step, one in manifests(tmp_path).items()} == {2: ["interval"], 3: ["end"]}
+    assert {step: manifest.reasons for step, manifest in manifests(tmp_path).items()} == {2: ["interval"], 3: ["end"]}
 
 
-def test_items_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_the_count_of_items_continues_after_a_resume(tmp_path: Path) -> None:
     for steps, resume in ((5, "never"), (8, "extend")):
-        # Neither number of steps is one after which it is logged.
+        # Neither number of steps is a multiple of log_every.
         trainer(arguments(output_dir=tmp_path, max_steps=steps, log_every=4, save_every=1, resume=resume)).fit()
-    assert {step: one.items for step, one in manifests(tmp_path).items()} == {6: 48.0, 7: 56.0, 8: 64.0}
+    assert {step: manifest.items for step, manifest in manifests(tmp_path).items()} == {6: 48.0, 7: 56.0, 8: 64.0}
 
 
-def test_a_loop_of_its_own_tells_what_it_knows(tmp_path: Path) -> None:
+def test_a_custom_loop_registers_its_own_facts(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 1))
     accelerator.backward(model(torch.ones(1, 2)).sum())
@@ -85,8 +90,8 @@ def test_a_loop_of_its_own_tells_what_it_knows(tmp_path: Path) -> None:
         lambda: {"run_id": "third", "samples": 7, "metrics": {"f1": float("nan")}}
     )
     accelerator.save_state(tmp_path / "telling")
-    told = read_manifest(tmp_path / "telling")
-    assert (told.run_id, told.samples, str(told.metrics["f1"])) == ("third", 7, "nan")
+    manifest = read_manifest(tmp_path / "telling")
+    assert (manifest.run_id, manifest.samples, str(manifest.metrics["f1"])) == ("third", 7, "nan")
     handle.remove()
     accelerator.save_state(tmp_path / "silent again")
     assert read_manifest(tmp_path / "silent again").run_id is None
@@ -101,7 +106,9 @@ def test_a_loop_of_its_own_tells_what_it_knows(tmp_path: Path) -> None:
         (lambda: {"arguments": {"lr": object()}}, r"arguments\['lr'\] is a builtins.object"),
     ],
 )
-def test_what_cannot_be_told_is_refused(tmp_path: Path, facts: Callable[[], dict[str, Any]], words: str) -> None:
+def test_facts_that_a_manifest_cannot_hold_are_refused(
+    tmp_path: Path, facts: Callable[[], dict[str, Any]], words: str
+) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.register_state_facts(facts)
     with pytest.raises(ConfigurationError, match=words):
@@ -112,14 +119,14 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path, facts: Callable[[], dict
 
 
 def older(folder: Path) -> None:
-    """Make a checkpoint one of the format before manifests told of runs."""
+    """Rewrite a checkpoint in the format from before manifests held facts about runs."""
     content = json.loads((folder / MANIFEST_NAME).read_text())
     for name in ("backwards", *(name for name in REPORTED_FIELDS if name != "step"), "digest"):
         del content[name]
     (folder / MANIFEST_NAME).write_bytes(sealed({**content, "schema": 2}))
 
 
-def test_checkpoints_of_the_older_format_are_listed_and_gone_on_from(tmp_path: Path) -> None:
+def test_checkpoints_of_the_older_format_are_listed_and_resumed(tmp_path: Path) -> None:
     whole = trainer(arguments(output_dir=tmp_path / "whole", max_steps=10), eval_dataset=points(8)).fit()
     trainer(arguments(output_dir=tmp_path, max_steps=5), eval_dataset=points(8)).fit()
     (folder,) = tmp_path.glob("*/checkpoints/checkpoint-00000005")
@@ -135,42 +142,42 @@ def test_checkpoints_of_the_older_format_are_listed_and_gone_on_from(tmp_path: P
 def test_two_runs_in_one_folder_never_mix(tmp_path: Path) -> None:
     for _ in range(2):
         trainer(arguments(output_dir=tmp_path, max_steps=4, save_every=2)).fit()
-    one, other = sorted(tmp_path.iterdir())
-    shutil.copytree(other / "checkpoints" / "checkpoint-00000004", one / "checkpoints" / "checkpoint-00000009")
-    # Of two runs in one folder each is told of by itself, and the newer one's checkpoint is no newer one of the other.
-    groups = checkpoints_by_run(one)
+    first, other = sorted(tmp_path.iterdir())
+    shutil.copytree(other / "checkpoints" / "checkpoint-00000004", first / "checkpoints" / "checkpoint-00000009")
+    # Two runs in one folder are listed apart, and the newer run's checkpoint does not count as the older run's newest.
+    groups = checkpoints_by_run(first)
     assert [[(state.run_id, state.step) for state in group] for group in groups] == [
-        [(one.name, 2), (one.name, 4)],
+        [(first.name, 2), (first.name, 4)],
         [(other.name, 4)],
     ]
     assert [group[-1].kept for group in groups] == [("newest",), ("newest",)]
-    newest = read_run(one, None).newest_checkpoint()
+    newest = read_run(first, None).newest_checkpoint()
     assert newest is not None
     assert newest.name == "checkpoint-00000004"
-    result = trainer(arguments(output_dir=tmp_path, max_steps=12, save_every=2, resume=str(one))).fit()
-    assert (result.state.run_id, result.state.step) == (one.name, 12)
-    assert (one / "checkpoints" / "checkpoint-00000009").is_dir()  # retention deletes its own run's only
+    result = trainer(arguments(output_dir=tmp_path, max_steps=12, save_every=2, resume=str(first))).fit()
+    assert (result.state.run_id, result.state.step) == (first.name, 12)
+    assert (first / "checkpoints" / "checkpoint-00000009").is_dir()  # retention deletes only checkpoints of its own run
 
 
-def test_what_begins_at_an_older_checkpoint_is_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_from_an_older_checkpoint_begins_a_new_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = trainer(arguments(output_dir=tmp_path, max_steps=6, save_every=2)).fit()
     (folder,) = tmp_path.iterdir()
     before = sorted(folder.rglob("*"))
     older_one = folder / "checkpoints" / "checkpoint-00000002"
     result = trainer(arguments(output_dir=tmp_path, max_steps=6, save_every=2, resume=str(older_one))).fit()
-    assert "is not the newest checkpoint of its run, which stays as it is" in caplog.text
+    assert "is not the newest checkpoint of its run: that run stays unchanged" in caplog.text
     assert result.state.run_id != folder.name
     assert result.state.step == 6
     assert result.history[-1]["loss"] == first.history[-1]["loss"]
     assert sorted(folder.rglob("*")) == before
-    assert {one.run_id for one in manifests(tmp_path / result.state.run_id).values()} == {result.state.run_id}
+    assert {manifest.run_id for manifest in manifests(tmp_path / result.state.run_id).values()} == {result.state.run_id}
     # A run whose folder was renamed keeps its name, and its checkpoints.
     moved = folder.rename(tmp_path / "moved")
     args = arguments(output_dir=tmp_path, max_steps=8, save_every=2, resume=str(moved))
     assert trainer(args).fit().state.run_id == folder.name
 
 
-def test_what_a_manifest_cannot_say_is_damage(tmp_path: Path) -> None:
+def test_a_manifest_with_facts_of_wrong_types_is_damaged(tmp_path: Path) -> None:
     trainer(arguments(output_dir=tmp_path, max_steps=1)).fit()
     (path,) = tmp_path.rglob(MANIFEST_NAME)
     content = json.loads(path.read_text())

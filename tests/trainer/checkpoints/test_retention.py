@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, and that what it knows of them is what is there."""
+"""Which checkpoints a run keeps, and that its list of checkpoints matches the disk."""
 
 import shutil
 from pathlib import Path
@@ -23,38 +23,38 @@ class Dies(Modifier):
             raise self._error
 
 
-def there(root: Path) -> list[int]:
+def on_disk(root: Path) -> list[int]:
     """Return the steps of the checkpoints under a folder."""
     return sorted(int(path.parent.name[-8:]) for path in root.rglob("manifest.json"))
 
 
 def listed(checkpoints: list[dict[str, Any]]) -> list[int]:
-    """Return the steps of those that a run knows of, each of which is there."""
-    assert all((Path(one["path"]) / "manifest.json").is_file() for one in checkpoints)
-    return [one["step"] for one in checkpoints]
+    """Return the steps of the checkpoints in a run's list, each of which must exist."""
+    assert all((Path(checkpoint["path"]) / "manifest.json").is_file() for checkpoint in checkpoints)
+    return [checkpoint["step"] for checkpoint in checkpoints]
 
 
-def test_checkpoints_stay_at_an_interval(tmp_path: Path) -> None:
+def test_keep_every_keeps_checkpoints_at_an_interval(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_every": 2, "keep_last": 1, "keep_every": "3 steps"}
     with pytest.raises(InterruptedError):
         trainer(arguments(output_dir=tmp_path, max_steps=13, **options), callbacks=[Dies(9)]).fit()
     result = trainer(arguments(output_dir=tmp_path, max_steps=13, resume="auto", **options)).fit()
     # 6 is a multiple; 4 and 10 are the first after 3 and 9.
-    assert listed(result.state.checkpoints) == there(tmp_path) == [4, 6, 10, 12, 13]
+    assert listed(result.state.checkpoints) == on_disk(tmp_path) == [4, 6, 10, 12, 13]
 
 
-def test_of_an_interval_of_time_all_processes_keep_the_same(tmp_path: Path) -> None:
+def test_all_ranks_keep_the_same_checkpoints_with_an_interval_of_time(tmp_path: Path) -> None:
     def body() -> tuple[list[int], list[float]]:
         args = arguments(output_dir=tmp_path, max_steps=6, save_every=1, keep_last=1, keep_every="0.02 seconds")
         state = trainer(args, callbacks=[]).fit().state
-        return listed(state.checkpoints), [one["seconds"] for one in state.checkpoints]
+        return listed(state.checkpoints), [checkpoint["seconds"] for checkpoint in state.checkpoints]
 
-    one, other = run_world(body, timeout=60)
-    assert one == other
-    assert one[0] == there(tmp_path)
+    first, other = run_world(body, timeout=60)
+    assert first == other
+    assert first[0] == on_disk(tmp_path)
 
 
-def test_what_a_run_knows_of_its_checkpoints_is_what_is_there_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_lists_the_checkpoints_that_exist(tmp_path: Path) -> None:
     options: dict[str, Any] = {"output_dir": tmp_path, "save_every": 2, "keep_last": None, "eval_every": 4}
     with pytest.raises(InterruptedError):
         trainer(arguments(max_steps=12, **options), eval_dataset=points(8), callbacks=[Dies(9)]).fit()
@@ -62,36 +62,36 @@ def test_what_a_run_knows_of_its_checkpoints_is_what_is_there_when_it_goes_on(tm
     shutil.rmtree(folder / "checkpoints" / "checkpoint-00000002")
     spoil(folder / "checkpoints" / "checkpoint-00000008" / "model.safetensors")
     moved = folder.rename(tmp_path / "moved")
-    seen: list[list[int]] = []
+    at_begin: list[list[int]] = []
 
-    class Looks(Callback):
+    class ListsCheckpoints(Callback):
         def on_fit_begin(self, run: Run) -> None:
-            seen.append(listed(run.state.checkpoints))
+            at_begin.append(listed(run.state.checkpoints))
 
     args = arguments(max_steps=12, resume="auto", **options)
-    result = trainer(args, eval_dataset=points(8), callbacks=[Looks()]).fit()
-    assert seen == [[4, 6]]
+    result = trainer(args, eval_dataset=points(8), callbacks=[ListsCheckpoints()]).fit()
+    assert at_begin == [[4, 6]]
     assert listed(result.state.checkpoints) == [4, 6, 8, 10, 12]
-    assert {Path(one["path"]).parent.parent for one in result.state.checkpoints} == {moved}
+    assert {Path(checkpoint["path"]).parent.parent for checkpoint in result.state.checkpoints} == {moved}
     assert [path.name for path in (moved / "checkpoints").glob("*.damaged")] == ["checkpoint-00000008.damaged"]
-    # What is there and not listed is found: the last save of a run that ended while it was written.
-    assert [one["metrics"].keys() for one in result.state.checkpoints[:2]] == [{"eval_loss"}, set()]
+    # A checkpoint that exists and is not listed is found: the last save of a run that ended while it was written.
+    assert [checkpoint["metrics"].keys() for checkpoint in result.state.checkpoints[:2]] == [{"eval_loss"}, set()]
 
 
 @pytest.mark.parametrize("error", [InterruptedError, KeyboardInterrupt])
-def test_who_hears_of_the_end_knows_of_the_checkpoint_that_was_being_written(
+def test_callbacks_at_the_end_see_the_checkpoint_that_was_being_written(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
-    known: list[list[int]] = []
+    at_end: list[list[int]] = []
 
-    class Hears(Callback):
+    class ListsCheckpoints(Callback):
         def on_exception(self, run: Run, error: BaseException) -> None:
-            known.append(listed(run.state.checkpoints))
+            at_end.append(listed(run.state.checkpoints))
 
         def on_interrupt(self, run: Run) -> None:
-            known.append(listed(run.state.checkpoints))
+            at_end.append(listed(run.state.checkpoints))
 
     args = arguments(output_dir=tmp_path, max_steps=9, save_every=4)
     with pytest.raises(error):
-        trainer(args, callbacks=[Hears(), Dies(5, error)]).fit()
-    assert known == [[4]]
+        trainer(args, callbacks=[ListsCheckpoints(), Dies(5, error)]).fit()
+    assert at_end == [[4]]

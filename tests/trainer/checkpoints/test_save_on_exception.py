@@ -1,4 +1,4 @@
-"""An error between two updates loses no update: the state after the last one is saved, and resumed to the bit."""
+"""An error between two updates loses no update: the state after the last update is saved and resumes bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from trainer_lib.launchers import ProcessFailedError
 
 
 class RaisesOnce(Dataset[tuple[Tensor, Tensor]]):
-    """Cannot read a sample once, as where a network is down for a moment.
+    """Raises once when a sample is read, like a network that is down for a moment.
 
     Args:
-        marker: A file that says that it raised already.
-        read: Which of all reads, counted from 0.
+        marker: A file that exists once the error was raised.
+        read: The number of the read that raises, counted from 0.
     """
 
     def __init__(self, marker: Path, read: int) -> None:
@@ -40,7 +40,7 @@ class RaisesOnce(Dataset[tuple[Tensor, Tensor]]):
 
 
 class StreamRaisesOnce(IterableDataset[tuple[Tensor, Tensor]]):
-    """The same as a stream."""
+    """The same samples as a stream."""
 
     def __init__(self, marker: Path, read: int) -> None:
         self._samples = RaisesOnce(marker, read)
@@ -50,7 +50,7 @@ class StreamRaisesOnce(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def fit(folder: Path, data: Any, resume: str = "never", **options: Any) -> Any:
-    """Train for three passes of five steps; return what has to be equal to the bit, or the error."""
+    """Train for three epochs of five steps; return the outcome to compare bit for bit, or the error."""
     model = network(dropout=0.3)
     settings = {
         **OPTIONS,
@@ -62,9 +62,9 @@ def fit(folder: Path, data: Any, resume: str = "never", **options: Any) -> Any:
     }
     more = {name: options.pop(name) for name in ("compute_metrics", "callbacks") if name in options}
     args = arguments(output_dir=folder, resume=resume, **{**settings, **options})
-    one = trainer(args, model=model, train_dataset=data, eval_dataset=points(10), **more)
+    model_trainer = trainer(args, model=model, train_dataset=data, eval_dataset=points(10), **more)
     try:
-        return outcome(one.fit(), model)
+        return outcome(model_trainer.fit(), model)
     except (ConnectionError, ArithmeticError) as error:
         return error
 
@@ -111,7 +111,7 @@ def test_a_metric_that_raised_is_computed_after_the_resume(tmp_path: Path) -> No
     assert fit(tmp_path / "parts", points(), "auto", compute_metrics=measure) == whole
 
 
-def test_the_last_evaluation_costs_no_training(tmp_path: Path) -> None:
+def test_an_error_in_the_last_evaluation_loses_no_update(tmp_path: Path) -> None:
     def measure(predictions: Any) -> dict[str, float]:
         raise ArithmeticError
 
@@ -130,7 +130,7 @@ class Halfway(Callback):
 
 
 class FailsInForward(nn.Module):
-    """Raises in the forward of a step, when generators and buffers have moved."""
+    """Raises in the forward of a step, after random generators and buffers changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class FailsInForward(nn.Module):
         return self.inner(inputs)
 
 
-def test_in_the_middle_of_an_update_nothing_is_saved(tmp_path: Path) -> None:
+def test_an_error_within_an_update_saves_nothing(tmp_path: Path) -> None:
     fit(tmp_path / "backward", points(), callbacks=[Halfway()])
     args = arguments(output_dir=tmp_path / "forward", save_every=100)
     with pytest.raises(ArithmeticError):
@@ -151,20 +151,20 @@ def test_in_the_middle_of_an_update_nothing_is_saved(tmp_path: Path) -> None:
     assert saved(tmp_path / "backward") == saved(tmp_path / "forward") == []
 
 
-def test_it_can_be_switched_off(tmp_path: Path) -> None:
+def test_on_exception_raise_saves_nothing(tmp_path: Path) -> None:
     for name, options in (("raise", {"on_exception": "raise"}), ("never", {"save_every": "never"})):
         error = fit(tmp_path / name, RaisesOnce(tmp_path / f"marker-{name}", 60), **options)
         assert isinstance(error, ConnectionError)
         assert saved(tmp_path / name) == []
 
 
-def test_ranks_that_all_raise_save_together_and_resume_to_the_bit(tmp_path: Path) -> None:
+def test_ranks_that_all_raise_save_together_and_resume_bit_for_bit(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"per_device_train_batch_size": 4}
 
     def body(name: str, resume: str, read: int = 30) -> Any:
         data = RaisesOnce(tmp_path / f"{name}-{PartialState().process_index}", read)
-        told = fit(tmp_path / name, data, resume, **sizes)
-        return told.__notes__[-1] if isinstance(told, ConnectionError) else told
+        result = fit(tmp_path / name, data, resume, **sizes)
+        return result.__notes__[-1] if isinstance(result, ConnectionError) else result
 
     whole = run_world(body, ("whole", "never", 10**6), 2, timeout=60)
     notes = run_world(body, ("parts", "never"), 2, timeout=60)
@@ -175,7 +175,7 @@ def test_ranks_that_all_raise_save_together_and_resume_to_the_bit(tmp_path: Path
 
 
 class RaisesAtLog(Modifier):
-    """Raises on some ranks, at the first log, which comes between two updates."""
+    """Raises on some ranks at the first log, which is between two updates."""
 
     def __init__(self, *ranks: int) -> None:
         self.ranks = ranks
@@ -189,12 +189,12 @@ class RaisesAtLog(Modifier):
 def test_a_callback_that_raises_on_all_ranks_costs_no_update(sharded: bool, tmp_path: Path) -> None:
     def body(name: str, *callbacks: Callback, resume: str = "never") -> Any:
         args = arguments(output_dir=tmp_path / name, resume=resume, save_every=100, log_every=4, fsdp=sharded)
-        one = trainer(args, model=network(dropout=0.3), callbacks=list(callbacks))
+        model_trainer = trainer(args, model=network(dropout=0.3), callbacks=list(callbacks))
         try:
-            one.fit()
+            model_trainer.fit()
         except ArithmeticError as error:
             return error.__notes__[-1]
-        return {name: value.tolist() for name, value in weights(one.unwrapped_model).items()}
+        return {name: value.tolist() for name, value in weights(model_trainer.unwrapped_model).items()}
 
     whole = run_world(lambda: body("whole"), (), 2, timeout=60)
     notes = run_world(lambda: body("parts", RaisesAtLog(0, 1)), (), 2, timeout=60)
@@ -209,7 +209,7 @@ def test_a_sample_that_one_rank_cannot_read_saves_nothing(tmp_path: Path) -> Non
         args = arguments(output_dir=tmp_path / "runs", save_every=100)
         trainer(args, train_dataset=RaisesOnce(tmp_path / "marker", 20)).fit()
 
-    told = r"the network is down[\s\S]*The state after step \d is not saved: within 5 seconds not all ranks raised"
-    with pytest.raises(ProcessFailedError, match=told):
+    message = r"the network is down[\s\S]*The state after step \d is not saved: within 5 seconds not all ranks raised"
+    with pytest.raises(ProcessFailedError, match=message):
         run_world(body, (), 2, timeout=60)
     assert saved(tmp_path / "runs") == []

@@ -99,7 +99,8 @@ class Touched:
     def look(self) -> list[Any]:
         modes = [module.training for module in self.model.modules()]
         tensors = [
-            (name, id(one), one.device, one.requires_grad, one.grad) for name, one in self.model.named_parameters()
+            (name, id(parameter), parameter.device, parameter.requires_grad, parameter.grad)
+            for name, parameter in self.model.named_parameters()
         ]
         return [modes, tensors, sorted(vars(self.model)), type(self.model)]
 
@@ -147,7 +148,7 @@ CONSTRUCTED: dict[str, tuple[type[TrainerLibError], str, Callable[[], Any]]] = {
     ),
     "no model": (ConfigurationError, "model must be…got a NoneType", lambda: MAKE(None)),
     "a model's name": (ConfigurationError, "got a str…from_pretrained('gpt2')", lambda: MAKE("gpt2")),
-    "a list of models": (ConfigurationError, "several by name, got a list", lambda: MAKE([nn.Linear(1, 1)])),
+    "a list of models": (ConfigurationError, "a dict of them by name, got a list", lambda: MAKE([nn.Linear(1, 1)])),
     "models without any": (ConfigurationError, "empty", lambda: MAKE({})),
     "models that are none": (ConfigurationError, "'d' is a int", lambda: MAKE({"g": nn.Linear(1, 1), "d": 3})),
     "arguments as a dict": (
@@ -164,7 +165,7 @@ CONSTRUCTED: dict[str, tuple[type[TrainerLibError], str, Callable[[], Any]]] = {
     "data in the arguments' place": (ConfigurationError, "got a tuple…train_dataset=", lambda: MAKE(Head(), DATA)),
     "data by position": (
         SignatureError,
-        "model and args in order…got a tuple…train_dataset=",
+        "model and args by position…got a tuple…train_dataset=",
         lambda: MAKE(Head(), arguments(), DATA),
     ),
     "a misspelt name": (
@@ -229,7 +230,7 @@ CONSTRUCTED: dict[str, tuple[type[TrainerLibError], str, Callable[[], Any]]] = {
     "a callback alone": (ConfigurationError, "list…got a Steps", lambda: trainer(callbacks=Steps())),
     "callbacks by name": (ConfigurationError, "list…got a dict", lambda: trainer(callbacks={"a": Steps()})),
     "no callback": (ConfigurationError, "no Callback", lambda: trainer(callbacks=[print])),
-    "a callback twice": (ConfigurationError, "twice", lambda: trainer(callbacks=[one := Steps(), one])),
+    "a callback twice": (ConfigurationError, "twice", lambda: trainer(callbacks=[callback := Steps(), callback])),
     "a misspelt event": (
         ConfigurationError,
         "on_step_ended…'on_step_end'",
@@ -387,7 +388,11 @@ BEFORE: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
         {"output_dir": f"{__file__}/runs"},
     ),
     "a checkpoint that is not there": (ConfigurationError, "/nowhere/x…no checkpoint", {"resume": "/nowhere/x"}),
-    "a checkpoint that is a file": (ConfigurationError, "no checkpoint is there", {"resume": __file__}),
+    "a checkpoint that is a file": (
+        ConfigurationError,
+        "there is no checkpoint, nor one in its folder",
+        {"resume": __file__},
+    ),
     "a frozen model": (
         ConfigurationError,
         "All 2 parameters of Linear",
@@ -398,7 +403,7 @@ BEFORE: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "a model without values": (ConfigurationError, "weight of Linear…meta device", {"model": meta}),
     "an optimizer of another model": (
         PreparationError,
-        "SGD…none of them of the model",
+        "SGD…none of them of the given model",
         {"optimizer": lambda: SGD(Head().parameters(), 0.1)},
     ),
     "a loader that is none": (
@@ -429,19 +434,19 @@ def built(options: dict[str, Any]) -> tuple[Trainer, Steps]:
 @pytest.mark.parametrize("case", BEFORE)
 def test_what_can_be_known_before_is_said_before_the_model_is_touched(case: str) -> None:
     error, words, options = BEFORE[case]
-    one, steps = built(options)
-    assert isinstance(one.model, nn.Module)
-    touched, weights = Touched(one.model), copy.deepcopy(one.model.state_dict())
-    refused(error, words, one.fit)
-    assert one.prepared is None
+    model_trainer, steps = built(options)
+    assert isinstance(model_trainer.model, nn.Module)
+    touched, weights = Touched(model_trainer.model), copy.deepcopy(model_trainer.model.state_dict())
+    refused(error, words, model_trainer.fit)
+    assert model_trainer.prepared is None
     assert steps.count == 0
     if case != "a model without values":
         touched.check(weights)
 
 
 def test_a_lazy_model_is_refused() -> None:
-    one = trainer(nn.LazyLinear(2))
-    refused(ConfigurationError, "weight of LazyLinear…model(batch)", one.fit)
+    model_trainer = trainer(nn.LazyLinear(2))
+    refused(ConfigurationError, "weight of LazyLinear…model(batch)", model_trainer.fit)
 
 
 # -- before the first step -------------------------------------------------------------------------------------------
@@ -723,23 +728,23 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", FIRST)
 def test_the_rest_is_said_before_the_first_step(case: str) -> None:
     error, words, options = FIRST[case]
-    one, steps = built(options)
-    before = copy.deepcopy([model.state_dict() for model in models_of(one)])
-    refused(error, words, one.fit)
+    model_trainer, steps = built(options)
+    before = copy.deepcopy([model.state_dict() for model in models_of(model_trainer)])
+    refused(error, words, model_trainer.fit)
     assert steps.count == 0
-    assert one.state.step == 0
-    for model, weights in zip(models_of(one), before, strict=True):
+    assert model_trainer.state.step == 0
+    for model, weights in zip(models_of(model_trainer), before, strict=True):
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-def models_of(one: Trainer) -> list[nn.Module]:
-    return [one.model] if isinstance(one.model, nn.Module) else list(one.model.values())
+def models_of(model_trainer: Trainer) -> list[nn.Module]:
+    return [model_trainer.model] if isinstance(model_trainer.model, nn.Module) else list(model_trainer.model.values())
 
 
 def test_an_error_of_the_model_itself_keeps_its_type_and_tells_shapes_and_types() -> None:
-    one = trainer(train_dataset=(INPUTS.double().numpy(), CLASSES.numpy()))
+    model_trainer = trainer(train_dataset=(INPUTS.double().numpy(), CLASSES.numpy()))
     with pytest.raises(RuntimeError, match="same dtype") as caught:
-        one.fit()
+        model_trainer.fit()
     (note,) = caught.value.__notes__
     assert "step 1" in note
     assert "(8, 4) float64" in note
@@ -748,9 +753,9 @@ def test_an_error_of_the_model_itself_keeps_its_type_and_tells_shapes_and_types(
 
 
 def test_an_error_of_a_metric_tells_which() -> None:
-    one = trainer(metrics={"worse": lambda predictions, labels: 1 / 0}, eval_dataset=DATA)
+    model_trainer = trainer(metrics={"worse": lambda predictions, labels: 1 / 0}, eval_dataset=DATA)
     with pytest.raises(ZeroDivisionError) as caught:
-        one.evaluate()
+        model_trainer.evaluate()
     assert caught.value.__notes__ == ["In the metric 'worse', in batch 1 of the evaluation."]
 
 
@@ -758,8 +763,8 @@ def test_an_error_of_a_metric_tells_which() -> None:
 
 
 def test_steps_that_train_nothing_end_in_an_error() -> None:
-    one = trainer(kind=own(training_step=lambda self, model, batch: None))
-    refused(ConfigurationError, "No parameter…self.backward(loss)", one.fit)
+    model_trainer = trainer(kind=own(training_step=lambda self, model, batch: None))
+    refused(ConfigurationError, "No parameter…self.backward(loss)", model_trainer.fit)
 
 
 def test_a_step_of_ones_own_may_leave_out_the_first_batches() -> None:
@@ -777,9 +782,9 @@ def test_a_loss_of_nothing_that_the_optimizer_has_is_an_error() -> None:
         def configure_optimizer(self) -> Optimizer:
             return SGD(Head().parameters(), 0.1)
 
-    one = trainer(kind=Aside)
-    refused(ConfigurationError, "No parameter of the optimizer got a gradient…another model", one.fit)
-    assert one.state.step == 0
+    model_trainer = trainer(kind=Aside)
+    refused(ConfigurationError, "No parameter of the optimizer got a gradient…another model", model_trainer.fit)
+    assert model_trainer.state.step == 0
 
 
 def test_a_run_in_which_nothing_counts_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -788,15 +793,15 @@ def test_a_run_in_which_nothing_counts_says_so(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_name_that_is_known_only_after_an_evaluation_is_refused_then() -> None:
-    one = trainer(
+    model_trainer = trainer(
         eval_dataset=DATA,
         compute_metrics=lambda given: {"hits": 1.0},
         metric_for_best="hit",
         greater_is_better=True,
         eval_on_start=True,
     )
-    refused(ConfigurationError, "'eval_hit'…eval_loss, eval_hits…Did you mean 'eval_hits'", one.fit)
-    assert one.state.step == 0
+    refused(ConfigurationError, "'eval_hit'…eval_loss, eval_hits…Did you mean 'eval_hits'", model_trainer.fit)
+    assert model_trainer.state.step == 0
 
 
 def test_what_a_callback_adds_to_an_evaluation_can_be_the_best() -> None:
@@ -804,8 +809,8 @@ def test_what_a_callback_adds_to_an_evaluation_can_be_the_best() -> None:
         def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
             metrics["eval_speed"] = 1.0
 
-    one = trainer(eval_dataset=DATA, callbacks=[Adds()], metric_for_best="speed", greater_is_better=True)
-    best = one.fit().state.best
+    model_trainer = trainer(eval_dataset=DATA, callbacks=[Adds()], metric_for_best="speed", greater_is_better=True)
+    best = model_trainer.fit().state.best
     assert best is not None
     assert best.metric == "eval_speed"
 
@@ -819,8 +824,8 @@ def test_a_callback_that_wants_a_checkpoint_hears_that_there_is_no_folder() -> N
 
 
 def test_a_dry_run_saves_nothing_whoever_asks(tmp_path: Path) -> None:
-    one = trainer(callbacks=[Checkpoint(every="1 step")], output_dir=str(tmp_path / "runs"), dry_run=True)
-    assert one.fit().state.step == 2
+    model_trainer = trainer(callbacks=[Checkpoint(every="1 step")], output_dir=str(tmp_path / "runs"), dry_run=True)
+    assert model_trainer.fit().state.step == 2
     assert not (tmp_path / "runs").exists()
 
 
@@ -839,31 +844,35 @@ def test_evaluate_says_what_it_was_given() -> None:
 
 
 def test_evaluation_steps_return_what_evaluations_take() -> None:
-    one = trainer(kind=own(evaluation_step=lambda self, model, batch: None))
-    refused(ConfigurationError, "evaluation_step returned a NoneType…EvaluationOutput(", lambda: one.evaluate(DATA))
+    model_trainer = trainer(kind=own(evaluation_step=lambda self, model, batch: None))
+    refused(
+        ConfigurationError,
+        "evaluation_step returned a NoneType…EvaluationOutput(",
+        lambda: model_trainer.evaluate(DATA),
+    )
 
 
 def test_predict_says_what_it_was_given_and_needs_no_labels(tmp_path: Path) -> None:
-    one = trainer(Head())
-    refused(ConfigurationError, "predict() needs data", lambda: one.predict(None))
-    refused(ConfigurationError, "predict(dataset) is empty", lambda: one.predict(INPUTS[:0]))
-    assert one.prepared is None
-    assert one.predict({"x": INPUTS}).predictions.shape == (16, 2)
-    assert one.predict(INPUTS).predictions.shape == (16, 2)
+    model_trainer = trainer(Head())
+    refused(ConfigurationError, "predict() needs data", lambda: model_trainer.predict(None))
+    refused(ConfigurationError, "predict(dataset) is empty", lambda: model_trainer.predict(INPUTS[:0]))
+    assert model_trainer.prepared is None
+    assert model_trainer.predict({"x": INPUTS}).predictions.shape == (16, 2)
+    assert model_trainer.predict(INPUTS).predictions.shape == (16, 2)
     (tmp_path / "there").write_text("mine")
-    refused(ConfigurationError, "new folder", lambda: one.predict(INPUTS, to=tmp_path / "there"))
+    refused(ConfigurationError, "new folder", lambda: model_trainer.predict(INPUTS, to=tmp_path / "there"))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_fit_takes_no_data_and_knows_what_resume_may_be(tmp_path: Path) -> None:
-    one = trainer(output_dir=str(tmp_path))
-    refused(SignatureError, "go to the constructor…train_dataset=", lambda: MAKE.fit(one, DATA))
-    refused(ConfigurationError, 'resume="auto"', lambda: one.fit(resume=True))
-    refused(ConfigurationError, "'atuo'…Did you mean 'auto'", lambda: one.fit(resume="atuo"))
+    model_trainer = trainer(output_dir=str(tmp_path))
+    refused(SignatureError, "go to the constructor…train_dataset=", lambda: MAKE.fit(model_trainer, DATA))
+    refused(ConfigurationError, 'resume="auto"', lambda: model_trainer.fit(resume=True))
+    refused(ConfigurationError, "'atuo'…Did you mean 'auto'", lambda: model_trainer.fit(resume="atuo"))
     refused(ConfigurationError, "Give output_dir", lambda: trainer().fit(resume="auto"))
-    assert one.prepared is None
+    assert model_trainer.prepared is None
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -911,10 +920,10 @@ def test_the_best_that_comes_last_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_fp16_on_a_cpu_is_scaled() -> None:
-    one = trainer(mixed_precision="fp16")
-    one.fit()
-    assert one.accelerator.scaler is not None
-    assert one.accelerator.scaler.is_enabled()
+    model_trainer = trainer(mixed_precision="fp16")
+    model_trainer.fit()
+    assert model_trainer.accelerator.scaler is not None
+    assert model_trainer.accelerator.scaler.is_enabled()
 
 
 def test_another_precision_in_the_same_process_is_refused_and_not_taken_over() -> None:
@@ -1016,8 +1025,8 @@ def test_processes_that_are_about_to_do_different_things_all_say_so(case: str) -
 
 def test_an_evaluation_without_data_on_one_process_is_none() -> None:
     def body(rank: int) -> Any:
-        one = trainer()
-        return lambda: one.evaluate([] if rank else DATA)
+        model_trainer = trainer()
+        return lambda: model_trainer.evaluate([] if rank else DATA)
 
     (first, why), (second, _) = told(body)
     assert (first, second) == ("ConfigurationError", "ConfigurationError")

@@ -75,7 +75,9 @@ def test_an_evaluation_without_labels_says_what_is_missing(
 
 @pytest.mark.parametrize("given", [{"metrics": ["accuracy"]}, {"compute_metrics": lambda rows: {"rows": len(rows)}}])
 def test_metrics_without_an_evaluation_set_are_an_error(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{next(iter(given))}=… is computed in evaluations, and there is"):
+    with pytest.raises(
+        ConfigurationError, match=rf"{next(iter(given))}=… is computed in evaluations, but there is no evaluation set"
+    ):
         trainer(**given).fit()
 
 

@@ -26,7 +26,9 @@ BOTH = ["dev", "test"]
 
 def evaluated(result: Any) -> list[tuple[int, list[str]]]:
     """Return which sets were evaluated after which steps, in the order of the history."""
-    told = [(one["step"], [name for name in ("dev", "test", "mean") if f"eval_{name}_loss" in one]) for one in result]
+    told = [
+        (entry["step"], [name for name in ("dev", "test", "mean") if f"eval_{name}_loss" in entry]) for entry in result
+    ]
     return [(step, names) for step, names in told if names]
 
 
@@ -59,7 +61,7 @@ def test_each_set_is_evaluated_at_its_interval_and_all_at_the_end(
 def test_values_are_those_of_a_run_that_evaluates_all_sets_each_time() -> None:
     apart = trainer(arguments(eval_every=EVERY), eval_dataset=SETS).fit()
     together = trainer(arguments(eval_every=1), eval_dataset=SETS).fit()
-    full = {one["step"]: one for one in together.history if "eval_dev_loss" in one}
+    full = {entry["step"]: entry for entry in together.history if "eval_dev_loss" in entry}
     for entry in apart.history:
         for name in entry.keys() & {"eval_dev_loss", "eval_test_loss"}:
             assert entry[name] == full[entry["step"]][name]
@@ -101,9 +103,9 @@ class AsksFor(Callback):
 
 def test_a_callback_that_asks_for_an_evaluation_gets_all_sets(everywhere: Any) -> None:
     def body(*rank_and_size: int) -> list[tuple[int, list[str]]]:
-        one = trainer(arguments(eval_every={"dev": 4, "test": "never"}, max_steps=4), eval_dataset=SETS)
-        one.events.add(AsksFor())
-        return evaluated(one.fit().history)
+        model_trainer = trainer(arguments(eval_every={"dev": 4, "test": "never"}, max_steps=4), eval_dataset=SETS)
+        model_trainer.events.add(AsksFor())
+        return evaluated(model_trainer.fit().history)
 
     for told in everywhere(body):
         assert told == [(3, BOTH), (4, ["dev"])]
@@ -111,12 +113,12 @@ def test_a_callback_that_asks_for_an_evaluation_gets_all_sets(everywhere: Any) -
 
 def test_intervals_of_time_evaluate_the_same_sets_on_all_processes() -> None:
     def body() -> list[tuple[int, list[str]]]:
-        one = trainer(arguments(eval_every={"dev": "1 hour", "test": 4}, max_steps=6), eval_dataset=SETS)
+        model_trainer = trainer(arguments(eval_every={"dev": "1 hour", "test": 4}, max_steps=6), eval_dataset=SETS)
         clock = Clock()
-        one.events.add(clock)
+        model_trainer.events.add(clock)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triggers, "time", clock)
-            return evaluated(one.fit().history)
+            return evaluated(model_trainer.fit().history)
 
     first, second = run_world(body, (), 2)
     assert first == second == [(3, ["dev"]), (4, ["test"]), (6, BOTH)]
@@ -151,15 +153,15 @@ def test_the_best_and_early_stopping_go_by_evaluations_with_their_metric(tmp_pat
         eval_every=EVERY, output_dir=tmp_path, metric_for_best="test_loss", lr_scheduler="plateau",
         load_best_at_end=True, save_every="never",
     )  # fmt: skip
-    one = trainer(args, eval_dataset=SETS, callbacks=[stopping, keeping, Values()])
-    result = one.fit()
+    model_trainer = trainer(args, eval_dataset=SETS, callbacks=[stopping, keeping, Values()])
+    result = model_trainer.fit()
     losses = {entry["step"]: entry["eval_test_loss"] for entry in result.history if "eval_test_loss" in entry}
     assert list(losses) == [5, 10]
     assert result.state.best is not None
     assert (result.state.best.metric, result.state.best.value) == ("eval_test_loss", min(losses.values()))
     assert stopping.best == min(losses.values())
     assert [step for step, _ in seen] == [2, 4, 5, 6, 8, 10]
-    assert one.evaluate()["eval_test_loss"] == pytest.approx(min(losses.values()), rel=1e-6)
+    assert model_trainer.evaluate()["eval_test_loss"] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
 def test_a_plateau_is_judged_by_the_set_of_its_metric() -> None:
@@ -167,9 +169,9 @@ def test_a_plateau_is_judged_by_the_set_of_its_metric() -> None:
     options["lr_scheduler_kwargs"] = {"patience": 0, "factor": 0.5}  # the loss falls, which counts as no better
 
     def rate(every: Any) -> float:
-        one = trainer(arguments(eval_every=every, max_steps=9, **options), eval_dataset=SETS)
-        one.fit()
-        return one.run.optimizer.param_groups[0]["lr"]
+        model_trainer = trainer(arguments(eval_every=every, max_steps=9, **options), eval_dataset=SETS)
+        model_trainer.fit()
+        return model_trainer.run.optimizer.param_groups[0]["lr"]
 
     assert rate({"dev": 1, "test": 3}) == rate({"dev": "never", "test": 3}) == 0.05 / 4
 
@@ -182,16 +184,16 @@ def test_a_stop_by_one_set_still_evaluates_the_others_once() -> None:
 
 
 def test_without_a_metric_the_best_is_that_of_the_first_set_with_an_interval() -> None:
-    one = trainer(arguments(eval_every={"dev": "never", "test": 5}), eval_dataset=SETS)
-    assert one.default_metric == "eval_test_loss"
+    model_trainer = trainer(arguments(eval_every={"dev": "never", "test": 5}), eval_dataset=SETS)
+    assert model_trainer.default_metric == "eval_test_loss"
 
 
 def test_a_misspelt_metric_is_named_at_the_first_evaluation_of_its_set() -> None:
     args = arguments(eval_every=EVERY, metric_for_best="eval_test_los", greater_is_better=False)
-    one = trainer(args, eval_dataset=SETS, compute_metrics=lambda told: {"other": 1.0})
+    model_trainer = trainer(args, eval_dataset=SETS, compute_metrics=lambda told: {"other": 1.0})
     with pytest.raises(ConfigurationError, match="metric_for_best='eval_test_los' is no metric of this evaluation"):
-        one.fit()
-    assert one.run.state.step == 5
+        model_trainer.fit()
+    assert model_trainer.run.state.step == 5
 
 
 # -- resume ---------------------------------------------------------------------------------------------------------
@@ -202,9 +204,9 @@ def live(folder: Path, callback: Callback | None, **options: Any) -> list[Any]:
     args = arguments(**{"eval_every": EVERY, "output_dir": folder, "num_train_epochs": 3, **given})
     watching = EarlyStopping("eval_test_loss", patience=50)
     callbacks = [watching, *([] if callback is None else [callback])]
-    one = trainer(args, model=network(dropout=0.3), eval_dataset=SETS, callbacks=callbacks)
+    model_trainer = trainer(args, model=network(dropout=0.3), eval_dataset=SETS, callbacks=callbacks)
     try:
-        return [*outcome(one.fit(), one.unwrapped_model), watching.best]
+        return [*outcome(model_trainer.fit(), model_trainer.unwrapped_model), watching.best]
     except (Interrupted, InterruptedError) as stop:
         return [type(stop).__name__]
 
@@ -245,8 +247,8 @@ def test_the_last_evaluation_of_a_stopped_run_is_made_up_for(tmp_path: Path) -> 
     def run(folder: Path, callback: Callback | None) -> Any:
         stopping = EarlyStopping("eval_dev_loss", stop_below=99.0)
         args = arguments(eval_every=EVERY, output_dir=folder, resume="auto")
-        one = trainer(args, eval_dataset=SETS, callbacks=[stopping, *([callback] if callback else [])])
-        result = one.fit()
+        model_trainer = trainer(args, eval_dataset=SETS, callbacks=[stopping, *([callback] if callback else [])])
+        result = model_trainer.fit()
         return evaluated(result.history), result.metrics, result.state.reason
 
     whole = run(tmp_path / "whole", None)
@@ -315,15 +317,15 @@ def test_what_is_no_mapping_of_intervals_is_refused(every: Any, message: str) ->
 @pytest.mark.parametrize(
     ("every", "data", "options", "message"),
     [
-        ({"dev": 2, "tset": 5}, SETS, {}, r"names 'tset', and the sets are 'dev', 'test'. Did you mean 'test'"),
+        ({"dev": 2, "tset": 5}, SETS, {}, r"names 'tset', but the sets are 'dev', 'test'. Did you mean 'test'"),
         ({"dev": 2}, SETS, {}, r"no interval for 'test'.*eval_every={'dev': 2, 'test': 'never'}"),
         ({"dev": 2}, points(8), {}, r"one set without a name. Give one interval, eval_every=2, or name the set"),
-        (EVERY, None, {}, r"needs evaluations, and there is nothing to evaluate on"),
+        (EVERY, None, {}, r"needs evaluations, but there is no evaluation set"),
         (
             {"dev": 2, "test": "never"},
             SETS,
             {"metric_for_best": "test_loss"},
-            r"""metric_for_best='test_loss' needs evaluations of the set 'test', and eval_every\['test'\]="never\"""",
+            r"""metric_for_best='test_loss' needs evaluations of the set 'test', but eval_every\['test'\]="never\"""",
         ),
         ({"dev": 2, "test": "never"}, SETS, {"metric_for_best": "mean_loss"}, r"needs evaluations of the set 'test'"),
         ({"dev": "0.3 epochs", "test": 5}, SETS, {}, r"""eval_every\['dev'\]="0.3 epochs": how long an epoch is"""),
@@ -362,7 +364,7 @@ def test_an_own_evaluate_gets_the_sets_that_are_due() -> None:
     told: dict[str, Any] = {"train_dataset": points(), "eval_dataset": SETS, "loss_fn": cross_entropy}
     Own(network(), arguments(eval_every=EVERY, num_train_epochs=1), **told).fit()
     assert given == [["dev"], ["dev"], BOTH]
-    with pytest.raises(ConfigurationError, match=r"which Without.evaluate does not take"):
+    with pytest.raises(ConfigurationError, match=r"but Without.evaluate has no parameter for them"):
         Without(network(), arguments(eval_every=EVERY), **told).fit()
 
 

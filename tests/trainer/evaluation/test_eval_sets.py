@@ -35,8 +35,8 @@ class Unfilled:
 
 def evaluated(make: Callable[[], Any]) -> tuple[int, float]:
     """Return how many rows are predicted, and the loss of all."""
-    one = trainer()
-    return len(one.predict(make()).predictions), one.evaluate(make())["eval_loss"]
+    model_trainer = trainer()
+    return len(model_trainer.predict(make()).predictions), model_trainer.evaluate(make())["eval_loss"]
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_drop_last_leaves_out_no_row(make: Callable[[], Any], rows: int, process
 
 
 def test_drop_last_is_told_once_with_the_number(caplog: pytest.LogCaptureFixture) -> None:
-    one = trainer(eval_dataset=DataLoader(ROWS, 5, drop_last=True))
+    model_trainer = trainer(eval_dataset=DataLoader(ROWS, 5, drop_last=True))
     for _ in range(2):
-        one.evaluate()
+        model_trainer.evaluate()
     assert caplog.text.count("has drop_last=True, which would leave out its last 2 samples") == 1
-    one.evaluate(DataLoader(TensorDataset(*points(40)), 5, drop_last=True))
+    model_trainer.evaluate(DataLoader(TensorDataset(*points(40)), 5, drop_last=True))
     assert caplog.text.count("drop_last") == 1
 
 
@@ -82,8 +82,8 @@ class Coder(nn.Module):
 
 
 def names_of(train: Any, sets: Any, model: nn.Module | None = None) -> list[str]:
-    one = Trainer(model or Coder(), arguments(), train_dataset=train, eval_dataset=sets)
-    return sorted(one.evaluate())
+    model_trainer = Trainer(model or Coder(), arguments(), train_dataset=train, eval_dataset=sets)
+    return sorted(model_trainer.evaluate())
 
 
 ROW, FEW = points(40)[0], points(8)[0]
@@ -120,7 +120,7 @@ def test_columns_that_the_model_takes_by_name() -> None:
     ],
 )
 def test_what_can_be_read_in_two_ways_is_an_error_that_names_both(train: Any, given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"either one set with these columns, or \d sets of these names"):
+    with pytest.raises(ConfigurationError, match=r"either one set with these columns, or \d sets with these names"):
         names_of(train, given)
 
 
@@ -135,6 +135,6 @@ def test_the_error_says_how_to_say_which() -> None:
         "eval_b_loss",
     ]
     assert names_of((ROW,), {"test": {"given": FEW}}) == ["eval_test_loss"]
-    one = Trainer(Coder(), arguments(), train_dataset=(ROW,))
+    model_trainer = Trainer(Coder(), arguments(), train_dataset=(ROW,))
     with pytest.raises(ConfigurationError, match=r"evaluate\(dataset\) is a dict of arrays, 'a' and 'b'"):
-        one.evaluate(both)
+        model_trainer.evaluate(both)

@@ -47,8 +47,8 @@ class TestNumbers:
                 for batch_size in (1, 4, 50):
                     for streams in (False, True):
                         data = Streamed(dataset(samples)) if streams else dataset(samples)
-                        one = bench.set(data, NAMED, batch_size)
-                        found[samples, batch_size, streams] = bench.evaluate({"": one})
+                        dev_set = bench.set(data, NAMED, batch_size)
+                        found[samples, batch_size, streams] = bench.evaluate({"": dev_set})
             return found
 
         everywhere = run_world(body, num_processes=processes, timeout=60)
@@ -153,7 +153,7 @@ class TestNumbers:
             ]
             sets = [EvaluationSet(loader=loader) for loader in loaders]
             evens = [loader.even_batches for loader in loaders]
-            found = [bench.evaluate({"": one}) for one in sets]
+            found = [bench.evaluate({"": eval_set}) for eval_set in sets]
             assert [loader.even_batches for loader in loaders] == evens
             return found
 
@@ -181,7 +181,7 @@ class TestNumbers:
             return seen
 
         told = run_world(body, num_processes=3, timeout=60)
-        assert sorted(text for one in told for text in one) == [f"text {index}" for index in range(5)]
+        assert sorted(text for rank_values in told for text in rank_values) == [f"text {index}" for index in range(5)]
 
 
 class Everything(nn.Module):
@@ -231,7 +231,9 @@ class TestTraining:
         assert [m.training for m in (model, model.norm, model.frozen, model.dropout)] == [True, True, False, True]
         assert model.modes == [True, False, True]  # its own train() was asked, which may do more than set flags
         after = [parameter.grad for parameter in model.parameters()]
-        assert all(torch.equal(one, other) for one, other in zip(gradients, after, strict=True) if other is not None)
+        assert all(
+            torch.equal(gradient, other) for gradient, other in zip(gradients, after, strict=True) if other is not None
+        )
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
         assert (bench.run.batch, bench.run.outputs, bench.run.weight) == ("batch", "outputs", 2.0)
 
@@ -273,10 +275,10 @@ class TestTraining:
         bench = Bench(step)
         own = Switched(bench.model)
         bench.run.optimizers = {"default": AcceleratedOptimizer(own)}
-        one = bench.set(dataset(4))
+        dev_set = bench.set(dataset(4))
         for was in (True, False):
             own.param_groups[0]["train_mode"] = was
-            bench.evaluate({"": one})
+            bench.evaluate({"": dev_set})
             assert own.param_groups[0]["train_mode"] is was
 
     def test_statistics_are_those_of_the_main_process(self) -> None:
@@ -475,7 +477,7 @@ class TestSharded:
 
         for memory, uneven in run_world(body, timeout=60):
             assert "4 rows" in memory
-            assert "lower per_device_eval_batch_size" in memory
+            assert "Give a smaller per_device_eval_batch_size" in memory
             assert "even_batches=False" in uneven
 
 
@@ -501,14 +503,14 @@ class TestErrors:
             return str(error.value)
 
         for told in run_world(body, timeout=60):
-            assert "process 0: top2_accuracy of dev" in told
-            assert "process 1: top3_accuracy of dev" in told
+            assert "rank 0: top2_accuracy of dev" in told
+            assert "rank 1: top3_accuracy of dev" in told
 
     def test_two_metrics_of_one_name_are_told(self) -> None:
         bench = Bench()
-        one = bench.set(dataset(3), ["accuracy"], compute_metrics=lambda prediction: {"accuracy": 1.0})
+        dev_set = bench.set(dataset(3), ["accuracy"], compute_metrics=lambda prediction: {"accuracy": 1.0})
         with pytest.raises(ConfigurationError, match="'eval_accuracy'"):
-            bench.evaluate({"": one})
+            bench.evaluate({"": dev_set})
 
     def test_a_process_that_raises_ends_all(self) -> None:
         def body() -> None:

@@ -159,7 +159,7 @@ class TestSequenceToSequence:
 def test_models_and_batches_that_do_not_fit_are_told() -> None:
     with pytest.raises(ConfigurationError, match=r"Linear has no generate\(\)"):
         generate_step(nn.Linear(2, 2), {"input_ids": torch.ones(1, 2)})
-    with pytest.raises(ConfigurationError, match="batches by name"):
+    with pytest.raises(ConfigurationError, match="batches with names"):
         generate_step(causal(), torch.ones(1, 2, dtype=torch.int64))
 
 
@@ -178,8 +178,8 @@ def test_predictions_of_processes_are_those_of_one(sharded: bool) -> None:
             np.testing.assert_array_equal(prediction.predictions, found.predictions)
             return {"tokens": (prediction.predictions > END).sum()}
 
-        one = EvaluationSet(loader=loader, compute_metrics=compute)
-        return found.predictions, found.labels, bench.evaluate({"": one})
+        dev_set = EvaluationSet(loader=loader, compute_metrics=compute)
+        return found.predictions, found.labels, bench.evaluate({"": dev_set})
 
     wanted = [alone(causal(), prompt) for prompt in PROMPTS]
     tokens = sum(token > END for row in wanted for token in row)

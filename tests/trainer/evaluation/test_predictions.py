@@ -192,13 +192,13 @@ class TestMemory:
         from trainer_lib.trainer.evaluation import gather_batches
 
         waiting: list[int] = []
-        hand_round = gather_batches.BatchGatherer._hand_round
+        exchange = gather_batches.BatchGatherer._exchange
 
-        def counted(self: Any, is_through: bool, **more: Any) -> bool:
+        def counted(self: Any, is_done: bool, **more: Any) -> bool:
             waiting.append(len(self._waiting))
-            return hand_round(self, is_through, **more)
+            return exchange(self, is_done, **more)
 
-        monkeypatch.setattr(gather_batches.BatchGatherer, "_hand_round", counted)
+        monkeypatch.setattr(gather_batches.BatchGatherer, "_exchange", counted)
         monkeypatch.setattr(gather_batches, "_BYTES", 400)
 
         def body() -> list[int]:

@@ -32,7 +32,7 @@ def test_nothing_is_added_unless_it_is_asked_for() -> None:
 
 def test_a_mean_of_what_is_not_measured_is_refused() -> None:
     args = arguments(metric_for_best="mean_f1")
-    with pytest.raises(ConfigurationError, match=r"is no metric of this evaluation.*eval_mean_loss"):
+    with pytest.raises(ConfigurationError, match=r"is not a metric of the evaluations.*eval_mean_loss"):
         trainer(args, eval_dataset=SETS).fit()
-    with pytest.raises(ConfigurationError, match="is no metric of this evaluation"):
+    with pytest.raises(ConfigurationError, match="is not a metric of the evaluations"):
         trainer(arguments(metric_for_best="mean_loss"), eval_dataset=points(8)).fit()

@@ -54,7 +54,7 @@ class Hearing(TrainerCallback):
             assert any(parameter.grad is not None for parameter in more["model"].parameters())
         if event == "on_log":
             self.logs.append(dict(more["logs"]))
-        self.histories.append([event, [one["step"] for one in state.log_history]])
+        self.histories.append([event, [entry["step"] for entry in state.log_history]])
 
     def steps(self, event: str) -> list[int]:
         """Return the steps at which an event was heard."""
@@ -107,7 +107,7 @@ def compare(here: Hearing, there: Hearing) -> None:
 
     def but_passes(told: list[Any]) -> list[Any]:
         # Here a pass ends before its last update is logged, evaluated and saved.
-        return [one for one in told if one[0] != "on_epoch_end"]
+        return [event for event in told if event[0] != "on_epoch_end"]
 
     first, *rest = but_passes(here.told)
     first_there, *rest_there = but_passes(there.told)
@@ -137,14 +137,14 @@ def test_integrations_report(tmp_path: Path, processes: int) -> None:
     history = run_world(body, num_processes=processes, timeout=60)[0] if processes > 1 else body()
     (file,) = tmp_path.rglob("events.out.tfevents.*")  # the main process alone
     read = EventAccumulator(str(file)).Reload()
-    logged = [(one["step"], one["loss"]) for one in history if "loss" in one]
-    evaluated = [(one["step"], one["eval_loss"]) for one in history if "eval_loss" in one]
+    logged = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    evaluated = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
     assert len(logged) >= 3
     assert len(evaluated) == 2
     for tag, wanted in {"train/loss": logged, "eval/loss": evaluated}.items():
-        found = [(one.step, one.value) for one in read.Scalars(tag)]
+        found = [(scalar.step, scalar.value) for scalar in read.Scalars(tag)]
         assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted]
-    assert [one.step for one in read.Scalars("train/train_runtime")] == [logged[-1][0]]
+    assert [scalar.step for scalar in read.Scalars("train/train_runtime")] == [logged[-1][0]]
     assert b"per_device_train_batch_size" in read.Tensors("args/text_summary")[0].tensor_proto.string_val[0]
 
 
@@ -189,7 +189,7 @@ def test_what_they_ask_for_is_done_on_all_processes(tmp_path: Path, processes: i
             save_in_background=False,
         )
         result = trainer(args, eval_dataset=points(16), callbacks=[asking]).fit()
-        last = next(one for one in result.history if "doubled" in one)
+        last = next(entry for entry in result.history if "doubled" in entry)
         return asking.heard, result.state.step, result.state.reason, last["doubled"] / last["loss"]
 
     late = processes - 1  # with the next update, whose gradients take it along
@@ -286,9 +286,9 @@ def test_evaluations_and_predictions_outside_training_are_told() -> None:
         def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
             heard.append(("predict", args.per_device_eval_batch_size, control.should_log))
 
-    one = trainer(eval_dataset=points(16), callbacks=[Outside()])
-    loss = one.evaluate()["eval_loss"]
-    one.predict(points(8))
+    model_trainer = trainer(eval_dataset=points(16), callbacks=[Outside()])
+    loss = model_trainer.evaluate()["eval_loss"]
+    model_trainer.predict(points(8))
     assert heard == [("evaluate", 0, ["eval_loss"], loss), ("predict", 8, False)]
 
 

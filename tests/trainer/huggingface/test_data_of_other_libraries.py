@@ -69,7 +69,9 @@ def test_checkpoints_have_adapters_alone_and_go_on_to_the_bit(tmp_path: Path, pr
             resume=resume,
         )
         trainer = Trainer(trained, args, train_dataset=rows(), callbacks=list(callbacks))
-        return trainer.fit(), {name: one.clone() for name, one in trained.named_parameters() if one.requires_grad}
+        return trainer.fit(), {
+            name: parameter.clone() for name, parameter in trained.named_parameters() if parameter.requires_grad
+        }
 
     def body() -> tuple[Any, ...]:
         straight, wanted = run("straight", adapted())
@@ -78,7 +80,7 @@ def test_checkpoints_have_adapters_alone_and_go_on_to_the_bit(tmp_path: Path, pr
         result, trained = run("broken", adapted(seed=5), resume="auto")  # its adapter is that of the checkpoint
         assert trained.keys() == wanted.keys()
         same = all(torch.equal(trained[name], wanted[name]) for name in wanted)
-        losses = [[one["loss"] for one in one_of.history] for one_of in (straight, result)]
+        losses = [[entry["loss"] for entry in one_of.history] for one_of in (straight, result)]
         return same, *losses, str(result.last_checkpoint)
 
     found = run_world(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
@@ -88,7 +90,9 @@ def test_checkpoints_have_adapters_alone_and_go_on_to_the_bit(tmp_path: Path, pr
     checkpoint = Path(found[0][-1])
     saved = load_file(checkpoint / "model.safetensors")
     assert len(saved) == 2 + 3  # two matrices of the adapter, and the norms
-    assert sum(one.numel() for one in saved.values()) < 0.1 * sum(one.numel() for one in model().parameters())
+    assert sum(parameter.numel() for parameter in saved.values()) < 0.1 * sum(
+        parameter.numel() for parameter in model().parameters()
+    )
     assert (checkpoint / LEFT_OUT_FILE).is_file()
 
 
@@ -109,7 +113,7 @@ def test_adapters_of_a_checkpoint_are_taken_up_by_the_same_model_only(tmp_path: 
         lambda: Trainer.from_checkpoint(checkpoint, other),
         lambda: Trainer(other, args, train_dataset=rows()).fit(resume=str(checkpoint)),
     ):
-        with pytest.raises(StateError, match=r"the weights below them are others here: .*embed_tokens\.weight\. Make"):
+        with pytest.raises(StateError, match=r"the base weights of this model differ .*embed_tokens\.weight\. Make"):
             refused()
 
 
@@ -121,7 +125,9 @@ def test_sharded_ones_are_saved_as_a_whole_and_take_up_no_adapters_alone(tmp_pat
 
     def body() -> None:
         plugin = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
-        with pytest.raises(UnsupportedError, match="has the adapters of a model alone, and here the model is sharded"):
+        with pytest.raises(
+            UnsupportedError, match="holds only the adapters of a model, which cannot be loaded into a sharded model"
+        ):
             run("others", resume=alone, fsdp=plugin)
         run("shards", fsdp=plugin)
 
@@ -197,7 +203,7 @@ def test_collators_of_transformers_make_the_batches(tmp_path: Path) -> None:
     )
     checkpoint = trainer.fit().last_checkpoint
     for batch, first in zip(seen, (0, 2), strict=True):
-        wanted = collate([{"input_ids": one} for one in words(texts[first : first + 2])["input_ids"]])
+        wanted = collate([{"input_ids": tokens} for tokens in words(texts[first : first + 2])["input_ids"]])
         assert batch.keys() == wanted.keys()
         assert all(torch.equal(batch[name], wanted[name]) for name in wanted)
         assert (batch["labels"] == -100).any()
@@ -238,7 +244,7 @@ def test_images_of_a_processor_are_learned_and_measured_by_other_libraries(
     processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
 
     def prepare(read: dict[str, list[Any]]) -> dict[str, Any]:
-        images = [np.array(one, dtype="uint8") for one in read["image"]]
+        images = [np.array(image, dtype="uint8") for image in read["image"]]
         return {**processor(images, return_tensors="pt"), "labels": read["label"]}
 
     data = Dataset.from_dict({"image": pixels.tolist(), "label": labels.tolist()}).with_transform(prepare)

@@ -22,9 +22,13 @@ def measure(prediction: Any) -> dict[str, float]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_predict_computes_metrics_as_evaluate_does(processes: int) -> None:
     def body() -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        one = trainer(eval_dataset=points(21), compute_metrics=measure)
+        model_trainer = trainer(eval_dataset=points(21), compute_metrics=measure)
         unlabelled = [points(5)[0]]
-        return one.evaluate(), one.predict(points(21)).metrics, one.predict(unlabelled[0]).metrics
+        return (
+            model_trainer.evaluate(),
+            model_trainer.predict(points(21)).metrics,
+            model_trainer.predict(unlabelled[0]).metrics,
+        )
 
     for evaluated, predicted, unlabelled in run_world(body, (), processes):
         assert predicted == {name.replace("eval_", "predict_"): value for name, value in evaluated.items()}
@@ -47,43 +51,43 @@ def test_an_error_of_compute_metrics_is_raised_on_all_processes() -> None:
 
 
 def test_the_prefix_of_metrics_has_two_names(tmp_path: Path) -> None:
-    one: Any = trainer(compute_metrics=measure)
-    assert set(one.evaluate(points(9), metric_key_prefix="test")) == {"test_loss", "test_accuracy"}
-    assert set(one.predict(points(9), metric_key_prefix="test").metrics) == {"test_loss", "test_accuracy"}
-    assert set(one.predict(points(9), tmp_path / "to", prefix="test").metrics) == {"test_loss"}
+    model_trainer: Any = trainer(compute_metrics=measure)
+    assert set(model_trainer.evaluate(points(9), metric_key_prefix="test")) == {"test_loss", "test_accuracy"}
+    assert set(model_trainer.predict(points(9), metric_key_prefix="test").metrics) == {"test_loss", "test_accuracy"}
+    assert set(model_trainer.predict(points(9), tmp_path / "to", prefix="test").metrics) == {"test_loss"}
 
 
 def test_generation_takes_options_of_the_call() -> None:
     args = arguments(predict_with_generate=True, generation_kwargs={"max_new_tokens": 3})
-    one: Any = Trainer(causal(), args, collate_fn=batch_of, eval_dataset=Rows())
+    model_trainer: Any = Trainer(causal(), args, collate_fn=batch_of, eval_dataset=Rows())
     longest = max(len(prompt) for prompt in PROMPTS)
 
     def length(**options: Any) -> int:
-        return one.predict(Rows(), **options).predictions.shape[1]
+        return model_trainer.predict(Rows(), **options).predictions.shape[1]
 
     assert (length(), length(max_new_tokens=2), length(max_length=longest + 1, max_new_tokens=None)) == (3, 2, 1)
     assert length() == 3
     sizes: list[int] = []
-    one.measures = {"": ({}, lambda prediction: sizes.append(prediction.predictions.shape[1]) or {})}
-    one.evaluate(max_new_tokens=1)
+    model_trainer.measures = {"": ({}, lambda prediction: sizes.append(prediction.predictions.shape[1]) or {})}
+    model_trainer.evaluate(max_new_tokens=1)
     assert sizes == [1]
 
 
 def test_elsewhere_they_are_refused() -> None:
-    one: Any = trainer()
+    model_trainer: Any = trainer()
     with pytest.raises(SignatureError, match="max_length"):
-        one.predict(points(9), max_length=3)
+        model_trainer.predict(points(9), max_length=3)
 
 
 def test_save_model_saves_into_the_folder_of_the_run(tmp_path: Path) -> None:
-    one = trainer(arguments(output_dir=tmp_path))
+    model_trainer = trainer(arguments(output_dir=tmp_path))
     with pytest.raises(ConfigurationError, match=r"after fit\(\) with output_dir"):
-        one.save_model()
-    one.fit()
-    one.save_model()
+        model_trainer.save_model()
+    model_trainer.fit()
+    model_trainer.save_model()
     (file,) = tmp_path.glob("*/model/model.safetensors")
     saved = load_file(file)
-    assert all(torch.equal(saved[name], value) for name, value in one.unwrapped_model.state_dict().items())
+    assert all(torch.equal(saved[name], value) for name, value in model_trainer.unwrapped_model.state_dict().items())
     again = trainer(arguments(output_dir=tmp_path, resume="auto"))
     again.fit()
     again.save_model()

@@ -41,7 +41,7 @@ def theirs(folder: Path, **options: Any) -> Any:
 
 
 def steps(history: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(one["step"], one[name]) for one in history if name in one]
+    return [(entry["step"], entry[name]) for entry in history if name in entry]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_what_is_a_callback_here_is_made_one(tmp_path: Path, caplog: pytest.LogC
     assert len(there) == 3
     assert steps(history, "loss") == [(step, pytest.approx(value, rel=2e-5)) for step, value in there]
     told = theirs(tmp_path, args=their_arguments(tmp_path, neftune_noise_alpha=3.0))
-    (noise,) = [one for one in Trainer.from_transformers(told).events if isinstance(one, NEFTune)]
+    (noise,) = [callback for callback in Trainer.from_transformers(told).events if isinstance(callback, NEFTune)]
     assert noise.alpha == 3.0
     assert caplog.text == ""
 
@@ -106,13 +106,13 @@ def test_what_it_has_is_taken_over(tmp_path: Path) -> None:
     )
     taken = Trainer.from_transformers(told, train_dataset=points(), callbacks=None)
     assert taken.train_dataset[0].shape == (40, 6)
-    assert not any(isinstance(one, AdaptedCallback) for one in taken.events)
+    assert not any(isinstance(callback, AdaptedCallback) for callback in taken.events)
     taken = Trainer.from_transformers(told)
-    adapted = [one.callback for one in taken.events if isinstance(one, AdaptedCallback)]
+    adapted = [callback.callback for callback in taken.events if isinstance(callback, AdaptedCallback)]
     assert adapted == [stopping]  # trackers and bars are this library's own
-    trackers = [one.tracker_name for one in taken.events if isinstance(one, TrackerCallback)]
+    trackers = [callback.tracker_name for callback in taken.events if isinstance(callback, TrackerCallback)]
     assert trackers == ["tensorboard"]
-    assert any(isinstance(one, Printer) for one in taken.events)
+    assert any(isinstance(callback, Printer) for callback in taken.events)
     assert (taken.model, taken.optimizer, taken.scheduler) == (told.model, optimizer, schedule)
     assert taken.train_dataset is told.train_dataset
     assert taken.collate_fn is collator
@@ -121,7 +121,9 @@ def test_what_it_has_is_taken_over(tmp_path: Path) -> None:
     told.callback_handler.callbacks.append(TensorBoardCallback())
     told.args.report_to = []
     taken = Trainer.from_transformers(told)
-    assert TensorBoardCallback in [type(one.callback) for one in taken.events if isinstance(one, AdaptedCallback)]
+    assert TensorBoardCallback in [
+        type(callback.callback) for callback in taken.events if isinstance(callback, AdaptedCallback)
+    ]
 
 
 class Smoothed(transformers.Trainer):

@@ -79,7 +79,7 @@ def test_a_program_computes_what_the_model_does(processes: int, options: dict[st
             assert_same_program(path, model)
 
     run_world(body, num_processes=processes, timeout=100)
-    assert [one.name for one in path.parent.iterdir()] == ["model.pt2"]
+    assert [path.name for path in path.parent.iterdir()] == ["model.pt2"]
 
 
 class Exporting(Modifier):
@@ -140,7 +140,7 @@ def test_an_onnx_program_computes_the_same(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
     trainer = trained()
     trainer.export(tmp_path / "model.onnx")
-    assert [one.name for one in tmp_path.iterdir()] == ["model.onnx"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     onnx: Any = pytest.importorskip("onnx")
     onnx.checker.check_model(onnx.load(tmp_path / "model.onnx"))
     runtime: Any = pytest.importorskip("onnxruntime")

@@ -91,7 +91,7 @@ def test_the_main_process_pushes_what_is_in_use(processes: int, hub: Hub, tmp_pa
 
     answers = run_forked(body, num_processes=processes, timeout=60)
     assert [url for url, _ in answers] == [f"{hub.url}/me/points/discussions/1"] * processes
-    assert [one for one in hub.asked if "/commit/" in one] == ["POST /api/models/me/points/commit/main"]
+    assert [request for request in hub.asked if "/commit/" in request] == ["POST /api/models/me/points/commit/main"]
     read = network()
     load_checkpoint_in_model(read, downloaded(hub, "me/points", tmp_path), strict=True)
     for name, value in answers[0][1].items():
@@ -160,7 +160,7 @@ def test_what_the_hub_refuses_is_told(case: str, hub: Hub, monkeypatch: pytest.M
     prepare(monkeypatch, hub)
     with pytest.raises(HubError, match=words):
         trainer().push_to_hub(name, **options)
-    assert not any("/commit/" in one for one in hub.asked)
+    assert not any("/commit/" in request for request in hub.asked)
 
 
 def test_what_cannot_be_meant(hub: Hub) -> None:

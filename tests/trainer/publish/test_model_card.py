@@ -53,7 +53,7 @@ def test_it_tells_figures_arguments_and_versions(tmp_path: Any) -> None:
     table = section(card, "Evaluations").strip().splitlines()
     assert table[0] == "| step | epoch | eval_loss | eval_accuracy |"
     evaluated = [entry for entry in result.history if "eval_loss" in entry]
-    expected = [f"| {one['step']} | {one['epoch']:.4g} | {one['eval_loss']:.6g} |" for one in evaluated]
+    expected = [f"| {result['step']} | {result['epoch']:.4g} | {result['eval_loss']:.6g} |" for result in evaluated]
     assert [line[: len(start)] for line, start in zip(table[2:], expected, strict=True)] == expected
     told = section(card, "Training")
     assert "warmup: 5%" in told
@@ -80,9 +80,9 @@ def test_results_are_listed_where_the_hub_can_know_of_what(tmp_path: Any) -> Non
     read = parsed(used.model_card(name="sides", task="tabular-classification", datasets="me/points"))
     assert read.data.datasets == ["me/points"]
     assert read.data.pipeline_tag == "tabular-classification"
-    told = {(one.dataset_split, one.metric_type): one.metric_value for one in read.data.eval_results}
+    told = {(result.dataset_split, result.metric_type): result.metric_value for result in read.data.eval_results}
     assert told == {("near", "accuracy"): best["eval_near_accuracy"], ("far", "accuracy"): best["eval_far_accuracy"]}
-    assert {(one.task_type, one.dataset_type, one.dataset_name) for one in read.data.eval_results} == {
+    assert {(result.task_type, result.dataset_type, result.dataset_name) for result in read.data.eval_results} == {
         ("tabular-classification", "me/points", "points")
     }
     assert read.data.model_name == "sides"
@@ -112,7 +112,7 @@ def test_a_model_and_data_of_others_say_what_they_are() -> None:
         "datasets": ["imdb"],
         "pipeline_tag": "text-classification",
     }
-    assert [one.metric_type for one in read.data.eval_results] == ["accuracy"]
+    assert [result.metric_type for result in read.data.eval_results] == ["accuracy"]
     assert "from [google/bert-of-nine](https://huggingface.co/google/bert-of-nine), trained on imdb" in read.text
 
 
@@ -132,5 +132,9 @@ def test_a_folder_of_this_machine_is_no_base_model(name: Any) -> None:
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_example("neighbours.md", "trainer.model_card(", tmp_path)
-    assert [one.metric_type for one in parsed(names["card"]).data.eval_results] == ["accuracy"]
-    assert sorted(one.name for one in (tmp_path / "sides").iterdir()) == ["README.md", "model.pt2", "model.safetensors"]
+    assert [result.metric_type for result in parsed(names["card"]).data.eval_results] == ["accuracy"]
+    assert sorted(path.name for path in (tmp_path / "sides").iterdir()) == [
+        "README.md",
+        "model.pt2",
+        "model.safetensors",
+    ]

@@ -98,10 +98,10 @@ def test_each_argument_has_a_policy() -> None:
 
 def test_what_changed_is_listed_in_one_entry(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     small(at(run, 15), learning_rate=0.01, seed=7, log_every=2, progress_bar=None)
-    (entry,) = [record.getMessage() for record in caplog.records if "other arguments" in record.getMessage()]
+    (entry,) = [record.getMessage() for record in caplog.records if "changed arguments" in record.getMessage()]
     assert entry.splitlines() == [
-        f"Going on from {at(run, 15)} with other arguments:",
-        "  seed: 42 → 7 (that of the checkpoint counts: the order of the data and the generators go on as they were)",
+        f"Resuming from {at(run, 15)} with changed arguments:",
+        "  seed: 42 → 7 (the checkpoint's value counts: the order of the data and the generators are restored)",
         "  learning_rate: 0.05 → 0.01",
         "  log_every: 1 → 2",
         "  eval_every: 5 → 1000",
@@ -127,7 +127,7 @@ def test_the_seed_is_that_of_the_checkpoint(run: Path) -> None:
 def test_what_cannot_be_gone_on_with_is_refused_by_name(run: Path, options: dict[str, Any]) -> None:
     (name,) = options
     assert POLICIES[name] is Policy.REFUSED
-    with pytest.raises(ConfigurationError, match=rf"cannot go on with another {name} \({name}: .* → .*\)"):
+    with pytest.raises(ConfigurationError, match=rf"cannot be resumed with a changed {name} \({name}: .* → .*\)"):
         small(at(run, 15), **options)
 
 
@@ -166,7 +166,7 @@ def test_another_weight_decay_takes_effect(tmp_path: Path) -> None:
     one = trainer(arguments(resume=str(at(run, 5)), weight_decay=0.3))
     one.fit()
     assert [group["weight_decay"] for group in one.optimizers["default"].param_groups] == [0.3, 0.0]
-    with pytest.raises(StateError, match=r"made by weight_decay \(0.1 → 0.0\), and cannot be others"):
+    with pytest.raises(StateError, match=r"follow from weight_decay \(0.1 → 0.0\), and must be the same"):
         trainer(arguments(resume=str(at(run, 5)), weight_decay=0.0)).fit()
 
 
@@ -208,7 +208,7 @@ def test_extending_begins_and_goes_on_too(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_what_left_no_checkpoint_cannot_be_extended(tmp_path: Path) -> None:
     small("never", output_dir=tmp_path, save_every="never", keep_best=0)
-    with pytest.raises(ConfigurationError, match="is finished and has no checkpoint to go on from"):
+    with pytest.raises(ConfigurationError, match="is finished and has no checkpoint to resume from"):
         small("extend", output_dir=tmp_path, num_train_epochs=4)
     with pytest.raises(ConfigurationError, match='resume="extend" looks for a run in output_dir'):
         arguments(resume="extend")

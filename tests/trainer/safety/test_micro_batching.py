@@ -231,7 +231,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         with pytest.raises(ConfigurationError, match=text):
             arguments(**{**auto, **options})
     ready = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*points()), batch_size=10)
-    with pytest.raises(ConfigurationError, match="the batches of a DataLoader are made already"):
+    with pytest.raises(ConfigurationError, match="a DataLoader has its batch size already"):
         trainer(arguments(**auto, global_batch_size=20), train_dataset=ready).fit()
     trainer(arguments(**auto, max_steps=1), train_dataset=ready).fit()
 

@@ -35,16 +35,16 @@ def limited(limit: int, samples: int = 200, **options: Any) -> tuple[Trainer, Li
 
 
 def test_batches_double_until_one_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    one, model = limited(40, per_device_train_batch_size=8)
-    assert one.find_batch_size() == 32
+    model_trainer, model = limited(40, per_device_train_batch_size=8)
+    assert model_trainer.find_batch_size() == 32
     assert model.given[:7] == [8, 8, 16, 16, 32, 32, 64]
     assert model.given[7] == 32  # the rest of the update that did not fit
     assert capsys.readouterr().err == ""
 
 
 def test_batches_are_halved_where_the_first_does_not_fit() -> None:
-    one, model = limited(20, per_device_train_batch_size=96)
-    assert one.find_batch_size() == 12
+    model_trainer, model = limited(20, per_device_train_batch_size=96)
+    assert model_trainer.find_batch_size() == 12
     assert model.given[:4] == [96, 48, 24, 12]
     with pytest.raises(NoExecutableBatchSizeError, match="a single sample did not fit"):
         limited(0)[0].find_batch_size()
@@ -54,15 +54,15 @@ def test_no_more_is_tried_than_there_is() -> None:
     assert limited(1000, samples=70)[0].find_batch_size() == 64
     assert limited(1000, samples=5)[0].find_batch_size() == 5
     assert limited(1000)[0].find_batch_size(largest=33) == 32
-    one, model = limited(1000, samples=64, per_device_train_batch_size="auto")
-    assert one.find_batch_size(updates=3) == 64
+    model_trainer, model = limited(1000, samples=64, per_device_train_batch_size="auto")
+    assert model_trainer.find_batch_size(updates=3) == 64
     assert model.given == [64] * 3
 
 
 @pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 4}, {"global_batch_size": 64}])
 def test_gradients_are_there_while_a_batch_is_computed_if_updates_have_several(options: dict[str, int]) -> None:
-    one, model = limited(1000, per_device_train_batch_size=8, **options)
-    assert one.find_batch_size(largest=16) == 16
+    model_trainer, model = limited(1000, per_device_train_batch_size=8, **options)
+    assert model_trainer.find_batch_size(largest=16) == 16
     assert model.given == [8] * 4 + [16] * 4
 
 
@@ -84,10 +84,10 @@ def test_processes_agree_on_what_fits_all() -> None:
 
 
 def test_what_spares_memory_for_a_while_takes_no_part() -> None:
-    one = trainer(callbacks=[Freeze("0.*", until="1 epoch")])
+    model_trainer = trainer(callbacks=[Freeze("0.*", until="1 epoch")])
     seen: list[bool] = []
-    one.model[0].weight.register_hook(lambda gradient: seen.append(True))  # type: ignore[index]
-    one.find_batch_size(largest=8)
+    model_trainer.model[0].weight.register_hook(lambda gradient: seen.append(True))  # type: ignore[index]
+    model_trainer.find_batch_size(largest=8)
     assert seen == [True, True]
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_tried_is_refused() -> None:
     class Stepping(Trainer):
         def training_step(self, model: Any, batch: Any) -> None: ...
 
-    for one, options, told in (
+    for model_trainer, options, told in (
         (trainer(), {"largest": 0}, "largest must be a whole number of at least 1"),
         (trainer(), {"updates": 1}, "updates must be a whole number of at least 2"),
         (trainer(train_dataset=DataLoader(points()[0])), {}, "those of a DataLoader are made already"),  # type: ignore[arg-type]
@@ -103,4 +103,4 @@ def test_what_cannot_be_tried_is_refused() -> None:
         (trainer(callbacks=[SAM()]), {}, "SAM does not support split batches"),
     ):
         with pytest.raises(ConfigurationError, match=told):
-            one.find_batch_size(**options)
+            model_trainer.find_batch_size(**options)

@@ -52,9 +52,9 @@ def made(output_dir: Path | None = None, **options: Any) -> Trainer:
 
 
 def test_a_trial_is_the_run_with_those_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = made(tmp_path / "runs", args={"resume": "auto"}, callbacks=[EarlyStopping("eval_loss")])
-    found = one.search(SPACE, n=3)
-    one.accelerator.free_memory()
+    model_trainer = made(tmp_path / "runs", args={"resume": "auto"}, callbacks=[EarlyStopping("eval_loss")])
+    found = model_trainer.search(SPACE, n=3)
+    model_trainer.accelerator.free_memory()
     assert "epoch" not in capsys.readouterr().out  # lines of a run
     assert [trial["state"] for trial in found.trials] == ["complete"] * 3
     for trial in found.trials:
@@ -64,7 +64,7 @@ def test_a_trial_is_the_run_with_those_arguments(tmp_path: Path, capsys: pytest.
     best = min(found.trials, key=lambda trial: trial["value"])
     assert (found.metric, found.best_value, found.best_params) == ("eval_loss", best["value"], best["params"])
     assert found.args.learning_rate == best["params"]["learning_rate"]
-    assert found.args.output_dir == one.args.output_dir
+    assert found.args.output_dir == model_trainer.args.output_dir
     assert found.study.best_trial.number == best["number"]
     table = found.to_pandas()
     assert table["value"].tolist() == [trial["value"] for trial in found.trials]
@@ -81,11 +81,11 @@ def test_a_trial_is_the_run_with_those_arguments(tmp_path: Path, capsys: pytest.
 
 def test_the_same_seed_tries_the_same() -> None:
     def params(**args: Any) -> Any:
-        one = made(args={"num_train_epochs": 0.2, **args})
-        found = one.search(
+        model_trainer = made(args={"num_train_epochs": 0.2, **args})
+        found = model_trainer.search(
             lambda trial: {"learning_rate": trial.suggest_float("rate", 0.1, 0.5)}, n=2, metric="accuracy"
         )
-        one.accelerator.free_memory()
+        model_trainer.accelerator.free_memory()
         assert (found.metric, found.study.direction.name) == ("eval_accuracy", "MAXIMIZE")
         assert found.best_value == max(trial["value"] for trial in found.trials)
         return [trial["params"] for trial in found.trials]
@@ -97,7 +97,7 @@ def test_the_same_seed_tries_the_same() -> None:
 def test_a_trial_that_is_not_worth_it_is_ended_early() -> None:
     pruner = optuna.pruners.ThresholdPruner(upper=0.0, n_warmup_steps=6)
     study = optuna.create_study(pruner=pruner)
-    one = made(args={"num_train_epochs": 4})
+    model_trainer = made(args={"num_train_epochs": 4})
     seen: list[int] = []
 
     class Steps(Callback):
@@ -105,9 +105,9 @@ def test_a_trial_that_is_not_worth_it_is_ended_early() -> None:
             seen.append(run.state.step)
             assert run.control.reason is None or "is not worth going on" in run.control.reason
 
-    one.events.add(Steps())
+    model_trainer.events.add(Steps())
     with pytest.raises(ConfigurationError, match="None of the 2 trials came to its end"):
-        one.search({"learning_rate": [0.1]}, n=2, study=study)
+        model_trainer.search({"learning_rate": [0.1]}, n=2, study=study)
     assert seen == [10, 10]  # the second evaluation is the first that counts
     assert [trial.state.name for trial in study.trials] == ["PRUNED", "PRUNED"]
     assert list(study.trials[0].intermediate_values) == [5, 10]
@@ -163,26 +163,26 @@ class Interrupts(Callback):
 @pytest.mark.parametrize("is_notebook", [True, False])
 def test_who_interrupts_a_trial_ends_the_search(monkeypatch: pytest.MonkeyPatch, is_notebook: bool) -> None:
     monkeypatch.setattr(trainer_module, "is_interactive", lambda: is_notebook)
-    one = made(callbacks=[Interrupts()])
-    before = [weight.clone() for weight in one.model.parameters()]  # type: ignore[union-attr]
+    model_trainer = made(callbacks=[Interrupts()])
+    before = [weight.clone() for weight in model_trainer.model.parameters()]  # type: ignore[union-attr]
     study = optuna.create_study()
     if is_notebook:
-        found = one.search(SPACE, n=5, study=study)
+        found = model_trainer.search(SPACE, n=5, study=study)
         assert [trial["state"] for trial in found.trials] == ["complete", "failed"]
     else:
         with pytest.raises(Interrupted):
-            one.search(SPACE, n=5, study=study)
+            model_trainer.search(SPACE, n=5, study=study)
     assert len(study.trials) == 2
-    assert all(map(torch.equal, one.model.parameters(), before))  # type: ignore[union-attr]
-    assert one.state.status == "new"
+    assert all(map(torch.equal, model_trainer.model.parameters(), before))  # type: ignore[union-attr]
+    assert model_trainer.state.status == "new"
 
 
 def test_processes_train_the_same_trials() -> None:
     def find() -> Any:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        one = made(args={"per_device_train_batch_size": 4})
-        found = one.search(SPACE, n=2)
-        one.accelerator.free_memory()
+        model_trainer = made(args={"per_device_train_batch_size": 4})
+        found = model_trainer.search(SPACE, n=2)
+        model_trainer.accelerator.free_memory()
         again = made(args={"per_device_train_batch_size": 4, **found.best_params}).fit().metrics["eval_loss"]
         failing = Fragile(network(), arguments(num_train_epochs=1), train_dataset=points(), eval_dataset=points(16))
         failing.accelerator.free_memory()
@@ -227,7 +227,7 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ({"n": 0}, "n must be a whole number of at least 1"),
         (
             {"metric": "f1"},
-            "metric_for_best='eval_f1' is no metric of this evaluation. There will be: eval_loss, eval_acc",
+            "metric_for_best='eval_f1' is not a metric of the evaluations. These are: eval_loss, eval_acc",
         ),
         ({"metric": "gain"}, "Whether more of the metric 'gain' is better cannot be told"),
         ({"study": optuna.create_study(direction="maximize")}, "The study is to maximize, and this search to minimize"),

@@ -40,16 +40,16 @@ def sentences() -> list[dict[str, Any]]:
     tokens = torch.tensor([[7, 4, 11, 11, 14], [22, 14, 17, 11, 3], [0, 1, 2, 3, 4]])
     labels = tokens.masked_fill(tokens == 11, -100)
     return [
-        {"input_ids": one, "labels": two, "text": f"row {n}"}
-        for n, (one, two) in enumerate(zip(tokens, labels, strict=True))
+        {"input_ids": token, "labels": two, "text": f"row {n}"}
+        for n, (token, two) in enumerate(zip(tokens, labels, strict=True))
     ]
 
 
 def test_batches_are_those_that_are_trained_on() -> None:
     inputs, sides = points()
     inputs[3, 2] = float("nan")
-    one = trainer(arguments(shuffle=False), model=Silent(), train_dataset=(inputs, sides))
-    seen = one.preview()
+    model_trainer = trainer(arguments(shuffle=False), model=Silent(), train_dataset=(inputs, sides))
+    seen = model_trainer.preview()
     first = seen.batches[0]
     clean = inputs[:8].nan_to_num()
     low, high = clean.min().item(), clean.max().item()
@@ -64,7 +64,7 @@ def test_batches_are_those_that_are_trained_on() -> None:
     assert text[0] == "batch 1: 8 rows"
     assert text[1] == f"  [0]           float32  [8, 6]  on cpu  {low:.4g} … {high:.4g}  1 NOT FINITE"
     assert text[3] == f"  label counts  {first.labels[0]} × 0, {first.labels[1]} × 1"
-    assert len(one.preview(batches=100).batches) == 5  # those of a pass
+    assert len(model_trainer.preview(batches=100).batches) == 5  # those of a pass
 
 
 def test_shuffled_batches_are_those_of_the_run_and_callbacks_have_changed_them() -> None:
@@ -75,19 +75,21 @@ def test_shuffled_batches_are_those_of_the_run_and_callbacks_have_changed_them()
         def on_micro_batch_begin(self, run: Run) -> None:
             Keeps.batches.append(run.batch[0])
 
-    one = trainer(arguments(max_steps=4, gradient_accumulation_steps=2), callbacks=[Mixup(0.4, num_classes=2), Keeps()])
-    seen = one.preview(3)
+    model_trainer = trainer(
+        arguments(max_steps=4, gradient_accumulation_steps=2), callbacks=[Mixup(0.4, num_classes=2), Keeps()]
+    )
+    seen = model_trainer.preview(3)
     previewed, Keeps.batches = Keeps.batches, []
     assert [part.kind for part in seen.batches[0].parts] == ["float32", "float32"]  # classes are shares by now
     assert seen.batches[0].labels == {}
     assert repr(seen).startswith("batches changed by Mixup, Keeps\nbatch 1: 8 rows\n")
-    one.fit()
+    model_trainer.fit()
     assert len(previewed) == 3
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(previewed, Keeps.batches, strict=False))
 
 
 def test_tokens_are_shown_as_text_and_schedules_by_step_apply() -> None:
-    one = trainer(
+    model_trainer = trainer(
         arguments(shuffle=False, per_device_train_batch_size=1),
         model=Silent(),
         loss_fn=None,
@@ -96,7 +98,7 @@ def test_tokens_are_shown_as_text_and_schedules_by_step_apply() -> None:
         collate_fn=torch.utils.data.default_collate,
         callbacks=[SequenceLengthWarmup(2, 5, until="3 steps", multiple_of=1), AccumulationSchedule({0: 1})],
     )
-    first, second, third = one.preview(3).batches
+    first, second, third = model_trainer.preview(3).batches
     assert first.texts == {"input_ids": ["he"], "labels": ["he"]}
     assert second.texts == {"input_ids": ["wor"], "labels": ["wor"]}
     assert third.texts == {"input_ids": ["abcd"], "labels": ["abcd"]}
@@ -116,10 +118,10 @@ def test_tokens_are_shown_as_text_and_schedules_by_step_apply() -> None:
 def test_a_notebook_shows_images() -> None:
     images = torch.rand(6, 1, 5, 7, generator=torch.Generator().manual_seed(0)) * 4 - 2
     args = arguments(per_device_train_batch_size=6, shuffle=False)
-    one = trainer(
+    model_trainer = trainer(
         args, model=nn.Sequential(nn.Flatten(), nn.Linear(35, 2)), train_dataset=(images, torch.arange(6) % 2)
     )
-    seen = one.preview(1)
+    seen = model_trainer.preview(1)
     page = seen._repr_html_()
     assert "<caption>batch 1: 6 rows</caption>" in page
     assert "float32  [6, 1, 5, 7]  on cpu" in page

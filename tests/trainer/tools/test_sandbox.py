@@ -73,17 +73,17 @@ def made(output_dir: Path | None = None, **options: Any) -> Trainer:
 
 def tools(n: int = 2) -> dict[str, Use]:
     return {
-        "find_learning_rate": lambda one: one.find_learning_rate(1e-3, 1e3, updates=12),
-        "find_batch_size": lambda one: one.find_batch_size(largest=16),
-        "preview": lambda one: one.preview(3),
-        "search": lambda one: one.search({"learning_rate": (0.001, 0.1, "log")}, n=n),
+        "find_learning_rate": lambda trainer: trainer.find_learning_rate(1e-3, 1e3, updates=12),
+        "find_batch_size": lambda trainer: trainer.find_batch_size(largest=16),
+        "preview": lambda trainer: trainer.preview(3),
+        "search": lambda trainer: trainer.search({"learning_rate": (0.001, 0.1, "log")}, n=n),
     }
 
 
-def outcome(one: Trainer) -> dict[str, Any]:
+def outcome(model_trainer: Trainer) -> dict[str, Any]:
     """Return all that a run comes to, and where the generators stand after it."""
-    result = one.fit()
-    model = one.unwrapped_model
+    result = model_trainer.fit()
+    model = model_trainer.unwrapped_model
     return {
         "history": [{name: entry.get(name) for name in _EXACT} for entry in result.history],
         "weights": [tensor.clone() for tensor in model.state_dict().values()],
@@ -92,11 +92,11 @@ def outcome(one: Trainer) -> dict[str, Any]:
     }
 
 
-def state(one: Trainer) -> dict[str, Any]:
+def state(model_trainer: Trainer) -> dict[str, Any]:
     """Return all that a tool is to leave as it was."""
-    model: Any = one.model
-    given = one.optimizer if isinstance(one.optimizer, torch.optim.Optimizer) else None
-    engine = one.accelerator
+    model: Any = model_trainer.model
+    given = model_trainer.optimizer if isinstance(model_trainer.optimizer, torch.optim.Optimizer) else None
+    engine = model_trainer.accelerator
     return {
         "weights": [tensor.clone() for tensor in model.state_dict().values()],
         "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
@@ -106,8 +106,8 @@ def state(one: Trainer) -> dict[str, Any]:
         "optimizer": None if given is None else repr(given.state_dict()),
         "rate": None if given is None else float(given.param_groups[0]["lr"]),
         "generators": (torch.get_rng_state(), random.getstate(), repr(np.random.get_state())),
-        "attributes": {n: v for n, v in vars(one).items() if n not in ("prepared", "_evaluator", "run")},
-        "callbacks": [(callback, dict(vars(callback))) for callback in one.events],
+        "attributes": {n: v for n, v in vars(model_trainer).items() if n not in ("prepared", "_evaluator", "run")},
+        "callbacks": [(callback, dict(vars(callback))) for callback in model_trainer.events],
         "heard": Writes.steps,
         "engine": [len(engine._optimizers), len(engine._schedulers), len(engine._dataloaders)],
         "steps": engine.gradient_accumulation_steps,
@@ -141,15 +141,15 @@ def test_a_run_after_a_tool_is_the_run_without_it(tool: str, tmp_path: Path) -> 
     expected = outcome(plain := made())
     plain.accelerator.free_memory()
     folder = tmp_path / "runs"
-    one = made(folder)
+    model_trainer = made(folder)
     gradient = torch.full((2, 8), 0.25)
-    one.model.layers[3].weight.grad = gradient.clone()  # type: ignore[union-attr]  # which fit adds to, or drops
-    before = state(one)
-    tools()[tool](one)
-    assert_same(state(one), before)
+    model_trainer.model.layers[3].weight.grad = gradient.clone()  # type: ignore[union-attr]  # which fit adds to, or drops
+    before = state(model_trainer)
+    tools()[tool](model_trainer)
+    assert_same(state(model_trainer), before)
     assert [path.name for path in folder.glob("*")] == (["search"] if tool == "search" else [])
-    one.model.zero_grad()  # type: ignore[union-attr]
-    assert_same(outcome(one), expected)
+    model_trainer.model.zero_grad()  # type: ignore[union-attr]
+    assert_same(outcome(model_trainer), expected)
 
 
 @pytest.mark.parametrize("tool", ["find_learning_rate", "preview"])
@@ -166,18 +166,18 @@ def test_objects_that_were_given_are_as_they_were(tool: str) -> None:
         optimizer.zero_grad()
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         args = {"seed": None, "max_steps": 3}
-        one = made(args=args, model=model, optimizer=optimizer, scheduler=schedule, callbacks=[])
-        metrics: dict[str, Any] = one.evaluate()
+        model_trainer = made(args=args, model=model, optimizer=optimizer, scheduler=schedule, callbacks=[])
+        metrics: dict[str, Any] = model_trainer.evaluate()
         for number in range(2):
-            before = state(one)
-            use(one)
-            assert_same(state(one), before)
+            before = state(model_trainer)
+            use(model_trainer)
+            assert_same(state(model_trainer), before)
             assert number or optimizer.param_groups[0]["lr"] is rate  # a run takes a copy
-            metrics[f"{len(metrics)}"] = outcome(one)
-        one.accelerator.free_memory()
-        return [metrics, one.evaluate(), schedule.last_epoch, schedule.get_last_lr()]
+            metrics[f"{len(metrics)}"] = outcome(model_trainer)
+        model_trainer.accelerator.free_memory()
+        return [metrics, model_trainer.evaluate(), schedule.last_epoch, schedule.get_last_lr()]
 
-    assert same(run(tools()[tool]), run(lambda one: None))
+    assert same(run(tools()[tool]), run(lambda trainer: None))
 
 
 @pytest.mark.parametrize(
@@ -194,13 +194,13 @@ def test_processes_leave_all_as_it_was(names: list[str], tmp_path: Path) -> None
     def train() -> list[Any]:
         outcomes: list[Any] = []
         for use in (repr, *(tools(n=1)[name] for name in names)):
-            one = made(tmp_path)
-            one.prepare_models()
-            before = state(one)
-            use(one)
-            assert_same(state(one), before)
-            outcomes.append(outcome(one))
-            one.accelerator.free_memory()
+            model_trainer = made(tmp_path)
+            model_trainer.prepare_models()
+            before = state(model_trainer)
+            use(model_trainer)
+            assert_same(state(model_trainer), before)
+            outcomes.append(outcome(model_trainer))
+            model_trainer.accelerator.free_memory()
         for other in outcomes[1:]:
             assert_same(other, outcomes[0])
         return outcomes[0]["history"]
@@ -214,12 +214,12 @@ def test_sharded_models_keep_their_shards() -> None:
     def train() -> list[Any]:
         outcomes: list[Any] = []
         for tool in (repr, tools()["find_learning_rate"]):
-            one = made(args={"fsdp": True, "max_steps": 3, "eval_every": "never"}, callbacks=[EMA(0.9)])
-            tool(one)
-            history = outcome(one)["history"]
-            weights = one.accelerator.get_state_dict(one.prepared)
+            model_trainer = made(args={"fsdp": True, "max_steps": 3, "eval_every": "never"}, callbacks=[EMA(0.9)])
+            tool(model_trainer)
+            history = outcome(model_trainer)["history"]
+            weights = model_trainer.accelerator.get_state_dict(model_trainer.prepared)
             outcomes.append([history, {name: weight.clone() for name, weight in weights.items()}])
-            one.accelerator.free_memory()
+            model_trainer.accelerator.free_memory()
         return outcomes
 
     for plain, after in run_world(train, (), 2, timeout=90):
@@ -234,11 +234,11 @@ class Fails(Own):
 
 
 def test_a_tool_that_fails_leaves_all_as_it_was() -> None:
-    one = made(model=Fails(), callbacks=[])
-    before = state(one)
+    model_trainer = made(model=Fails(), callbacks=[])
+    before = state(model_trainer)
     with pytest.raises(RuntimeError, match="the sixth call"):
-        one.find_learning_rate(1e-3, 1e-1, updates=10)
-    assert_same(state(one), before)
+        model_trainer.find_learning_rate(1e-3, 1e-1, updates=10)
+    assert_same(state(model_trainer), before)
 
 
 class Numbers(IterableDataset[Any]):
@@ -253,11 +253,11 @@ class Once(Numbers):
 
 def test_data_that_is_read_anew_is_read_from_its_beginning() -> None:
     def losses(use: Use) -> list[float]:
-        one = trainer(arguments(max_steps=6, log_every=1, num_train_epochs=None), train_dataset=Numbers())
-        use(one)
-        return [entry["loss"] for entry in one.fit().history]
+        model_trainer = trainer(arguments(max_steps=6, log_every=1, num_train_epochs=None), train_dataset=Numbers())
+        use(model_trainer)
+        return [entry["loss"] for entry in model_trainer.fit().history]
 
-    assert losses(lambda one: one.preview()) == losses(lambda one: one.find_learning_rate(updates=10))
+    assert losses(lambda trainer: trainer.preview()) == losses(lambda trainer: trainer.find_learning_rate(updates=10))
     loader = DataLoader(TensorDataset(*points()), batch_size=8, shuffle=True, generator=torch.Generator())
     drawn = loader.generator.get_state()  # type: ignore[union-attr]
     trainer(train_dataset=loader).preview()

@@ -1,4 +1,4 @@
-"""This file is which checkpoints of a run are there when it goes on: its list is made to agree with the disk."""
+"""The checkpoints of a resumed run that exist on disk."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,28 +13,30 @@ from trainer_lib.runs import RunFolder
 def existing_checkpoints(
     listed: Sequence[Mapping[str, Any]], folder: RunFolder | None, up_to: int
 ) -> list[dict[str, Any]]:
-    """Return the entries of the checkpoints that are there, the oldest first.
+    """Return the entries of the checkpoints that exist on disk, the oldest first.
 
-    Some may have been deleted or put aside since, or the run's folder moved; and a save that was written while the run
-    ended may not be listed.
+    A listed checkpoint may have been deleted or renamed as damaged since, or the run's folder moved. A checkpoint that
+    was written while the run ended may not be listed.
 
     Args:
-        listed: The entries of the checkpoint that is gone on from.
+        listed: The entries in the checkpoint that the run resumes from.
         folder: The run's folder.
-        up_to: The step at which the run goes on.
+        up_to: The step that the run resumes at.
     """
-    own = {path.name.removesuffix(".replaced"): path for path in (folder.checkpoints() if folder is not None else [])}
-    found: dict[int, dict[str, Any]] = {}
-    for one in listed:
-        path = path_at(one["path"])
-        path = own.get(path.name, path)
+    on_disk = {
+        path.name.removesuffix(".replaced"): path for path in (folder.checkpoints() if folder is not None else [])
+    }
+    by_step: dict[int, dict[str, Any]] = {}
+    for listed_entry in listed:
+        path = path_at(listed_entry["path"])
+        path = on_disk.get(path.name, path)
         if committed(path) is not None:
-            found[one["step"]] = {**one, "path": str(path)}
-    for path in own.values():
+            by_step[listed_entry["step"]] = {**listed_entry, "path": str(path)}
+    for path in on_disk.values():
         entry = _entry_of(path)
         if entry is not None and entry["step"] <= up_to:
-            found[entry["step"]] = {**entry, **found.get(entry["step"], {}), **_faults(entry)}
-    return [found[step] for step in sorted(found)]
+            by_step[entry["step"]] = {**entry, **by_step.get(entry["step"], {}), **_faults(entry)}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _entry_of(path: AnyPath) -> dict[str, Any] | None:
@@ -42,7 +44,7 @@ def _entry_of(path: AnyPath) -> dict[str, Any] | None:
         return None
     try:
         manifest = read_manifest(path)
-    except CheckpointError:  # it is put aside when it is next in line
+    except CheckpointError:  # it is renamed as damaged when a run would resume from it
         return None
     if manifest.run_id is None:
         return None
@@ -52,5 +54,5 @@ def _entry_of(path: AnyPath) -> dict[str, Any] | None:
 
 
 def _faults(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the manifest of a checkpoint knows and the list in it cannot: which tensors are not finite."""
+    """Return the tensors with NaN or Inf, which only the checkpoint's manifest records."""
     return {"nonfinite": entry["nonfinite"]} if "nonfinite" in entry else {}

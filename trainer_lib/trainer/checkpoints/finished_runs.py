@@ -1,4 +1,4 @@
-"""Finished runs: whether their last state is still on disk, which weights they ended with, and loading these."""
+"""Finished runs: whether their last checkpoint still exists, which weights they ended with, and how to load them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ _SHOWN = 3  # runs in a warning
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Whether a run came to its end, and its last checkpoint was not set aside as damaged since."""
+    """Whether a run finished, and its last checkpoint was not renamed as damaged since."""
     state = run.facts.get("state")
     if not run.is_finished or not isinstance(state, dict):
         return False
@@ -31,7 +31,7 @@ def is_finished(run: RunFolder) -> bool:
 
 
 def final_checkpoint(run: RunFolder) -> AnyPath | None:
-    """Return the checkpoint with the weights that a finished run ended with; `None` where it has none."""
+    """Return the checkpoint with the weights that a finished run ended with; `None` if there is none."""
     entries = _entries(run)
     state, arguments = run.facts["state"], run.facts.get("arguments") or {}
     best = state["best"]["step"] if arguments.get("load_best_at_end") and state["best"] is not None else None
@@ -40,27 +40,27 @@ def final_checkpoint(run: RunFolder) -> AnyPath | None:
     return path_at(chosen[-1]["path"]) if chosen else None
 
 
-def describe_other_runs(found: list[FoundRun], what: dict[str, Any]) -> str | None:
-    """Return what to say where a new run begins although there are checkpoints: whose, why, and how to resume them."""
-    told: list[str] = []
+def describe_other_runs(found: list[FoundRun], fingerprint: dict[str, Any]) -> str | None:
+    """Return the warning for a new run in a folder with checkpoints: why no run matches, and how to resume one."""
+    lines: list[str] = []
     for candidate in reversed(found):
         run, checkpoint = candidate.run, candidate.run.newest_checkpoint()
         if checkpoint is not None:
-            why = candidate.mismatch(what) or "it is finished"
-            told.append(f"{run.path} has {checkpoint.name}, but {why}; resume={str(run.path)!r} resumes it.")
-    if not told:
+            reason = candidate.mismatch(fingerprint) or "it is finished"
+            lines.append(f"{run.path} has {checkpoint.name}, but {reason}; resume={str(run.path)!r} resumes it.")
+    if not lines:
         return None
-    more = [f"{len(told) - _SHOWN} more runs there do not match either."] if len(told) > _SHOWN else []
+    more = [f"{len(lines) - _SHOWN} more runs there do not match either."] if len(lines) > _SHOWN else []
     begins = 'resume="auto" begins a new run, at step 0, although there are checkpoints.'
-    return " ".join([begins, *told[:_SHOWN], *more])
+    return " ".join([begins, *lines[:_SHOWN], *more])
 
 
 def load_finished(trainer: "Trainer", run: RunFolder, checkpoint: AnyPath | None) -> FitResult:
-    """Load the weights that a finished run ended with, and return its result; nothing is written."""
+    """Load the weights that a finished run ended with, and return its result. It writes nothing."""
     facts = run.facts
     state = {**facts["state"], "checkpoints": _entries(run)}
     if checkpoint is None:
-        _logger.warning("%s has no checkpoint to load: the weights stay those that the model was given.", run.path)
+        _logger.warning("%s has no checkpoint to load: the model keeps the weights it was given with.", run.path)
         return FitResult.of({**facts, "state": state, "report": report_of(run)})
     fitting = Fitting(trainer, run, Signals((), Control(), trainer.accelerator.is_main_process))
     trainer.run = fitting.run
@@ -70,14 +70,14 @@ def load_finished(trainer: "Trainer", run: RunFolder, checkpoint: AnyPath | None
         fitting.run.state = RunState.of(state)
         fitting.run.metrics = dict(facts["metrics"])
         optimizer_modes.evaluate(fitting.run.optimizers.values())
-        _fire(fitting, "on_fit_end")  # which puts averages of weights (EMA, SWA) in the place of the weights
+        _fire(fitting, "on_fit_end")  # which replaces the weights by their averages (EMA, SWA)
     finally:
         fitting.release()
     return fitting.result()
 
 
 def _fire(fitting: Fitting, event: str) -> None:
-    """Call the callbacks that modify training, and none that report: nothing is trained."""
+    """Call the callbacks that modify training. Those that report are not called, as nothing is trained."""
     for callback in fitting.events:
         if isinstance(callback, Modifier):
             getattr(callback, event)(fitting.run)

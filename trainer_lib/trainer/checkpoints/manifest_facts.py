@@ -1,4 +1,4 @@
-"""This file is what a checkpoint tells of its run, in its manifest: to be read without anything else."""
+"""The facts about a run in each checkpoint's manifest, which you can read without any other file."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -14,12 +14,12 @@ def manifest_facts(trainer: "Trainer", run: Run, reasons: Collection[str]) -> di
     """Return the facts, as `register_state_facts` takes them.
 
     Args:
-        trainer: The trainer, whose averages were just put together, as a part of the state.
+        trainer: The trainer, whose running means were just reduced, as a part of the state.
         run: Its run.
         reasons: Why the checkpoint is saved.
     """
     state = run.state
-    here = [one for one in state.checkpoints if one["step"] == state.step]
+    at_step = [checkpoint for checkpoint in state.checkpoints if checkpoint["step"] == state.step]
     return {
         "run_id": state.run_id or None,
         "step": state.step,
@@ -28,11 +28,11 @@ def manifest_facts(trainer: "Trainer", run: Run, reasons: Collection[str]) -> di
         "items": None if trainer.has_own_step else state.items + trainer.averages.items,
         "arguments": run.args.to_dict(unwritable="leave out"),
         "reasons": sorted(reasons) or ["asked"],
-        "metrics": numeric_metrics(here[-1]["metrics"]) if here else {},
+        "metrics": numeric_metrics(at_step[-1]["metrics"]) if at_step else {},
         "best": None if state.best is None else asdict(state.best),
     }
 
 
 def numeric_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return those metrics that are numbers; of others a manifest is no place."""
+    """Return the metrics that are numbers: a manifest holds no others."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}

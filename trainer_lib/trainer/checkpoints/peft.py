@@ -1,6 +1,6 @@
-"""This file is checkpoints of models with adapters (PEFT): the weights below the adapters stay where they came from.
+"""Checkpoints of models with adapters (PEFT), which leave out the frozen base weights.
 
-They are large, and no run changes them, so that a checkpoint only notes what they look like.
+Base weights are large and no run changes them, so a checkpoint holds only a fingerprint of each.
 """
 
 import json
@@ -23,114 +23,114 @@ if TYPE_CHECKING:
 
 LEFT_OUT_FILE = "left_out_weights.json"
 
-_SAMPLED = 1024  # numbers of a weight
+_SAMPLED = 1024  # values of a weight that its fingerprint is computed from
 _SHOWN = 3  # names in a message
 
-Looks = dict[str, int]
+Fingerprints = dict[str, int]
 
 
 class PeftCheckpoints:
-    """Keeps the weights below adapters out of checkpoints, and puts them back when one is loaded.
+    """Leaves base weights out of checkpoints, and restores them when a checkpoint is loaded.
 
     Args:
-        accelerator: The engine, with the models and optimizers prepared.
+        accelerator: The accelerator, with the models and optimizers prepared.
     """
 
     def __init__(self, accelerator: "Accelerator") -> None:
         self._accelerator = accelerator
 
     def exclude_base_weights(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        """Take them out of what is about to be saved, and note what they look like."""
+        """Remove the base weights from the state that is about to be saved, and write their fingerprints."""
         accelerator = self._accelerator
-        if accelerator.strategy.gathers_to_rank_zero:  # no process has whole weights to look at
+        if accelerator.strategy.gathers_to_rank_zero:  # no rank has whole weights to fingerprint
             return
-        if len(weights) != len(models):  # another hook has its own way with them
+        if len(weights) != len(models):  # another hook changed the list
             return
-        noted: dict[str, Looks] = {}
+        written: dict[str, Fingerprints] = {}
         for index, (model, state) in enumerate(zip(models, weights, strict=True)):
-            below = self._below(accelerator.strategy.bare(model))
-            for name in below:
+            base = self._base_weights(accelerator.strategy.bare(model))
+            for name in base:
                 state.pop(name, None)
-            if below:
-                noted[str(index)] = _looks(below)
-        if noted and accelerator.is_main_process:
+            if base:
+                written[str(index)] = _fingerprints(base)
+        if written and accelerator.is_main_process:
             try:
-                (Path(folder) / LEFT_OUT_FILE).write_text(json.dumps(noted, indent=1))
+                (Path(folder) / LEFT_OUT_FILE).write_text(json.dumps(written, indent=1))
             except OSError as error:
                 raise UnwritableError(f"{folder} could not be written: {error.strerror or error}.") from error
 
     def restore_base_weights(self, models: list[nn.Module], folder: str) -> None:
-        """Load the models that lack them in a checkpoint, with those that they were made with."""
-        noted = _noted(Path(folder))
-        if noted and self._accelerator.strategy.gathers_to_rank_zero:
+        """Load the adapters of models whose base weights a checkpoint leaves out; the base weights stay."""
+        written = _read_fingerprints(Path(folder))
+        if written and self._accelerator.strategy.gathers_to_rank_zero:
             raise UnsupportedError(
-                f"{folder} has the adapters of a model alone, and here the model is sharded. Go on without shards, or "
-                "begin a new run."
+                f"{folder} holds only the adapters of a model, which cannot be loaded into a sharded model. Resume "
+                "without sharding, or begin a new run."
             )
-        for index, looks in noted.items():
+        for index, fingerprints in written.items():
             model = self._accelerator._models[index]
-            _load(self._accelerator.strategy.bare(model), Path(folder), looks, index)
-            models[:] = [one for one in models if one is not model]
+            _load(self._accelerator.strategy.bare(model), Path(folder), fingerprints, index)
+            models[:] = [other for other in models if other is not model]
 
-    def _below(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return by name what of a model neither is an adapter nor has an optimizer that could change it."""
+    def _base_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return by name the frozen weights of a model that are in no adapter and in no optimizer."""
         adapters: Mapping[str, Any] | None = getattr(model, "peft_config", None)
         if not isinstance(adapters, Mapping):
             return {}
         groups = [group for optimizer in self._accelerator._optimizers for group in optimizer.param_groups]
-        changing = {id(one) for group in groups for one in group["params"]}
+        optimized = {id(parameter) for group in groups for parameter in group["params"]}
         return {
             canonical_name(name): parameter
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if not parameter.requires_grad
-            and id(parameter) not in changing
+            and id(parameter) not in optimized
             and adapters.keys().isdisjoint(name.split("."))
         }
 
 
 def load_weights(model: nn.Module, checkpoint: AnyPath) -> None:
-    """Load the weights of a checkpoint into a model that is not prepared; of one with adapters these alone.
+    """Load the weights of a checkpoint into a model that is not prepared; for a model with adapters, only these.
 
     Raises:
-        StateError: If they do not fit, or the weights below adapters are others than those of the run.
+        StateError: If they do not fit, or the base weights differ from those of the run.
     """
     from trainer_lib.checkpointing.model_weights import checked_weights, load_checkpoint_in_model
 
-    looks = _noted(checkpoint).get(0)
-    if looks is None:
+    fingerprints = _read_fingerprints(checkpoint).get(0)
+    if fingerprints is None:
         load_checkpoint_in_model(model, checkpoint, strict=True)
         return
     with checked_weights(checkpoint) as folder:
-        _load(model, folder, looks, 0)
+        _load(model, folder, fingerprints, 0)
 
 
-def _noted(folder: AnyPath) -> dict[int, Looks]:
+def _read_fingerprints(folder: AnyPath) -> dict[int, Fingerprints]:
     file = folder / LEFT_OUT_FILE
-    return {int(index): dict(looks) for index, looks in Json.read(file).items()} if file.is_file() else {}
+    return {int(index): dict(prints) for index, prints in Json.read(file).items()} if file.is_file() else {}
 
 
-def _load(model: nn.Module, folder: Path, looks: Looks, index: int) -> None:
+def _load(model: nn.Module, folder: Path, fingerprints: Fingerprints, index: int) -> None:
     from trainer_lib.checkpointing.format.state_parts import StateOptions, Weights
 
-    there = module_state(model)
-    now = _looks({name: there[name] for name in looks if isinstance(there.get(name), Tensor)})
-    others = [name for name, look in looks.items() if now.get(name) != look]
-    if others:
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    state = module_state(model)
+    current = _fingerprints({name: state[name] for name in fingerprints if isinstance(state.get(name), Tensor)})
+    changed = [name for name, fingerprint in fingerprints.items() if current.get(name) != fingerprint]
+    if changed:
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         raise StateError(
-            f"{folder} has the adapters of a model, and the weights below them are others here: "
-            f"{', '.join(others[:_SHOWN])}{more}. Make the model of the same pretrained weights as when it was saved."
+            f"{folder} holds only the adapters of a model, and the base weights of this model differ from those it was "
+            f"saved with: {', '.join(changed[:_SHOWN])}{more}. Make the model from the same pretrained weights."
         )
     part = Weights(index=index, stateful=model)
-    load_module_state(model, {**{name: there[name] for name in looks}, **part.read(folder, StateOptions())})
+    load_module_state(model, {**{name: state[name] for name in fingerprints}, **part.read(folder, StateOptions())})
 
 
-def _looks(weights: Mapping[str, Tensor]) -> Looks:
-    """Return what weights look like, from a few numbers of each."""
-    return {name: _look(weight.detach()) for name, weight in weights.items()}
+def _fingerprints(weights: Mapping[str, Tensor]) -> Fingerprints:
+    """Return the fingerprints of weights, computed from some values of each."""
+    return {name: _fingerprint(weight.detach()) for name, weight in weights.items()}
 
 
-def _look(weight: Tensor) -> int:
-    numbers = weight.reshape(-1)
-    few = numbers[:: max(1, numbers.numel() // _SAMPLED)].contiguous().view(torch.uint8)
-    return zlib.crc32(f"{weight.dtype} {tuple(weight.shape)}".encode(), zlib.crc32(few.cpu().numpy().tobytes()))
+def _fingerprint(weight: Tensor) -> int:
+    values = weight.reshape(-1)
+    sampled = values[:: max(1, values.numel() // _SAMPLED)].contiguous().view(torch.uint8)
+    return zlib.crc32(f"{weight.dtype} {tuple(weight.shape)}".encode(), zlib.crc32(sampled.cpu().numpy().tobytes()))

@@ -1,4 +1,4 @@
-"""This file is where a run stands before it begins: its folder, and the checkpoint that it goes on from."""
+"""Resuming a run: which folder and which checkpoint `fit` begins with."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,10 +27,10 @@ _logger = get_logger(__name__)
 
 
 def checkpoint_at(path: str | AnyPath) -> AnyPath:
-    """Return the checkpoint that a path means: itself, or the newest of the run whose folder it is.
+    """Return the checkpoint at a path, or the newest one of the run whose folder it is.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If there is no checkpoint.
     """
     folder = path_at(path).resolve()
     if is_committed(folder):
@@ -40,7 +40,7 @@ def checkpoint_at(path: str | AnyPath) -> AnyPath:
     newest = read_run(folder, None).newest_checkpoint()
     if newest is None:
         raise ConfigurationError(
-            f"resume={str(path)!r}: no checkpoint is there, nor in its folder {CHECKPOINTS}. Give a folder such as "
+            f"resume={str(path)!r}: there is no checkpoint, nor one in its folder {CHECKPOINTS}. Give a folder such as "
             f'output_dir/RUN_ID/{CHECKPOINTS}/checkpoint-00000100, the folder of a run, or "auto".'
             f"{did_you_mean(path, ('auto', 'extend', 'never'))}"
         )
@@ -49,14 +49,14 @@ def checkpoint_at(path: str | AnyPath) -> AnyPath:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run stands before it begins.
+    """Where a run begins: its folder, and the checkpoint to resume from.
 
     Attributes:
-        folder: Its folder; `None`: nothing is written.
-        checkpoint: The checkpoint to resume from, or of a finished run the one to load; `None`: it begins.
-        is_finished: It ended before, and there is nothing to train.
-        is_new: Whether its folder is that of a new run, which nobody else knows.
-        notes: What to warn of, once this is where the run stands.
+        folder: The run's folder; `None`: the run writes nothing.
+        checkpoint: The checkpoint to resume from, or for a finished run the one to load; `None`: begin at step 0.
+        is_finished: Whether the run is finished, so there is nothing to train.
+        is_new: Whether the folder is for a new run, which no other program knows.
+        notes: The warnings to log once this resume point is chosen.
     """
 
     folder: RunFolder | None
@@ -67,70 +67,70 @@ class ResumePoint:
 
     @property
     def needs_lease(self) -> bool:
-        """Whether it is a run that is there, and is written to."""
+        """Whether this run exists already and will write to its folder."""
         return self.folder is not None and not self.is_new and not self.is_finished
 
 
 def find_resume_point(
-    root: AnyPath | None, name: str | None, resume: str, group: ProcessGroup, what: Any
+    root: AnyPath | None, name: str | None, resume: str, group: ProcessGroup, fingerprint: Any
 ) -> tuple[ResumePoint, Lease]:
-    """Return where a run stands, every byte of its checkpoint checked, and the lease of its folder.
+    """Return where a run resumes, with every byte of its checkpoint verified, and the lease of its folder.
 
-    All processes get the same place; the first of them holds the lease.
+    All ranks get the same resume point; the first rank holds the lease.
 
-    One that is damaged is renamed, and the one before it taken, unless it was named.
+    A damaged checkpoint is renamed and the one before it is used, unless `resume` names the damaged one.
 
     Args:
-        root: Where runs are kept.
-        name: What the user calls the run.
+        root: The folder of all runs.
+        name: The user's name for the run.
         resume: "never", "auto", "extend", or the path of a checkpoint or of a run.
-        group: The processes.
-        what: What it trains.
+        group: The process group.
+        fingerprint: The models and data of the run.
 
     Raises:
-        ConfigurationError: If what it is to go on from is not there.
-        DamagedError: If it was named, and is damaged.
+        ConfigurationError: If there is nothing to resume from.
+        DamagedError: If `resume` names a damaged checkpoint.
     """
     damage: list[str] = []
     with ExitStack() as on_error:
         lease = Lease(None)
         while True:
-            place = run_on_main_process(group, "fit", partial(_look_for_run, root, name, resume, what))
-            if place.folder is not None and place.needs_lease and place.folder.path != lease.folder:
+            point = run_on_main_process(group, "fit", partial(_look_for_run, root, name, resume, fingerprint))
+            if point.folder is not None and point.needs_lease and point.folder.path != lease.folder:
                 lease.release()
-                lease = on_error.enter_context(_acquired_lease(place.folder, group))
-                continue  # another program may have moved it on meanwhile
-            if place.checkpoint is None:
+                lease = on_error.enter_context(_acquired_lease(point.folder, group))
+                continue  # another program may have continued the run meanwhile
+            if point.checkpoint is None:
                 break
             try:
-                open_verified(place.checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)
+                open_verified(point.checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)
                 break
             except DamagedError as error:
-                if place.checkpoint == path_at(resume).resolve():
+                if point.checkpoint == path_at(resume).resolve():
                     raise
-                aside = set_aside(place.checkpoint, group, "fit", leads=group.rank == 0)
-                damage.append(f"{error} It is now called {aside.name}.")
+                renamed = set_aside(point.checkpoint, group, "fit", leads=group.rank == 0)
+                damage.append(f"{error} It is now called {renamed.name}.")
         on_error.pop_all()
-    for note in place.notes:
+    for note in point.notes:
         _logger.warning("%s", note)
     if damage:
-        _logger.warning("%s Going on from %s.", " ".join(damage), place.checkpoint or "the beginning")
-    if not place.needs_lease:  # a new run is leased when it begins, and its folder is made
+        _logger.warning("%s Resuming from %s.", " ".join(damage), point.checkpoint or "the beginning")
+    if not point.needs_lease:  # a new run acquires its lease when it begins and its folder is made
         lease.release()
-        lease = Lease(None if place.folder is None or place.is_finished else place.folder.path)
-    elif group.rank == 0 and place.folder is not None:
-        _delete_debris(place.folder.path / CHECKPOINTS)
-    return place, lease
+        lease = Lease(None if point.folder is None or point.is_finished else point.folder.path)
+    elif group.rank == 0 and point.folder is not None:
+        _delete_debris(point.folder.path / CHECKPOINTS)
+    return point, lease
 
 
 def _acquired_lease(folder: RunFolder, group: ProcessGroup) -> Lease:
-    """Return the lease of a run that is there, held by the first process; or raise on all why it cannot be had."""
+    """Return the lease of an existing run, held by the first rank; raise on all ranks if another program has it."""
     lease = Lease(folder.path)
     run_on_main_process(group, "fit", lease.acquire)
     return lease
 
 
-def _look_for_run(root: AnyPath | None, name: str | None, resume: str, what: Any) -> ResumePoint:
+def _look_for_run(root: AnyPath | None, name: str | None, resume: str, fingerprint: Any) -> ResumePoint:
     checkpoint = None if resume in ("never", "auto", "extend") else checkpoint_at(resume)
     if root is None:
         if resume in ("auto", "extend"):
@@ -140,29 +140,29 @@ def _look_for_run(root: AnyPath | None, name: str | None, resume: str, what: Any
     found = find_runs(root)
     number = 1 + max((candidate.run.facts.get("number", 0) for candidate in found), default=0)
     if checkpoint is not None:
-        run = _continued(checkpoint, root, what)
-        return ResumePoint(run or new_run(root, name, what, number), checkpoint, is_new=run is None)
-    runs = [candidate.run for candidate in found if candidate.mismatch(what) is None]
+        run = _continued(checkpoint, root, fingerprint)
+        return ResumePoint(run or new_run(root, name, fingerprint, number), checkpoint, is_new=run is None)
+    runs = [candidate.run for candidate in found if candidate.mismatch(fingerprint) is None]
     unfinished = [run for run in runs if not is_finished(run) and run.newest_checkpoint() is not None]
     notes: list[str | None] = []
-    place = ResumePoint(new_run(root, name, what, number), is_new=True)
+    point = ResumePoint(new_run(root, name, fingerprint, number), is_new=True)
     if resume == "never":
         notes.append(_describe_unfinished(unfinished))
     elif runs and is_finished(runs[-1]) and resume == "extend":
-        place = ResumePoint(runs[-1], _checkpoint_of_finished(runs[-1]))
+        point = ResumePoint(runs[-1], _checkpoint_of_finished(runs[-1]))
     elif runs and is_finished(runs[-1]):
-        place = ResumePoint(runs[-1], final_checkpoint(runs[-1]), is_finished=True)
+        point = ResumePoint(runs[-1], final_checkpoint(runs[-1]), is_finished=True)
         notes.append(_describe_finished(runs[-1], unfinished))
     elif unfinished:
-        place = ResumePoint(unfinished[-1], unfinished[-1].newest_checkpoint())
+        point = ResumePoint(unfinished[-1], unfinished[-1].newest_checkpoint())
         notes.append(_describe_rebuilt(found, unfinished[-1]))
     else:
-        notes.append(describe_other_runs(found, what))
-    return replace(place, notes=tuple(note for note in notes if note is not None))
+        notes.append(describe_other_runs(found, fingerprint))
+    return replace(point, notes=tuple(note for note in notes if note is not None))
 
 
 def _describe_finished(run: RunFolder, unfinished: list[RunFolder]) -> str:
-    older = f" An older run is not finished: resume={str(unfinished[-1].path)!r} continues it." if unfinished else ""
+    older = f" An older run is not finished: resume={str(unfinished[-1].path)!r} resumes it." if unfinished else ""
     return (
         f'The run {run.path} is finished: there is nothing to train. To train it further, give resume="extend" and '
         f'more steps or epochs; for a new run give resume="never".{older}'
@@ -176,26 +176,28 @@ def _describe_unfinished(unfinished: list[RunFolder]) -> str | None:
 
 
 def _describe_rebuilt(found: list[FoundRun], run: RunFolder) -> str | None:
-    """Return what to say where the file of the run to resume could not be used."""
+    """Return the warning for a run whose run.json is missing or damaged."""
     problem = next(candidate.problem for candidate in found if candidate.run is run)
     if problem is None:
         return None
     return (
-        f"{run.path / RUN_FILE} could not be used: {problem}. What it said is taken from the run's newest checkpoint, "
-        "and it is written again."
+        f"{run.path / RUN_FILE} could not be used: {problem}. It is rebuilt from the run's newest checkpoint and "
+        "written again."
     )
 
 
-def _continued(checkpoint: AnyPath, root: AnyPath, what: Any) -> RunFolder | None:
-    """Return the run that goes on from a checkpoint, if it does not begin a new one."""
+def _continued(checkpoint: AnyPath, root: AnyPath, fingerprint: Any) -> RunFolder | None:
+    """Return the run that a checkpoint continues; `None` if it begins a new run."""
     folder = checkpoint.parent.parent
     if folder.parent != root.resolve():
         return None
-    run = read_run(folder, what)
+    run = read_run(folder, fingerprint)
     if checkpoint == run.newest_checkpoint():
         return run
-    # It would be two runs in one folder: the later checkpoints are of another training than the one to come.
-    _logger.warning("%s is not the newest checkpoint of its run, which stays as it is: this is a new run.", checkpoint)
+    # Otherwise one folder would hold two runs: its later checkpoints belong to other updates than those to come.
+    _logger.warning(
+        "%s is not the newest checkpoint of its run: that run stays unchanged, and a new run begins.", checkpoint
+    )
     return None
 
 
@@ -203,8 +205,8 @@ def _checkpoint_of_finished(run: RunFolder) -> AnyPath:
     newest = run.newest_checkpoint()
     if newest is None:
         raise ConfigurationError(
-            f'resume="extend": the run {run.path} is finished and has no checkpoint to go on from. Give resume="never" '
-            "for a new one."
+            f'resume="extend": the run {run.path} is finished and has no checkpoint to resume from. Give '
+            'resume="never" for a new run.'
         )
     return newest
 
@@ -215,13 +217,13 @@ def _check_writable(root: AnyPath) -> None:
     except (OSError, UnreachableError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise ConfigurationError(
-            f"output_dir={str(root)!r} cannot be written to: {reason}. Give a folder that can."
+            f"output_dir={str(root)!r} cannot be written to: {reason}. Give a folder that you can write to."
         ) from error
 
 
 def _delete_debris(checkpoints: AnyPath) -> None:
-    """Delete what saves of this run left that were cut short; what cannot be deleted is in nobody's way."""
+    """Delete what interrupted saves of this run left. A failure is only logged: the files do no harm."""
     try:
         storage_of(checkpoints).delete_debris()
     except (OSError, UnreachableError) as error:
-        _logger.warning("What is left of a save in %s could not be deleted: %s", checkpoints, error)
+        _logger.warning("The files of an interrupted save in %s could not be deleted: %s", checkpoints, error)

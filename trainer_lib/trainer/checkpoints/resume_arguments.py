@@ -1,4 +1,4 @@
-"""This file is the arguments of a run that goes on: which of them changed, and whose count, the old or the new."""
+"""The arguments of a resumed run: which of them changed, and whether the old or the new value counts."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -16,16 +16,16 @@ from trainer_lib.trainer.publish.save_pretrained import ARGUMENTS_FILE
 
 _logger = get_logger(__name__)
 
-_SHOWN = 80  # letters of a value
+_SHOWN = 80  # characters of a value in a message
 
 
 class Policy(Enum):
-    """Whose value of an argument counts in a run that goes on."""
+    """What happens on resume to an argument whose value changed."""
 
-    NOW = "that of now"
-    KEPT = "that of the checkpoint"
-    REFUSED = "another one is refused"
-    ASIDE = "that of now, and not worth a word"
+    NOW = "the new value counts"
+    KEPT = "the checkpoint's value counts"
+    REFUSED = "a changed value is an error"
+    SILENT = "the new value counts, without a warning"
 
 
 def _of(policy: Policy, *names: str) -> dict[str, Policy]:
@@ -34,12 +34,12 @@ def _of(policy: Policy, *names: str) -> dict[str, Policy]:
 
 # The policy of each argument; the table in docs/trainer.md says the same.
 POLICIES: dict[str, Policy] = {
-    # Where it is and who looks on.
-    **_of(Policy.ASIDE, "output_dir", "run_name", "resume", "progress_bar", "report_to", "dry_run"),
-    **_of(Policy.ASIDE, "deadline", "stop_signals"),
-    # The order of the data and the generators go on as they were.
+    # Where the run is written and how it is shown.
+    **_of(Policy.SILENT, "output_dir", "run_name", "resume", "progress_bar", "report_to", "dry_run"),
+    **_of(Policy.SILENT, "deadline", "stop_signals"),
+    # The order of the data and the random generators are restored.
     **_of(Policy.KEPT, "seed", "data_seed"),
-    # A position would mean other samples, and an optimizer's state nothing to another.
+    # A changed value would make the loader's position mean other samples, or the optimizer's state not fit.
     **_of(Policy.REFUSED, "shuffle", "group_by_length", "length_column", "sample_weights"),
     **_of(Policy.REFUSED, "validation_split"),
     **_of(Policy.REFUSED, "limit_train_batches", "overfit_batches", "optimizer"),
@@ -52,7 +52,7 @@ POLICIES: dict[str, Policy] = {
     **_of(Policy.NOW, "sync_batchnorm", "tf32", "deterministic", "detect_anomaly", "gc_every", "use_cpu"),
     **_of(Policy.NOW, "log_every", "eval_every", "eval_delay", "eval_on_start", "save_every", "save_in_background"),
     **_of(Policy.NOW, "on_save_error", "on_exception", "on_nonfinite", "max_nonfinite", "loss_spike", "keep_last"),
-    **_of(Policy.ASIDE, "hang_timeout"),
+    **_of(Policy.SILENT, "hang_timeout"),
     **_of(Policy.NOW, "keep_best", "keep_every", "metric_for_best", "greater_is_better", "load_best_at_end"),
     **_of(Policy.NOW, "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "drop_last"),
     **_of(Policy.NOW, "seed_each_sample", "on_bad_sample", "max_bad_samples", "remove_unused_columns"),
@@ -61,17 +61,17 @@ POLICIES: dict[str, Policy] = {
 
 
 class Difference(NamedTuple):
-    """An argument that changed, in plain values."""
+    """The old and the new value of an argument, in plain values."""
 
     old: Any
     new: Any
 
 
 def changed_arguments(args: TrainingArguments, checkpoint: AnyPath, group: ProcessGroup) -> dict[str, Difference]:
-    """Return the arguments that are others than those of a checkpoint, by name; nothing if it does not tell them."""
+    """Return the arguments that differ from a checkpoint's, by name; none if the checkpoint does not hold them."""
     saved = run_on_main_process(group, "fit", lambda: _saved_values(checkpoint))
     if saved is None:
-        _logger.warning("%s has no %s: what of the arguments changed cannot be told.", checkpoint, ARGUMENTS_FILE)
+        _logger.warning("%s has no %s, so changed arguments cannot be detected.", checkpoint, ARGUMENTS_FILE)
         return {}
     now, _ = yaml_json.to_plain(args)
     both = [name for name in now if name in saved and now[name] != saved[name]]
@@ -79,35 +79,36 @@ def changed_arguments(args: TrainingArguments, checkpoint: AnyPath, group: Proce
 
 
 def warn_of_changes(changed: Mapping[str, Difference], checkpoint: AnyPath) -> None:
-    """List what changed, in one entry of the log.
+    """Log the changed arguments, in one warning.
 
     Raises:
-        ConfigurationError: If something changed with which the run cannot go on.
+        ConfigurationError: If an argument changed with which the run cannot be resumed.
     """
     refused = [name for name in changed if POLICIES.get(name) is Policy.REFUSED]
     if refused:
         listed = "; ".join(f"{name}: {_text(changed[name])}" for name in refused)
         raise ConfigurationError(
-            f"The run of {checkpoint} cannot go on with another {' and '.join(refused)} ({listed}): samples would come "
-            'twice or never, or the state would mean nothing. Give the value of before, or resume="never".'
+            f"The run of {checkpoint} cannot be resumed with a changed {' and '.join(refused)} ({listed}): samples "
+            "would be repeated or skipped, or the optimizer's state would not fit. Give the old value, or "
+            'resume="never" for a new run.'
         )
     lines = [
-        f"\n  {name}: {_text(one)}{_ADDED.get(POLICIES.get(name, Policy.NOW), '')}"
-        for name, one in changed.items()
-        if POLICIES.get(name) is not Policy.ASIDE
+        f"\n  {name}: {_text(difference)}{_ADDED.get(POLICIES.get(name, Policy.NOW), '')}"
+        for name, difference in changed.items()
+        if POLICIES.get(name) is not Policy.SILENT
     ]
     if lines:
-        _logger.warning("Going on from %s with other arguments:%s", checkpoint, "".join(lines))
+        _logger.warning("Resuming from %s with changed arguments:%s", checkpoint, "".join(lines))
 
 
 def visible_changes(changed: Mapping[str, Difference]) -> dict[str, list[Any]]:
-    """Return the old and the new value of what changed, without what is never told."""
-    return {name: list(one) for name, one in changed.items() if POLICIES.get(name) is not Policy.ASIDE}
+    """Return the old and the new value of each changed argument, without those that are never reported."""
+    return {name: list(difference) for name, difference in changed.items() if POLICIES.get(name) is not Policy.SILENT}
 
 
 @contextmanager
 def naming_group_arguments(changed: Mapping[str, Difference]) -> Generator[None]:
-    """Name the arguments that make groups of parameters where a state does not fit into them any more."""
+    """Name the changed arguments that make parameter groups in the error of an optimizer's state that does not fit."""
     try:
         yield
     except StateError as error:
@@ -117,16 +118,16 @@ def naming_group_arguments(changed: Mapping[str, Difference]) -> Generator[None]
         if not listed:
             raise
         raise StateError(
-            f"{error} They are made by {' and '.join(listed)}, and cannot be others in a run that goes on: give what "
-            "keeps them as they were. (Without any weight decay there is no group that is spared it.)"
+            f"{error} The parameter groups follow from {' and '.join(listed)}, and must be the same in a resumed run: "
+            "give the old values. (Without weight decay there is no separate group that is exempt from it.)"
         ) from error
 
 
-_ADDED = {Policy.KEPT: " (that of the checkpoint counts: the order of the data and the generators go on as they were)"}
+_ADDED = {Policy.KEPT: " (the checkpoint's value counts: the order of the data and the generators are restored)"}
 
 
-def _text(one: Difference) -> str:
-    return " → ".join(_short(value) for value in one)
+def _text(difference: Difference) -> str:
+    return " → ".join(_short(value) for value in difference)
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""This file is what optimizers and schedules take from the arguments of now, and not from a checkpoint."""
+"""Learning rates and schedules of a resumed run: changed arguments override the checkpoint's values."""
 
 from collections.abc import Collection
 from typing import Any
@@ -15,11 +15,11 @@ _logger = get_logger(__name__)
 _OF_RATES = ("learning_rate", "parameter_groups", "optimizer_kwargs")
 _OF_GROUPS = ("weight_decay", "parameter_groups", "optimizer_kwargs")
 _OF_SCHEDULES = ("num_train_epochs", "max_steps", "schedule_steps", "warmup", "lr_scheduler", "lr_scheduler_kwargs")
-_OWN = ("params", "param_names", "lr", "initial_lr")
+_KEPT = ("params", "param_names", "lr", "initial_lr")
 
 
 class FreshOptimizers:
-    """The optimizers and schedules as the arguments of now made them, before a checkpoint is loaded into them.
+    """The optimizers and schedules as the current arguments made them, before a checkpoint is loaded into them.
 
     Args:
         run: The run.
@@ -28,18 +28,20 @@ class FreshOptimizers:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._groups = {
-            name: [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
-            for name, one in run.optimizers.items()
+            name: [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            for name, optimizer in run.optimizers.items()
         }
-        self._bases = {name: list(getattr(one.scheduler, "base_lrs", ())) for name, one in run.schedulers.items()}
+        self._bases = {
+            name: list(getattr(schedule.scheduler, "base_lrs", ())) for name, schedule in run.schedulers.items()
+        }
 
     def apply(self, changed: Collection[str], moved: int, is_other_length: bool) -> None:
-        """Have what changed take effect in what was loaded.
+        """Apply changed arguments to the optimizers and schedules after a checkpoint was loaded into them.
 
         Args:
-            changed: The arguments that did.
-            moved: By how many updates schedules are further on, since updates are of other sizes now.
-            is_other_length: Whether a pass has another number of updates, for which schedules were made anew.
+            changed: The names of the changed arguments.
+            moved: How many steps to advance schedules by, where the number of samples per update changed.
+            is_other_length: Whether the number of updates per epoch changed, so that schedules were rebuilt.
         """
         has_other_rates = not {*_OF_RATES}.isdisjoint(changed)
         if has_other_rates:
@@ -53,7 +55,7 @@ class FreshOptimizers:
     def _take_rates(self) -> None:
         for name, optimizer in self._run.optimizers.items():
             for group, fresh in zip(optimizer.param_groups, self._groups[name], strict=True):
-                before, now = (float(one.get("initial_lr", one["lr"])) for one in (group, fresh))
+                before, now = (float(options.get("initial_lr", options["lr"])) for options in (group, fresh))
                 if before != now:
                     _set_rate(group, float(group["lr"]) * now / before if before else now)
                     if "initial_lr" in group:
@@ -65,15 +67,15 @@ class FreshOptimizers:
     def _take_options(self) -> None:
         for name, optimizer in self._run.optimizers.items():
             for group, fresh in zip(optimizer.param_groups, self._groups[name], strict=True):
-                group.update({key: value for key, value in fresh.items() if key not in _OWN})
+                group.update({key: value for key, value in fresh.items() if key not in _KEPT})
 
     def _move(self, name: str, schedule: Any, moved: int) -> None:
-        """Put a schedule where it is to be, and its optimizer's rates where it says."""
+        """Advance a schedule, and set its optimizer's learning rates to match."""
         if not isinstance(schedule, (LambdaLR, PlateauSchedule)):
             if moved:
                 _logger.warning(
-                    "The schedule %s of %s counts updates, which are of another size now, and cannot be moved: it goes "
-                    "on from the update at which it was.",
+                    "The schedule %s of %s counts updates, and the number of samples per update changed. It cannot be "
+                    "advanced to match, and continues from the update it was saved at.",
                     type(schedule).__name__,
                     name,
                 )

@@ -1,4 +1,4 @@
-"""This file is what the folder of a run says besides its checkpoints: what it is trained with, and its report."""
+"""The description and the report in a run's folder."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ def describe_run(args: "TrainingArguments") -> dict[str, Any]:
 
 
 def write_report(folder: RunFolder) -> None:
-    """Write the report of a run into its folder, if it has a history; what was trained is there without it."""
+    """Write the report of a run into its folder, if it has a history. A failure is logged, and the run succeeds."""
     if not folder.history_file.is_file():
         return
     from trainer_lib.checkpointing.storage.storage import storage_of
@@ -36,12 +36,12 @@ def write_report(folder: RunFolder) -> None:
     try:
         run = Source(folder.run_id, str(folder.path), History(folder.history_file), lambda: folder.facts)
         storage_of(folder.path).write(REPORT_FILE, page(contents([run])).encode())
-    except Exception as error:  # noqa: BLE001 - a report is worth no run
+    except Exception as error:  # noqa: BLE001 - a report must not fail a run
         _logger.warning("The report of the run could not be written to %s: %s.", folder.path, error)
 
 
 def report_of(folder: RunFolder) -> str | None:
-    """Return where the report of a run is, if it has one."""
+    """Return the path of a run's report, if it has one."""
     from trainer_lib.runs.report.report_page import REPORT_FILE
 
     return str(folder.path / REPORT_FILE) if (folder.path / REPORT_FILE).is_file() else None

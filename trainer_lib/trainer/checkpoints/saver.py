@@ -1,4 +1,4 @@
-"""This file is a run's checkpoints while they are saved: announced, written, and told of once they are there."""
+"""Saving a run's checkpoints, with the events before and after each save."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -23,53 +23,55 @@ class CheckpointSaver:
     """Saves checkpoints, one at a time.
 
     Args:
-        fitting: Whose run they are of.
+        fitting: The session of the run.
 
     Attributes:
-        pending: The entry of a checkpoint that is being written, or that was and has not been told of.
+        pending: The entry of a checkpoint that is being written, or is written and not yet announced by `on_save_end`.
         reasons: Why the last checkpoint was saved.
-        failure: Why the checkpoint saved last could not be written; `None` if it could.
+        failure: Why the last checkpoint could not be written; `None` if it could.
     """
 
     def __init__(self, fitting: "Fitting") -> None:
         self._fitting = fitting
         self._has_asked = False
-        self._began = 0.0  # the last one, by time.monotonic
+        self._began = 0.0  # when the last save began, by time.monotonic
         self.pending: dict[str, Any] | None = None
         self.reasons: set[str] = set()
-        self._told_infinite: set[str] = set()
+        self._warned_infinite: set[str] = set()
         self.failure: str | None = None  # not the error, whose traceback would keep the process group alive
 
     def save(self, target: AnyPath, metrics: dict[str, float]) -> None:
-        """Save a checkpoint; in the background it is told of later, by `flush`."""
+        """Save a checkpoint. One that is saved in the background is announced later, by `flush`."""
         self.flush()
-        if self.pending is not None:  # it hangs
+        if self.pending is not None:  # the save before hangs
             return
         self._began, self.failure = time.monotonic(), None
         run = self._fitting.run
         state = run.state
-        there = [one for one in state.checkpoints if one["path"] != str(target)]
+        earlier = [checkpoint for checkpoint in state.checkpoints if checkpoint["path"] != str(target)]
         entry = {"path": str(target), "step": state.step, "metrics": metrics, **self._position()}
         self.reasons = self._reasons()
         entry["reasons"] = sorted(self.reasons) or ["asked"]
         self._fitting.events.fire("on_save_begin", run, target)
-        state.checkpoints = [*there, entry]  # what goes on from it knows that it is there
+        state.checkpoints = [*earlier, entry]  # so that a run that resumes from it lists it
         try:
             run.accelerator.save_state(target, background=run.args.save_in_background)
         except UnwritableError as error:
-            self._go_on_after(error)
+            self._handle_failure(error)
             return
         finally:
-            state.checkpoints = there
+            state.checkpoints = earlier
         self.pending, self._has_asked = entry, False
         if not run.args.save_in_background:
             self.flush()
 
     def find(self, folder: RunFolder | None) -> None:
-        """Have the list of a run that goes on be what is there, as one process sees it."""
+        """Replace a resumed run's list of checkpoints by those that exist, as the main process sees them."""
         run = self._fitting.run
-        there = [existing_checkpoints(run.state.checkpoints, folder, run.state.step)] if run.is_main_process else [None]
-        (run.state.checkpoints,) = run.accelerator.group.broadcast_objects(there)
+        existing = [None]
+        if run.is_main_process:
+            existing = [existing_checkpoints(run.state.checkpoints, folder, run.state.step)]
+        (run.state.checkpoints,) = run.accelerator.group.broadcast_objects(existing)
 
     def request_flush(self) -> None:
         """Ask for `flush`, once, when the checkpoint in the background is written."""
@@ -79,12 +81,12 @@ class CheckpointSaver:
             run.control.ask("flush")
 
     def flush(self) -> None:
-        """Wait for the checkpoint in the background, if there is one, and tell that it is there.
+        """Wait for the checkpoint in the background, if there is one, and fire `on_save_end`.
 
-        One that hangs on any rank stays pending, on all of them.
+        A save that hangs on any rank stays pending on all ranks.
 
         Raises:
-            CheckpointError: If it could not be saved, and that ends the run.
+            CheckpointError: If the checkpoint could not be saved, and that ends the run.
         """
         if self.pending is None:
             return
@@ -92,26 +94,26 @@ class CheckpointSaver:
             self._refuse_hang()
             entry = self._written()
         except UnwritableError as error:
-            self._go_on_after(error)
+            self._handle_failure(error)
         else:
             self._fitting.events.fire("on_save_end", self._fitting.run, path_at(entry["path"]))
             self._fitting.upload_logs()
 
     def unsaved_error(self, result: "FitResult") -> UnsavedError:
-        """Return the error of a run that trained to its end and whose last checkpoint could not be written."""
+        """Return the error of a run that trained all its steps and whose last checkpoint could not be written."""
         checkpoints = result.state.checkpoints
         newest = f"step {checkpoints[-1]['step']}, {checkpoints[-1]['path']}" if checkpoints else "none"
         error = UnsavedError(
-            f"The run trained to its end at step {result.state.step}, and its last checkpoint could not be written, so "
-            f"it is not finished. {self.failure} The newest checkpoint: {newest}. The weights are in memory still: "
-            "catch this error and call save_model with a folder that can be written to; or make room, and fit with "
-            'resume="auto" trains the missing steps again.'
+            f"The run trained all its steps, up to step {result.state.step}, but its last checkpoint could not be "
+            f"written, so the run is not finished. {self.failure} The newest checkpoint: {newest}. The weights are "
+            "still in memory: catch this error and call save_model with a folder that you can write to. Or free disk "
+            'space and call fit with resume="auto", which trains the missing steps again.'
         )
         error.result = result
         return error
 
     def close(self) -> None:
-        """Wait, however the run ended, and give back the memory; callbacks hear of nothing after an error."""
+        """Wait for the background save, however the run ended, and free its memory. It fires no event."""
         if self.pending is not None and self._fitting.run.accelerator._background.hang is None:
             try:
                 self._written()
@@ -131,13 +133,13 @@ class CheckpointSaver:
             saves.report_hang(hang)
             raise UnwritableError(hang)
 
-    def _go_on_after(self, error: UnwritableError) -> None:
+    def _handle_failure(self, error: UnwritableError) -> None:
         if self._fitting.run.args.on_save_error == "raise":
             raise error
         self.failure = str(error)
         self._fitting.forget_save()
-        if not self._fitting.run.state.has_ended:  # else `Fitting.finish` says so
-            _logger.warning('%s Training goes on; on_save_error="raise" would end it.', error)
+        if not self._fitting.run.state.has_ended:  # otherwise `Fitting.finish` warns
+            _logger.warning('%s Training continues; on_save_error="raise" would end it.', error)
         self._fitting.run.record_event("not_saved", why=str(error))
 
     def _reasons(self) -> set[str]:
@@ -148,56 +150,56 @@ class CheckpointSaver:
 
     def _position(self) -> dict[str, Any]:
         run, state = self._fitting.run, self._fitting.run.state
-        # Clocks differ, and by this time all processes are to come to the same about which checkpoints to keep.
-        seen = [state.seconds, self._fitting.lease.loss()]
-        seconds, loss = run.accelerator.group.broadcast_objects(seen)
+        # Clocks differ, and retention goes by this time: all ranks must keep the same checkpoints.
+        local = [state.seconds, self._fitting.lease.loss()]
+        seconds, loss = run.accelerator.group.broadcast_objects(local)
         if loss is not None:
             raise RunInUseError(f"{loss} Nothing more is saved.")
         return {"epoch": state.epochs, "samples": state.samples, "seconds": seconds}
 
     def _written(self) -> dict[str, Any]:
-        """Wait, note the checkpoint as one that is there, and return its entry."""
+        """Wait for the checkpoint, add it to the run's list, and return its entry."""
         entry, self.pending = self.pending, None
         assert entry is not None
         run = self._fitting.run
         run.accelerator.wait_for_save()
-        is_behind = run.args.save_in_background
-        ended = run.accelerator._background.ended_at if is_behind else time.monotonic()
+        in_background = run.args.save_in_background
+        ended = run.accelerator._background.ended_at if in_background else time.monotonic()
         run.state.save_seconds = ended - self._began
         if faults := run.accelerator._background.nonfinite:
             entry["nonfinite"] = faults
-            self._tell_nonfinite(entry)
-        self._tell_infinite_states(entry["path"], run.accelerator._background.infinite_states)
+            self._warn_of_nonfinite(entry)
+        self._warn_of_infinite_states(entry["path"], run.accelerator._background.infinite_states)
         run.state.checkpoints = [*run.state.checkpoints, entry]
         return entry
 
-    def _tell_nonfinite(self, entry: Mapping[str, Any]) -> None:
-        """Warn of a checkpoint that counts as none, and forget that its evaluation was the best."""
+    def _warn_of_nonfinite(self, entry: Mapping[str, Any]) -> None:
+        """Warn of a checkpoint with NaN or Inf, and choose the best evaluation without it."""
         run, state = self._fitting.run, self._fitting.run.state
-        what = f"{entry['path']} has tensors that are not finite: {_some(entry['nonfinite'])}."
+        fault = f"{entry['path']} has tensors with NaN or Inf: {_some(entry['nonfinite'])}."
         _logger.warning(
-            "%s It does not count as a good checkpoint: no older one is deleted for it, it is never the best, and it "
-            "is not resumed.",
-            what,
+            "%s It does not count as a good checkpoint: no older checkpoint is deleted for it, it is never the best, "
+            "and no run resumes from it.",
+            fault,
         )
-        run.record_event("not_finite", why=what)
+        run.record_event("not_finite", why=fault)
         if state.best is not None and state.best.step == entry["step"]:
             state.best = self._fitting.best_of(state.checkpoints)
 
-    def _tell_infinite_states(self, path: str, names: Sequence[str]) -> None:
-        """Warn of each optimizer state that is infinite, once. The checkpoint is a good one."""
-        new = [name for name in names if name not in self._told_infinite]
+    def _warn_of_infinite_states(self, path: str, names: Sequence[str]) -> None:
+        """Warn of each optimizer state with Inf, once. The checkpoint still counts as good."""
+        new = [name for name in names if name not in self._warned_infinite]
         if not new:
             return
-        self._told_infinite.update(new)
-        what = f"{path} has optimizer states that are infinite: {_some(new)}."
+        self._warned_infinite.update(new)
+        fault = f"{path} has optimizer states with Inf: {_some(new)}."
         _logger.warning(
             "%s It counts as a good checkpoint, as its weights are finite. But where a second moment is infinite, Adam "
             "never changes the weight again: clip gradients (max_grad_norm), lower the learning rate, or train weights "
             "in fp32, from a checkpoint before this one.",
-            what,
+            fault,
         )
-        self._fitting.run.record_event("infinite_states", why=what)
+        self._fitting.run.record_event("infinite_states", why=fault)
 
 
 def _some(names: Sequence[str]) -> str:

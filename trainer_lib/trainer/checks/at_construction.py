@@ -1,4 +1,4 @@
-"""This file is what may be given to a `Trainer`, checked when it is given: nothing has been touched by then."""
+"""Checks of a `Trainer`'s constructor arguments, made before anything is changed."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _NO_NAME = (
-    "accelerator must be a trainer_lib.Accelerator, got a str. An accelerator of the machine is found without a name; "
-    "TrainingArguments(use_cpu=True) stays on the CPU."
+    "accelerator must be a trainer_lib.Accelerator, got a str. The Trainer finds the machine's accelerator by itself; "
+    "TrainingArguments(use_cpu=True) trains on the CPU."
 )
 _VERBS = {
     "compute_loss": ("model", "batch"),
@@ -37,7 +37,7 @@ _VERBS = {
 
 
 def check(trainer: "Trainer", base: "type[Trainer]") -> None:
-    """Check what is given, where no subclass of `base` has a way of its own with it."""
+    """Check the arguments, except those that a subclass of `base` handles itself by overriding a method."""
     check_verbs(trainer)
     check_overrides(trainer, base, _VERBS, inspect.signature(base).parameters)
     if trainer.loss_fn is not None and trainer.loses_by_default:
@@ -50,7 +50,7 @@ def check(trainer: "Trainer", base: "type[Trainer]") -> None:
 
 
 def check_verbs(trainer: "Trainer") -> None:
-    """Check that methods of a subclass take what they are called with."""
+    """Check that methods of a subclass accept the arguments they are called with."""
     for verb, arguments in _VERBS.items():
         if (problem := cannot_take(getattr(trainer, verb), *arguments)) is not None:
             raise SignatureError(
@@ -62,25 +62,27 @@ def check_names(init: Callable[..., None], positional: Sequence[Any], named: Map
     """Check that a constructor can be called with these arguments.
 
     Raises:
-        SignatureError: If not, with the name that may have been meant.
+        SignatureError: If it cannot, with the nearest known name.
     """
     parameters = list(inspect.signature(init).parameters.values())[1:]
-    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):  # somebody wrapped it
+    if any(
+        parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters
+    ):  # a decorator wraps it
         return
-    known = [one.name for one in parameters]
-    if strange := [name for name in named if name not in known]:
-        lines = [f"Trainer takes no {name!r}.{_instead(name, known)}" for name in strange]
+    known = [parameter.name for parameter in parameters]
+    if unknown := [name for name in named if name not in known]:
+        lines = [f"Trainer takes no {name!r}.{_instead(name, known)}" for name in unknown]
         raise SignatureError("\n".join([*lines, *([_NO_NAME] if isinstance(named.get("accelerator"), str) else [])]))
-    in_order = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    in_order = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     if len(positional) > len(in_order):
         raise SignatureError(
-            f"Trainer takes {' and '.join(in_order)} in order and all else by name, and got a "
-            f"{type(positional[len(in_order)]).__name__} after them. Say what it is, such as train_dataset=…."
+            f"Trainer takes only {' and '.join(in_order)} by position, and got a "
+            f"{type(positional[len(in_order)]).__name__} after them. Give it by name, such as train_dataset=…."
         )
 
 
 def checked_arguments(args: Any) -> TrainingArguments:
-    """Return the arguments, or the default ones; those of Hugging Face's Trainer are converted."""
+    """Return the arguments, or the defaults; convert those of Hugging Face's Trainer."""
     if args is None:
         return TrainingArguments()
     if isinstance(args, TrainingArguments):
@@ -90,11 +92,11 @@ def checked_arguments(args: Any) -> TrainingArguments:
     if isinstance(args, Mapping):
         hint = " Give TrainingArguments(**args)."
     elif isinstance(args, type):
-        hint = f" That is a class. Give an object: {args.__name__}(…)."
+        hint = f" This is a class. Give an object: {args.__name__}(…)."
     elif isinstance(args, str) or hasattr(args, "__fspath__"):
         hint = f" To read a file: TrainingArguments.from_file({str(args)!r})."
     else:
-        hint = " Data and all else goes by name, such as train_dataset=…."
+        hint = " Give data and all other options by name, such as train_dataset=…."
     raise ConfigurationError(f"args must be trainer_lib.TrainingArguments, got a {type(args).__name__}.{hint}")
 
 
@@ -108,32 +110,32 @@ def checked_model(model: Any) -> nn.Module | Mapping[str, nn.Module]:
     elif isinstance(model, str):
         hint = f" Load it first, such as AutoModel.from_pretrained({model!r})."
     elif isinstance(model, Mapping):
-        wrong = [name for name, one in model.items() if not isinstance(one, nn.Module)]
+        wrong = [name for name, module in model.items() if not isinstance(module, nn.Module)]
         if model and not wrong:
             return model
         hint = f" {wrong[0]!r} is a {type(model[wrong[0]]).__name__}." if wrong else " It is empty."
     raise ConfigurationError(
-        f"model must be a torch.nn.Module, or several by name, got a {type(model).__name__}.{hint}"
+        f"model must be a torch.nn.Module, or a dict of them by name, got a {type(model).__name__}.{hint}"
     )
 
 
 def checked_callbacks(callbacks: Any) -> list[Any]:
-    """Return the callbacks as a list, those of Hugging Face's Trainer adapted; the dispatcher checks what is in it."""
+    """Return the callbacks as a list, those of Hugging Face's Trainer adapted. The dispatcher checks each of them."""
     if callbacks is None:
         return []
     if isinstance(callbacks, (list, tuple)):
-        made = {id(one): adapt_callback(one) for one in callbacks}
-        return [made[id(one)] for one in callbacks]  # the same object twice stays the same
+        adapted = {id(callback): adapt_callback(callback) for callback in callbacks}
+        return [adapted[id(callback)] for callback in callbacks]  # the same object twice gives one adapter
     hint = f" Give [{type(callbacks).__name__}(…)]." if not isinstance(callbacks, (Mapping, str)) else ""
     raise ConfigurationError(f"callbacks must be a list of callbacks, got a {type(callbacks).__name__}.{hint}")
 
 
 def check_loss_function(loss_fn: Any) -> None:
-    """Check what is called as `loss_fn(outputs, targets)` to get a mean.
+    """Check `loss_fn`, which is called as `loss_fn(outputs, targets)` and returns a mean.
 
     Raises:
-        ConfigurationError: If it is no function, or does not average.
-        SignatureError: If it takes something else.
+        ConfigurationError: If it is not a function, or does not average.
+        SignatureError: If it takes other arguments.
     """
     if isinstance(loss_fn, type):
         raise ConfigurationError(f"loss_fn is the class {loss_fn.__name__}. Give an object: {loss_fn.__name__}().")
@@ -146,14 +148,14 @@ def check_loss_function(loss_fn: Any) -> None:
     function: Any = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     if (problem := cannot_take(function, "outputs", "targets")) is not None:
         raise SignatureError(
-            f"loss_fn is called as loss_fn(outputs, targets), and {_called(loss_fn)}{problem}. To give it more, "
-            "override compute_loss(model, batch)."
+            f"loss_fn is called as loss_fn(outputs, targets), but {_name_of(loss_fn)}{problem}. To pass it other "
+            "arguments, override compute_loss(model, batch)."
         )
     summed(loss_fn)
 
 
 def check_collate(collate_fn: Any) -> None:
-    """Check what is called with a list of samples."""
+    """Check `collate_fn`, which is called with a list of samples."""
     if isinstance(collate_fn, type):
         raise ConfigurationError(
             f"collate_fn is the class {collate_fn.__name__}. Give an object: {collate_fn.__name__}(…)."
@@ -164,70 +166,74 @@ def check_collate(collate_fn: Any) -> None:
         )
     if collate_fn is not None and (problem := cannot_take(collate_fn, "samples")) is not None:
         raise SignatureError(
-            f"collate_fn is called with a list of samples, and {_called(collate_fn)}{problem}. What else it needs is "
-            "given beforehand, by functools.partial."
+            f"collate_fn is called with a list of samples, but {_name_of(collate_fn)}{problem}. Bind its other "
+            "arguments by functools.partial."
         )
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Check what optimizers are made by, or are."""
-    for name, one in _by_name(optimizer):
-        if isinstance(one, (list, tuple)):
+    """Check optimizers, and functions that make them."""
+    for name, candidate in _by_name(optimizer):
+        if isinstance(candidate, (list, tuple)):
             raise ConfigurationError(
-                f"{_told('optimizer', name)} is a {type(one).__name__}. Give one optimizer, or several by name; a "
-                "schedule is given as scheduler=…."
+                f"{_option('optimizer', name)} is a {type(candidate).__name__}. Give one optimizer, or several by "
+                "name; a schedule is given as scheduler=…."
             )
-        if one is not None and not isinstance(one, Optimizer) and not callable(one):
+        if candidate is not None and not isinstance(candidate, Optimizer) and not callable(candidate):
             hint = (
-                f' By name: TrainingArguments(optimizer="{one}").'
-                if isinstance(one, str)
+                f' By name: TrainingArguments(optimizer="{candidate}").'
+                if isinstance(candidate, str)
                 else " By name: TrainingArguments(optimizer=…)."
             )
             raise ConfigurationError(
-                f"{_told('optimizer', name)} must be an Optimizer, or a function that makes one of parameters, got a "
-                f"{type(one).__name__}.{hint}"
+                f"{_option('optimizer', name)} must be an Optimizer, or a function that makes one from parameters, got "
+                f"a {type(candidate).__name__}.{hint}"
             )
-        if callable(one) and not isinstance(one, Optimizer) and (problem := cannot_take(one, "parameters")):
+        if (
+            callable(candidate)
+            and not isinstance(candidate, Optimizer)
+            and (problem := cannot_take(candidate, "parameters"))
+        ):
             raise SignatureError(
-                f"{_told('optimizer', name)} is called with the parameters, and {_called(one)}{problem}. Give lambda "
-                "parameters: ….",
+                f"{_option('optimizer', name)} is called with the parameters, but {_name_of(candidate)}{problem}. Give "
+                "lambda parameters: ….",
             )
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
-    """Check what schedules are made by, or are."""
-    for name, one in _by_name(scheduler):
-        told = _told("scheduler", name)
-        if one is None or _is_schedule(one):
-            own = optimizer.get(name) if isinstance(optimizer, Mapping) else optimizer
-            if one is not None and not isinstance(own, Optimizer):
+    """Check schedules, and functions that make them."""
+    for name, schedule in _by_name(scheduler):
+        option = _option("scheduler", name)
+        if schedule is None or _is_schedule(schedule):
+            trained = optimizer.get(name) if isinstance(optimizer, Mapping) else optimizer
+            if schedule is not None and not isinstance(trained, Optimizer):
                 raise ConfigurationError(
-                    f"{told} is a {type(one).__name__} of an optimizer that was made already, and that optimizer is "
-                    "not given. Give optimizer=… too, or a function: scheduler=lambda optimizer: ….",
+                    f"{option} is a {type(schedule).__name__} of an existing optimizer, and that optimizer is not "
+                    "given. Give optimizer=… too, or a function: scheduler=lambda optimizer: ….",
                 )
-            if one is not None and getattr(one, "optimizer", own) is not own:
+            if schedule is not None and getattr(schedule, "optimizer", trained) is not trained:
                 raise ConfigurationError(
-                    f"{told} is a {type(one).__name__} of another optimizer than the one given: it would move the "
-                    "learning rate of that one."
+                    f"{option} is a {type(schedule).__name__} of another optimizer than the given one: it would change "
+                    "the learning rate of that optimizer. Make it from the given optimizer."
                 )
-        elif not callable(one):
-            by_name = f"{one}" if isinstance(one, str) else "…"
+        elif not callable(schedule):
+            by_name = f"{schedule}" if isinstance(schedule, str) else "…"
             raise ConfigurationError(
-                f"{told} must be a schedule, or a function that makes one of an optimizer, got a "
-                f'{type(one).__name__}. By name: TrainingArguments(lr_scheduler="{by_name}").'
+                f"{option} must be a schedule, or a function that makes one from an optimizer, got a "
+                f'{type(schedule).__name__}. By name: TrainingArguments(lr_scheduler="{by_name}").'
             )
-        elif (problem := cannot_take(one, "optimizer")) is not None:
+        elif (problem := cannot_take(schedule, "optimizer")) is not None:
             raise SignatureError(
-                f"{told} is called with the optimizer, and {_called(one)}{problem}. Give lambda optimizer: "
-                f"{getattr(one, '__name__', 'make')}(optimizer, …).",
+                f"{option} is called with the optimizer, but {_name_of(schedule)}{problem}. Give lambda optimizer: "
+                f"{getattr(schedule, '__name__', 'make')}(optimizer, …).",
             )
 
 
 def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
-    """Check an engine that is given, and that arguments do not ask for another.
+    """Check the given accelerator, and that no argument contradicts it.
 
     Raises:
-        ConfigurationError: If it is none, or arguments say otherwise.
+        ConfigurationError: If it is not an Accelerator, or an argument contradicts it.
     """
     if not isinstance(accelerator, Accelerator):
         hint = " Give an object: Accelerator(…)." if isinstance(accelerator, type) else ""
@@ -236,7 +242,7 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
         raise ConfigurationError(
             f"accelerator must be a trainer_lib.Accelerator, got a {type(accelerator).__name__}.{hint}"
         )
-    there = {
+    settings = {
         "mixed_precision": accelerator.mixed_precision,
         "use_cpu": accelerator.device.type == "cpu",
         "seed_each_sample": accelerator.dataloader_config.seed_each_sample,
@@ -245,21 +251,22 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
     asked |= {name: getattr(args, name) or None for name in ("use_cpu", "seed_each_sample")}
     asked |= {name: getattr(args, name) or None for name in ("compile", "fsdp", "parallelism", "ddp")}
     for name, value in asked.items():
-        if value is not None and value != there.get(name):
+        if value is not None and value != settings.get(name):
             raise ConfigurationError(
-                f"{name}={shown(value)} is for an engine that is made from the arguments, and accelerator=… gives one "
-                f"that is made{f' with {there[name]!r}' if name in there else ''}. Say it there: Accelerator(…)."
+                f"{name}={shown(value)} conflicts with the accelerator, which was made "
+                f"{f'with {settings[name]!r}' if name in settings else 'without it'}. Set it there: "
+                "accelerator=Accelerator(…)."
             )
     steps = accelerator.gradient_accumulation_steps
     if steps > 1 and args.gradient_accumulation_steps is None and args.global_batch_size is None:
         raise ConfigurationError(
-            f"accelerator=… accumulates {steps} batches, and the arguments say nothing of it, which means 1. Give "
-            f"TrainingArguments(gradient_accumulation_steps={steps}), or 1."
+            f"The accelerator accumulates {steps} batches, and the arguments leave gradient_accumulation_steps at 1. "
+            f"Give TrainingArguments(gradient_accumulation_steps={steps}), or 1."
         )
 
 
 def check_processing_class(processing_class: Any) -> None:
-    """Check what is saved with the model."""
+    """Check the tokenizer or processor, which is saved with the model."""
     if isinstance(processing_class, (str, type)):
         name = processing_class if isinstance(processing_class, str) else processing_class.__name__
         raise ConfigurationError(
@@ -269,10 +276,10 @@ def check_processing_class(processing_class: Any) -> None:
 
 
 def cannot_take(function: Any, *arguments: str) -> str | None:
-    """Return why a function cannot be called with these positional arguments; `None` if it can, or cannot be asked."""
+    """Return why a function cannot take these positional arguments; `None` if it can, or has no signature."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # it is none of Python's
+    except (TypeError, ValueError):  # it is not a Python function
         return None
     try:
         signature.bind(*arguments)
@@ -281,7 +288,7 @@ def cannot_take(function: Any, *arguments: str) -> str | None:
     return None
 
 
-def _called(function: Any) -> str:
+def _name_of(function: Any) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     return "" if name == "<lambda>" else name
 
@@ -295,13 +302,13 @@ def _instead(name: str, known: Sequence[str]) -> str:
     return did_you_mean(name, known) or f" It takes: {', '.join(known)}."
 
 
-def _by_name(given: Any) -> list[tuple[str, Any]]:
-    return list(given.items()) if isinstance(given, Mapping) else [("", given)]
+def _by_name(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items()) if isinstance(value, Mapping) else [("", value)]
 
 
-def _told(what: str, name: str) -> str:
-    return f"{what}[{name!r}]" if name else what
+def _option(option: str, name: str) -> str:
+    return f"{option}[{name!r}]" if name else option
 
 
-def _is_schedule(one: Any) -> bool:
-    return hasattr(one, "step") and not isinstance(one, type)
+def _is_schedule(candidate: Any) -> bool:
+    return hasattr(candidate, "step") and not isinstance(candidate, type)

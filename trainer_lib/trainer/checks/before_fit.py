@@ -1,4 +1,4 @@
-"""This file is what is checked before a run begins: nothing of the model has been touched by then."""
+"""Checks at the start of `fit`, before the model is prepared."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -29,18 +29,20 @@ from trainer_lib.trainer.safety.bad_samples import check_can_leave_out
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
-# What processes may have each for itself.
-_OWN = frozenset({"output_dir", "run_name", "progress_bar", "num_workers", "prefetch_factor", "persistent_workers"})
+# Arguments that may differ between ranks.
+_MAY_DIFFER = frozenset(
+    {"output_dir", "run_name", "progress_bar", "num_workers", "prefetch_factor", "persistent_workers"}
+)
 _SHOWN = 8
 
 
 def check(trainer: "Trainer") -> None:
-    """Check what can be known before data is read and the model is prepared; what one process finds, all raise.
+    """Check everything that is known before data is read and the model is prepared; one rank's error raises on all.
 
     Raises:
-        ConfigurationError: If something cannot be meant.
-        PreparationError: If an optimizer is of something else than the model.
-        DistributedOperationException: If processes are about to do different things.
+        ConfigurationError: If something is wrong or missing.
+        PreparationError: If an optimizer has the parameters of another model.
+        DistributedOperationException: If the ranks were given different models, data or arguments.
     """
     group = trainer.accelerator.group
     with raise_on_all_ranks(group, "fit"):
@@ -51,70 +53,70 @@ def check(trainer: "Trainer") -> None:
 
 
 def checked_loader(verb: str, loader: Any) -> DataLoader[Any]:
-    """Return what a verb returned, if it is a loader."""
+    """Return what a method returned, if it is a loader."""
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
-            f"{verb} returned a {type(loader).__name__}. Return a torch.utils.data.DataLoader; data in another form is "
-            f"given as {verb.replace('_dataloader', '_dataset')}=…."
+            f"{verb} returned a {type(loader).__name__}. Return a torch.utils.data.DataLoader, or give data in another "
+            f"form as {verb.replace('_dataloader', '_dataset')}=…."
         )
     return loader
 
 
 def train_loader(trainer: "Trainer") -> DataLoader[Any]:
-    """Return the loader of the training data, if all processes have one, of as many samples."""
+    """Return the loader of the training data, if all ranks have one with the same number of samples."""
     group = trainer.accelerator.group
     with raise_on_all_ranks(group, "train_dataloader"):
         loader = checked_loader("train_dataloader", trainer.train_dataloader())
     check_can_leave_out(trainer.args, loader, "train_dataset")
     if trainer.args.seed_each_sample:
         check_can_seed(loader)
-    is_stream = isinstance(loader.dataset, IterableDataset)  # of which each process may have its own part
+    is_stream = isinstance(loader.dataset, IterableDataset)  # each rank may have another part of it
     facts = {"the samples to train on": None if is_stream else length_of(loader.dataset)}
     check_same_on_all_ranks(group, facts if is_stream or group.size == 1 else facts | _order(loader))
     return loader
 
 
 def check_order(group: ProcessGroup, loader: PreparedLoader) -> None:
-    """Check that all processes know of the same order, of which each reads its part.
+    """Check that all ranks read their parts of the same sample order.
 
     Raises:
-        DistributedOperationException: If they do not; on all processes.
+        DistributedOperationException: If the orders differ; on all ranks.
     """
     if group.size > 1:
         first = loader.first_samples()
-        check_same_on_all_ranks(group, {"the samples that a pass begins with": first and first[:_SHOWN]})
+        check_same_on_all_ranks(group, {"the samples that an epoch begins with": first and first[:_SHOWN]})
 
 
-def eval_loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
-    """Return the loaders of sets that are evaluated, if all processes have them.
+def eval_loaders(trainer: "Trainer", data: Any, option: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
+    """Return the loaders of evaluation sets, if all ranks have them.
 
     Args:
-        trainer: Whose verb makes them.
-        given: The data: one, or several by name.
-        told_as: What they were given as.
-        is_one: A dict is one set, by columns.
+        trainer: The trainer, whose `eval_dataloader` makes them.
+        data: One dataset, or several by name.
+        option: What error messages call the data.
+        is_one: Whether a dict is one set of columns.
     """
-    with raise_on_all_ranks(trainer.accelerator.group, f"The check of {told_as}"):
-        return _loaders(trainer, given, told_as, is_one)
+    with raise_on_all_ranks(trainer.accelerator.group, f"The check of {option}"):
+        return _loaders(trainer, data, option, is_one)
 
 
 def check_optimizers(optimizers: Mapping[str, Any]) -> None:
     """Check what `configure_optimizer` returned.
 
     Raises:
-        ConfigurationError: If there is something else than an optimizer among it.
+        ConfigurationError: If it contains something other than optimizers.
     """
-    for name, one in optimizers.items():
-        if not isinstance(one, Optimizer):
+    for name, optimizer in optimizers.items():
+        if not isinstance(optimizer, Optimizer):
             where = "configure_optimizer" if name == "default" else f"configure_optimizer, for {name!r},"
             raise ConfigurationError(
-                f"{where} returned a {type(one).__name__}. Return a torch.optim.Optimizer, or a dict of them by name; "
-                "schedules are returned by configure_scheduler."
+                f"{where} returned a {type(optimizer).__name__}. Return a torch.optim.Optimizer, or a dict of them by "
+                "name; configure_scheduler returns schedules."
             )
 
 
 def check_schedule_names(given: Any, optimizers: Mapping[str, Any]) -> None:
-    """Check that schedules given by name are those of optimizers."""
+    """Check that schedules given by name have the names of optimizers."""
     for name in given if isinstance(given, Mapping) else ():
         if name not in optimizers:
             raise ConfigurationError(
@@ -124,7 +126,7 @@ def check_schedule_names(given: Any, optimizers: Mapping[str, Any]) -> None:
 
 
 def checked_schedule(schedule: Any, optimizer: Optimizer) -> Any:
-    """Return a schedule, if it is one of this optimizer."""
+    """Return a schedule, if it belongs to this optimizer."""
     if not hasattr(schedule, "step") or isinstance(schedule, type):
         raise ConfigurationError(
             f"configure_scheduler returned a {type(schedule).__name__}. Return a schedule, such as those of "
@@ -132,22 +134,22 @@ def checked_schedule(schedule: Any, optimizer: Optimizer) -> Any:
         )
     if getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise PreparationError(
-            f"The {type(schedule).__name__} is of another optimizer than the one that is trained with: it would move "
-            "the learning rate of that one. Make it from the optimizer that it is given."
+            f"The {type(schedule).__name__} belongs to another optimizer than the one in training: it would change the "
+            "learning rate of that optimizer. Make it from the optimizer that configure_scheduler is given."
         )
     return schedule
 
 
 def _check(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
-    """Check on this process, and return the loaders of the sets to evaluate on, by what errors call them."""
+    """Check on this rank, and return the loaders of the evaluation sets, by the names that errors call them."""
     if trainer.train_dataset is None and not _has_own(trainer, "train_dataloader"):
         raise ConfigurationError("fit() needs data: Trainer(train_dataset=…), or override train_dataloader().")
     if not _has_own(trainer, "train_dataloader") and not isinstance(trainer.train_dataset, DataLoader):
         as_dataset(trainer.train_dataset, "train_dataset")
     elif trainer.args.per_device_train_batch_size == AUTO and trainer.args.global_batch_size is not None:
         raise ConfigurationError(
-            'per_device_train_batch_size="auto" makes batches that make up global_batch_size, and the batches of a '
-            "DataLoader are made already. Leave global_batch_size out, or give the dataset."
+            'per_device_train_batch_size="auto" chooses the batch size for global_batch_size, but a DataLoader has its '
+            "batch size already. Leave global_batch_size out, or give the dataset."
         )
     _check_models(trainer)
     _check_optimizer(trainer)
@@ -169,8 +171,8 @@ def _check_models(trainer: "Trainer") -> None:
         for name, parameter in model.named_parameters():
             if is_lazy(parameter):
                 raise ConfigurationError(
-                    f"The parameter {name} of {type(model).__name__} has no shape yet: it is of a lazy layer. Call the "
-                    "model once, model(batch), before it goes to the Trainer."
+                    f"The parameter {name} of {type(model).__name__} is in a lazy layer and has no shape yet. Call the "
+                    "model once, model(batch), before you give it to the Trainer."
                 )
             if parameter.is_meta:
                 raise ConfigurationError(
@@ -180,7 +182,7 @@ def _check_models(trainer: "Trainer") -> None:
                 )
             trained += parameter.requires_grad
     if _has_own(trainer, "configure_optimizer") or trainer.optimizer is not None:
-        return  # what is trained may be beside the models
+        return  # the optimizer may train parameters outside the models
     named = " and ".join(type(model).__name__ for model in _models(trainer))
     if not any(True for model in _models(trainer) for _ in model.parameters()):
         raise ConfigurationError(f"{named} has no parameters, so there is nothing to train.")
@@ -193,18 +195,18 @@ def _check_models(trainer: "Trainer") -> None:
 
 
 def _check_optimizer(trainer: "Trainer") -> None:
-    own = {id(parameter) for model in _models(trainer) for parameter in model.parameters()}
+    model_parameters = {id(parameter) for model in _models(trainer) for parameter in model.parameters()}
     given = trainer.optimizer
-    prepared = trainer.prepared is not None  # whatever was prepared before may have other parameters now
-    for one in given.values() if isinstance(given, Mapping) else [given]:
-        if not isinstance(one, Optimizer) or prepared or _has_own(trainer, "configure_optimizer"):
+    prepared = trainer.prepared is not None  # preparing may have replaced the parameters
+    for optimizer in given.values() if isinstance(given, Mapping) else [given]:
+        if not isinstance(optimizer, Optimizer) or prepared or _has_own(trainer, "configure_optimizer"):
             continue
-        members = [parameter for group in one.param_groups for parameter in group["params"]]
-        if not any(id(parameter) in own for parameter in members):
+        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(id(parameter) in model_parameters for parameter in members):
             raise PreparationError(
-                f"The {type(one).__name__} given as optimizer has {len(members)} parameters, none of them of the model "
-                "given: it would train something else. Make it from this model's parameters, after whatever copies or "
-                "loads the model; or give a function: optimizer=lambda parameters: …."
+                f"The {type(optimizer).__name__} given as optimizer has {len(members)} parameters, none of them of the "
+                "given model. Make it from this model's parameters, after copying or loading the model, or give a "
+                "function: optimizer=lambda parameters: …."
             )
 
 
@@ -228,37 +230,37 @@ def _check_evaluation(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
     if trainer.eval_dataset is None:
         _check_not_asked_for(trainer)
         return {}
-    made = _loaders(trainer, trainer.eval_dataset, "eval_dataset")
+    loaders = _loaders(trainer, trainer.eval_dataset, "eval_dataset")
     _check_best(trainer)
-    return {f"eval_dataset[{name!r}]" if name else "eval_dataset": loader for name, loader in made.items()}
+    return {f"eval_dataset[{name!r}]" if name else "eval_dataset": loader for name, loader in loaders.items()}
 
 
-def _loaders(trainer: "Trainer", given: Any, told_as: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
-    there = trainer.eval_dataset
-    if isinstance(given, str) and isinstance(there, Mapping):
-        near = given if given in there else (get_close_matches(given, list(there), n=1) or [next(iter(there))])[0]
+def _loaders(trainer: "Trainer", data: Any, option: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
+    known = trainer.eval_dataset
+    if isinstance(data, str) and isinstance(known, Mapping):
+        near = data if data in known else (get_close_matches(data, list(known), n=1) or [next(iter(known))])[0]
         raise ConfigurationError(
-            f"{told_as} is the text {given!r}. To evaluate one of the sets: evaluate({{{near!r}: "
+            f"{option} is the text {data!r}. To evaluate one of the sets: evaluate({{{near!r}: "
             f"trainer.eval_dataset[{near!r}]}})."
         )
-    has_own = _has_own(trainer, "eval_dataloader")
-    made: dict[str, DataLoader[Any]] = {}
-    sets = {"": given} if is_one else named_sets(trainer, given, told_as)
-    for name, data in sets.items():
-        option = f"{told_as}[{name!r}]" if name else told_as
-        loader = trainer.eval_dataloader(data) if has_own else defaults.eval_loader(trainer, data, option)
-        made[name] = checked_loader("eval_dataloader", loader)
-        if not is_one:  # of predictions none is left out
-            check_can_leave_out(trainer.args, made[name], option)
-    return made
+    overrides_verb = _has_own(trainer, "eval_dataloader")
+    loaders: dict[str, DataLoader[Any]] = {}
+    sets = {"": data} if is_one else named_sets(trainer, data, option)
+    for name, dataset in sets.items():
+        label = f"{option}[{name!r}]" if name else option
+        loader = trainer.eval_dataloader(dataset) if overrides_verb else defaults.eval_loader(trainer, dataset, label)
+        loaders[name] = checked_loader("eval_dataloader", loader)
+        if not is_one:  # predict leaves out no sample
+            check_can_leave_out(trainer.args, loaders[name], label)
+    return loaders
 
 
 def _check_not_asked_for(trainer: "Trainer") -> None:
     args, asked = trainer.args, None
     if args.validation_split is not None and trainer.train_dataset is None:
         raise ConfigurationError(
-            f"validation_split={args.validation_split:g} holds out rows of train_dataset, and none is given. Give "
-            "Trainer(train_dataset=…) or Trainer(eval_dataset=…)."
+            f"validation_split={args.validation_split:g} holds out rows of train_dataset, but no train_dataset is "
+            "given. Give Trainer(train_dataset=…) or Trainer(eval_dataset=…)."
         )
     if args.eval_every not in (None, "never"):
         asked = f"eval_every={args.eval_every!r}"
@@ -275,50 +277,51 @@ def _check_not_asked_for(trainer: "Trainer") -> None:
     elif args.eval_every is None and (trainer.metrics is not None or trainer.compute_metrics is not None):
         given = "metrics" if trainer.metrics is not None else "compute_metrics"
         raise ConfigurationError(
-            f"{given}=… is computed in evaluations, and there is nothing to evaluate on: give Trainer(eval_dataset=…), "
-            'or eval_every="never" to call evaluate(dataset) yourself.'
+            f"{given}=… is computed in evaluations, but there is no evaluation set. Give Trainer(eval_dataset=…), or "
+            'eval_every="never" to call evaluate(dataset) yourself.'
         )
     if asked is not None:
         raise ConfigurationError(
-            f"{asked} needs evaluations, and there is nothing to evaluate on: give Trainer(eval_dataset=…), or leave "
-            "it out."
+            f"{asked} needs evaluations, but there is no evaluation set. Give Trainer(eval_dataset=…), or leave it out."
         )
 
 
 def _check_best(trainer: "Trainer") -> None:
-    """Check the names of metrics that something goes by, as far as it is known what there will be."""
+    """Check the metric names that arguments and callbacks refer to, as far as the names are known before training."""
     monitored = [
         (metric, f"{type(callback).__name__}(metric={metric!r})", callback.needs_evaluation)
         for callback in trainer.events
         if (metric := callback.monitored_metric) is not None
     ]
-    asked = [(metric, source) for metric, source, needs_evaluation in monitored if needs_evaluation]
+    asked = [(metric, option) for metric, option, needs_evaluation in monitored if needs_evaluation]
     if trainer.args.metric_for_best is not None and trainer.default_metric is not None:
         asked.append((trainer.default_metric, f"metric_for_best={trainer.args.metric_for_best!r}"))
-    for name, told in asked + [
-        (metric, source) for metric, source, needs_evaluation in monitored if not needs_evaluation
+    for name, option in asked + [
+        (metric, option) for metric, option, needs_evaluation in monitored if not needs_evaluation
     ]:
-        check_has_interval(trainer, name, told)
+        check_has_interval(trainer, name, option)
     known, stems = _metric_names(trainer)
-    for name, told in asked:
+    for name, option in asked:
         if name not in known and not name.startswith(tuple(stems)):
             raise ConfigurationError(
-                f"{told} is no metric of this evaluation. There will be: {', '.join(known)}."
-                f"{did_you_mean(name, known)} Others are given as Trainer(metrics=…) or compute_metrics=…."
+                f"{option} is not a metric of the evaluations. These are: {', '.join(known)}."
+                f"{did_you_mean(name, known)} Add metrics by Trainer(metrics=…) or compute_metrics=…."
             )
 
 
 def _metric_names(trainer: "Trainer") -> tuple[list[str], list[str]]:
-    """Return the names that there will be, and what those begin with of which no more is known."""
+    """Return the names of metrics, and the prefixes of those whose full names are not known yet."""
     known: list[str] = []
     stems: list[str] = []
     for name in named_sets(trainer, trainer.eval_dataset):
         stem = f"eval_{name}" if name else "eval"
         measures = trainer.measures.get(name, trainer.measures[""])
-        known += [f"{stem}_loss", *(f"{stem}_{one}" for one in measures.metrics)]
-        stems += [f"{stem}_{one}_" for one, metric in measures.metrics.items() if _may_be_several(metric)]
-        # A callback may put something into what it is handed.
-        foreign = any(overrides(one, "on_evaluate_end") and _is_foreign(one) for one in trainer.events)
+        known += [f"{stem}_loss", *(f"{stem}_{metric}" for metric in measures.metrics)]
+        stems += [
+            f"{stem}_{metric_name}_" for metric_name, metric in measures.metrics.items() if _may_be_several(metric)
+        ]
+        # A callback may add metrics.
+        foreign = any(overrides(callback, "on_evaluate_end") and _is_foreign(callback) for callback in trainer.events)
         if measures.compute is not None or foreign:
             stems.append(f"{stem}_")
     sets = list(named_sets(trainer, trainer.eval_dataset))
@@ -328,7 +331,7 @@ def _metric_names(trainer: "Trainer") -> tuple[list[str], list[str]]:
 
 
 def _in_all_sets(known: Sequence[str], sets: Sequence[str]) -> list[str]:
-    """Return the metrics that every set has, without what their names begin with."""
+    """Return the metrics that every set has, without the prefix of the set."""
     stems = [f"eval_{name}_" for name in sets]
     names = [name.removeprefix(stems[0]) for name in known if name.startswith(stems[0])]
     return [name for name in names if all(f"{stem}{name}" in known for stem in stems)]
@@ -342,7 +345,7 @@ def _is_foreign(thing: Any) -> bool:
     return not type(thing).__module__.startswith("trainer_lib.")
 
 
-# -- the other processes ---------------------------------------------------------------------------------------------
+# -- the other ranks -------------------------------------------------------------------------------------------------
 
 
 def _facts(trainer: "Trainer") -> dict[str, Any]:
@@ -358,14 +361,16 @@ def _facts(trainer: "Trainer") -> dict[str, Any]:
         sets = named_sets(trainer, trainer.eval_dataset)
         facts["the sets to evaluate on"] = [f"{name or 'eval'}: {_samples(data)}" for name, data in sets.items()]
         facts["the metrics"] = _metric_names(trainer)[0]
-    return facts | {one.name: _short(getattr(args, one.name)) for one in fields(args) if one.name not in _OWN}
+    return facts | {
+        field.name: _short(getattr(args, field.name)) for field in fields(args) if field.name not in _MAY_DIFFER
+    }
 
 
 def _order(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return what of the order of samples has to be the same: it is shared out by each process for itself."""
+    """Return the facts about the sample order that must be the same on all ranks, since each rank takes its part."""
     source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    own = source.sampler if iterates_as(source, "BatchSampler") else source
-    return {f"the length of the training data's {type(own).__name__}": length_of(own)}
+    sampler = source.sampler if iterates_as(source, "BatchSampler") else source
+    return {f"the length of the training data's {type(sampler).__name__}": length_of(sampler)}
 
 
 def _short(value: Any) -> str:
@@ -374,7 +379,7 @@ def _short(value: Any) -> str:
 
 def _samples(data: Any) -> int | None:
     dataset = data.dataset if isinstance(data, DataLoader) else data
-    if isinstance(dataset, IterableDataset):  # each process may have its own part
+    if isinstance(dataset, IterableDataset):  # each rank may have another part of it
         return None
     if isinstance(dataset, (tuple, Mapping)):
         columns: Sequence[Any] = list(dataset.values()) if isinstance(dataset, Mapping) else dataset
@@ -387,7 +392,7 @@ def _models(trainer: "Trainer") -> list[nn.Module]:
 
 
 def _has_own(trainer: "Trainer", verb: str) -> bool:
-    """Whether somebody overrides a verb."""
+    """Whether the trainer's class overrides a method."""
     from trainer_lib.trainer.trainer import Trainer
 
     return getattr(type(trainer), verb) is not getattr(Trainer, verb)

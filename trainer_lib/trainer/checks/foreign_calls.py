@@ -1,4 +1,4 @@
-"""Errors for calls and overrides in the manner of other trainers, with what to use here."""
+"""Errors for calls and overrides that other trainers accept, with what to use here."""
 
 import functools
 import inspect
@@ -39,13 +39,13 @@ _OF_VERBS: dict[str, dict[str, str]] = {
         "ignore_keys": "evaluation_step(model, batch), which a subclass overrides",
     },
 }
-# Names of Hugging Face's trainer that mean the same here, and are taken as well.
+# Hugging Face's names for the same parameters, which are accepted too.
 _SYNONYMS = {"evaluate": {"metric_key_prefix": "prefix"}, "predict": {"metric_key_prefix": "prefix"}}
 _NEAR = 0.85
 
 
 def explains_foreign_calls(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Have a method of the trainer answer a call that another trainer would take with the call to make here."""
+    """Make a trainer's method answer a call in another trainer's form with an error that shows the call to make."""
     name, parameters = method.__name__, list(inspect.signature(method).parameters.values())[1:]
     known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     synonyms, takes_more = _SYNONYMS.get(name, {}), len(known) < len(parameters)
@@ -63,21 +63,21 @@ def explains_foreign_calls(method: Callable[Concatenate[S, P], R]) -> Callable[C
 def _check_call(
     name: str, known: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any], generates: bool
 ) -> None:
-    # What nobody knows is for `generate`, where predictions are what a model writes.
-    strange = {
+    # Unknown options go to `generate` if predictions are generated.
+    unknown = {
         key: value for key, value in named.items() if key not in known and (not generates or key in _OF_VERBS[name])
     }
     resume = positional[0] if positional else named.get("resume")
     takes_data = name == "fit" and not _is_resume(resume)
-    if not takes_data and len(positional) <= len(known) and not strange and not _is_model(positional):
+    if not takes_data and len(positional) <= len(known) and not unknown and not _is_model(positional):
         return
     given = [*(shown(value) for value in positional), *(f"{key}={shown(value)}" for key, value in named.items())]
     lines = [f"{name} takes {' and '.join(known)}, got {name}({', '.join(given)})."]
     renamed = _OF_VERBS[name]
-    if name != "fit" and "batch_size" in strange:
-        strange["per_device_eval_batch_size"] = strange.pop("batch_size")
-    lines += [f"{key} is {renamed[key]} here.{_value(key, value)}" for key, value in strange.items() if key in renamed]
-    rest = {key: value for key, value in strange.items() if key not in renamed}
+    if name != "fit" and "batch_size" in unknown:
+        unknown["per_device_eval_batch_size"] = unknown.pop("batch_size")
+    lines += [f"{key} is {renamed[key]} here.{_value(key, value)}" for key, value in unknown.items() if key in renamed]
+    rest = {key: value for key, value in unknown.items() if key not in renamed}
     if name == "fit" and (takes_data or rest or len(positional) > 1):
         lines.append(f"The model, data and arguments go to the constructor: {_construction(rest, takes_data)}.fit().")
     elif rest or _is_model(positional) or len(positional) > len(known):
@@ -89,7 +89,7 @@ def _check_call(
 
 
 def _construction(named: Mapping[str, Any], has_data: bool) -> str:
-    """Return the call that makes the trainer for what another trainer's `fit` was given."""
+    """Return the constructor call for arguments that another trainer's `fit` takes."""
     args: list[str] = []
     options = ["train_dataset=…"] if has_data else []
     for key, value in named.items():
@@ -127,10 +127,10 @@ def missing_member(kind: type, name: str, known: Iterable[str]) -> str:
 
 
 def check_overrides(trainer: object, base: type, verbs: Iterable[str], options: Iterable[str]) -> None:
-    """Raise for methods of a subclass that nothing calls here, though they look like overrides.
+    """Raise for methods of a subclass that look like overrides and that nothing calls.
 
-    These are methods that other trainers call, misspelt verbs, events of callbacks, and what an argument of the
-    constructor hides. A method that the subclass calls itself is its own.
+    These are methods that other trainers call, misspelt method names, events of callbacks, and attributes that an
+    argument of the constructor hides. A method that the subclass calls itself is accepted.
 
     Raises:
         SignatureError: With what to override instead.
@@ -138,26 +138,26 @@ def check_overrides(trainer: object, base: type, verbs: Iterable[str], options: 
     kind = type(trainer)
     classes = kind.__mro__[: kind.__mro__.index(base)]
     hidden = {name for name in options if vars(trainer).get(name) is None}
-    own = {name: value for cls in classes for name, value in vars(cls).items() if not _is_ours(cls)}
-    for name, value in own.items():
-        if (instead := _instead(name, value, list(verbs), hidden, set(own))) is None or hasattr(base, name):
+    members = {name: value for cls in classes for name, value in vars(cls).items() if not _is_ours(cls)}
+    for name, value in members.items():
+        if (instead := _instead(name, value, list(verbs), hidden, set(members))) is None or hasattr(base, name):
             continue
-        if not _is_called(name, own):
+        if not _is_called(name, members):
             raise SignatureError(f"{kind.__name__}.{name} is never called. {instead}")
 
 
-def _instead(name: str, value: Any, verbs: Sequence[str], hidden: set[str], own: set[str]) -> str | None:
+def _instead(name: str, value: Any, verbs: Sequence[str], hidden: set[str], members: set[str]) -> str | None:
     if name in hidden and not isinstance(value, property):
         return f"{name} is an argument of the constructor, which hides it: give Trainer(…, {name}=…)."
     if not inspect.isroutine(value):
         return None
-    another = "If it is a method of your own, give it another name."
+    another = "If you call it yourself, give it another name."
     if name in OVERRIDES:
         return f"Override {OVERRIDES[name]}. {another}"
     if name in EVENTS:
         return f"{name} is an event of callbacks: write it in a Callback, and give Trainer(…, callbacks=[…])."
     near = get_close_matches(name, verbs, n=1, cutoff=_NEAR)
-    if not near or near[0] in own or name.startswith("_"):
+    if not near or near[0] in members or name.startswith("_"):
         return None
     return f"Did you mean {near[0]!r}? {another}"
 
@@ -166,10 +166,10 @@ def _is_ours(cls: type) -> bool:
     return cls.__module__.startswith("trainer_lib.")
 
 
-def _is_called(name: str, own: Mapping[str, Any]) -> bool:
+def _is_called(name: str, members: Mapping[str, Any]) -> bool:
     """Whether another method of the subclass refers to this one."""
-    others = [inspect.unwrap(value) for other, value in own.items() if other != name and callable(value)]
-    return any(name in _names_in(getattr(other, "__code__", None)) for other in others)
+    methods = [inspect.unwrap(value) for other, value in members.items() if other != name and callable(value)]
+    return any(name in _names_in(getattr(method, "__code__", None)) for method in methods)
 
 
 def _names_in(code: CodeType | None) -> set[str]:

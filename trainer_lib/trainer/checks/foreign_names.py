@@ -1,32 +1,30 @@
-"""Names that other trainers use for arguments, methods and overrides, and what to use here.
+"""Names of arguments, methods and overrides in other trainers, with what to use here.
 
-Those of Hugging Face's Trainer (of transformers 4 too), of Lightning, of Keras and a few more.
+They come from Hugging Face's Trainer (transformers 4 and 5), Lightning, Keras and others.
 """
 
 from typing import Any
 
-_TRACKING = (
-    "it is for the callback of a tracker: Trainer(…, callbacks=[TrackioCallback(…)]) and others take their options"
-)
-_HUB = "call push_to_hub(repo_id) when the model is trained; nothing is sent before"
-_OF_SCRIPTS = "it is for scripts and the Trainer there does not read it either; call fit, evaluate or predict"
+_TRACKING = "give it to the tracker's callback, such as Trainer(…, callbacks=[TrackioCallback(…)])"
+_HUB = "call push_to_hub(repo_id) after training; nothing is uploaded before"
+_OF_SCRIPTS = "it is for scripts, and Hugging Face's Trainer does not read it either; call fit, evaluate or predict"
 _LOADER = "give a DataLoader made with it"
 _LAUNCHER = (
     "it belongs to the launcher, or to Trainer(…, accelerator=Accelerator(kwargs_handlers=[InitProcessGroupKwargs(…)]))"
 )
-_LEVELS = "levels are set by the logging module, or by ACCELERATE_LOG_LEVEL"
+_LEVELS = "set the level by the logging module, or by ACCELERATE_LOG_LEVEL"
 _NOT_YET = "this version does not have it"
-_GATHERED = "outputs are taken to the CPU batch by batch, and only where they are asked for"
-_SMOOTHING = "give Trainer(…, callbacks=[LabelSmoothing(share)]), which leaves evaluations as they are"
-_GONE = "it is gone from Hugging Face's Trainer too"
+_GATHERED = "outputs move to the CPU batch by batch, and only if metrics or predict need them"
+_SMOOTHING = "give Trainer(…, callbacks=[LabelSmoothing(share)]), which does not change evaluations"
+_GONE = "Hugging Face's Trainer has removed it too"
 
 NONE_HERE: dict[str, str] = {
-    "optim_args": "give optimizer_kwargs={…}, by the names that the optimizer has for them",
+    "optim_args": "give optimizer_kwargs={…}, by the optimizer's own parameter names",
     "optim_target_modules": "give parameter_groups=[ParameterGroup(pattern, …)], or the optimizer itself",
-    "average_tokens_across_devices": "losses are averaged over all items of all processes, always",
+    "average_tokens_across_devices": "losses are always averaged over the items of all ranks",
     "label_smoothing_factor": _SMOOTHING,
-    "bf16_full_eval": 'evaluation computes as training does; for weights in bf16 give mixed_precision="bf16-true"',
-    "fp16_full_eval": "evaluation computes as training does; for weights in fp16 evaluate model.to(torch.float16)",
+    "bf16_full_eval": 'evaluation has the precision of training; for weights in bf16 give mixed_precision="bf16-true"',
+    "fp16_full_eval": "evaluation has the precision of training; for weights in fp16 evaluate model.to(torch.float16)",
     "activation_checkpointing_kwargs": "call model.gradient_checkpointing_enable(…) with them, before the Trainer",
     "gradient_checkpointing_kwargs": "call model.gradient_checkpointing_enable(…) with them, before the Trainer",
     "use_liger_kernel": "apply Liger's kernels to the model, before the Trainer",
@@ -34,12 +32,12 @@ NONE_HERE: dict[str, str] = {
     "use_cache": "set model.config.use_cache",
     "neftune_noise_alpha": "give Trainer(…, callbacks=[NEFTune(alpha)])",
     "torch_empty_cache_steps": f"{_NOT_YET}; a callback can call clear_device_cache",
-    "auto_find_batch_size": 'give per_device_train_batch_size="auto", which keeps updates as they are',
-    "logging_first_step": f'{_NOT_YET}; log_every="1 step" logs it, and all others',
+    "auto_find_batch_size": 'give per_device_train_batch_size="auto", which does not change updates',
+    "logging_first_step": f'{_NOT_YET}; log_every="1 step" logs each step, including the first',
     "log_on_each_node": "logs come from the main process, once",
-    "logging_nan_inf_filter": "nothing is filtered: a loss that is no number is shown as such",
+    "logging_nan_inf_filter": "nothing is filtered: a loss of NaN or Inf is logged as it is",
     "include_num_input_tokens_seen": f"{_NOT_YET}; a callback can count them, and log them by run.log",
-    "include_tokens_per_second": f"{_NOT_YET}; the callback Throughput tells samples and steps per second",
+    "include_tokens_per_second": f"{_NOT_YET}; the callback Throughput logs samples and steps per second",
     "log_level": _LEVELS,
     "log_level_replica": _LEVELS,
     "logging_dir": _TRACKING,
@@ -47,17 +45,17 @@ NONE_HERE: dict[str, str] = {
     "trackio_space_id": _TRACKING,
     "trackio_bucket_id": _TRACKING,
     "trackio_static_space_id": _TRACKING,
-    "prediction_loss_only": "outputs are kept only where metrics or predict ask for them",
-    "eval_do_concat_batches": "metrics are fed batch by batch; predict returns rows",
+    "prediction_loss_only": "outputs are kept only if metrics or predict need them",
+    "eval_do_concat_batches": "metrics are updated batch by batch; predict returns rows",
     "eval_use_gather_object": "objects of any kind are gathered",
     "eval_accumulation_steps": _GATHERED,
-    "include_for_metrics": "override evaluation_step to hand more to the metrics",
-    "include_inputs_for_metrics": "override evaluation_step to hand more to the metrics",
-    "batch_eval_metrics": "metrics with update and compute are always fed batch by batch",
-    "save_only_model": "checkpoints are whole, so that a run can go on; save_model writes the model alone",
+    "include_for_metrics": "override evaluation_step to pass more to the metrics",
+    "include_inputs_for_metrics": "override evaluation_step to pass more to the metrics",
+    "batch_eval_metrics": "metrics with update and compute are always updated batch by batch",
+    "save_only_model": "checkpoints hold all state, so that a run can resume; save_model writes only the model",
     "save_safetensors": "weights are always written as safetensors",
-    "save_on_each_node": "all processes write into one folder, which they share",
-    "enable_jit_checkpoint": "a run saves at SIGTERM and others by itself; stop_signals chooses them",
+    "save_on_each_node": "all ranks write into one shared folder",
+    "enable_jit_checkpoint": "a run saves at SIGTERM and other signals by itself; stop_signals chooses the signals",
     "push_to_hub": _HUB,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
@@ -68,24 +66,24 @@ NONE_HERE: dict[str, str] = {
     "push_to_hub_model_id": _HUB,
     "push_to_hub_organization": _HUB,
     "push_to_hub_token": _HUB,
-    "overwrite_output_dir": "each run has a folder of its own inside output_dir, and none is overwritten",
-    "ignore_data_skip": "a resumed run goes on in the data where it was, without reading what it has seen",
+    "overwrite_output_dir": "each run has its own folder inside output_dir, and none is overwritten",
+    "ignore_data_skip": "a resumed run continues at its position in the data, without reading earlier samples",
     "restore_callback_states_from_checkpoint": "states of callbacks are always restored",
-    "accelerator_config": "give the engine: Trainer(…, accelerator=Accelerator(dataloader_config=…))",
-    "split_batches": "give the engine: Trainer(…, accelerator=Accelerator(dataloader_config=…))",
-    "dispatch_batches": "give the engine: Trainer(…, accelerator=Accelerator(dataloader_config=…))",
+    "accelerator_config": "give the accelerator: Trainer(…, accelerator=Accelerator(dataloader_config=…))",
+    "split_batches": "give the accelerator: Trainer(…, accelerator=Accelerator(dataloader_config=…))",
+    "dispatch_batches": "give the accelerator: Trainer(…, accelerator=Accelerator(dataloader_config=…))",
     "dataloader_multiprocessing_context": _LOADER,
     "dataloader_in_order": _LOADER,
     "ddp_backend": _LAUNCHER,
     "ddp_timeout": _LAUNCHER,
-    "local_rank": "the launcher says it",
+    "local_rank": "the launcher sets it",
     "deepspeed": f"{_NOT_YET}; fsdp=FullyShardedDataParallelPlugin(…) shards weights, gradients and optimizer",
-    "debug": f"{_NOT_YET}; detect_anomaly=True finds the operation whose gradient is no number",
-    "skip_memory_metrics": "PeakMemory measures what a block of code needs",
+    "debug": f"{_NOT_YET}; detect_anomaly=True finds the operation whose gradient is NaN",
+    "skip_memory_metrics": "PeakMemory measures the memory that a block of code needs",
     "do_train": _OF_SCRIPTS,
     "do_eval": _OF_SCRIPTS,
     "do_predict": _OF_SCRIPTS,
-    "use_mps_device": "an accelerator that is there is used; use_cpu=True stays on the CPU",
+    "use_mps_device": "a run uses the machine's accelerator; use_cpu=True trains on the CPU",
     "use_ipex": _GONE,
     "fp16_opt_level": _GONE,
     "tpu_num_cores": _GONE,
@@ -98,7 +96,7 @@ NONE_HERE: dict[str, str] = {
     "use_legacy_prediction_loop": _GONE,
 }
 
-# Of these, what is always so here, so that nothing is lost by it.
+# Those of the above that always have this value here, so that a conversion loses nothing.
 ALWAYS: dict[str, Any] = {
     "average_tokens_across_devices": True,
     "log_on_each_node": False,
@@ -108,7 +106,7 @@ ALWAYS: dict[str, Any] = {
     "restore_callback_states_from_checkpoint": True,
 }
 
-# What other libraries, and people in a hurry, call ours.
+# Other libraries' names, and common shorthands, for our arguments.
 RENAMED: dict[str, str] = {
     "epochs": "num_train_epochs",
     "num_epochs": "num_train_epochs",
@@ -144,7 +142,7 @@ RENAMED: dict[str, str] = {
     "total_steps": "max_steps",
 }
 
-# Arguments of other trainers' constructors, and what they are here.
+# Constructor arguments of other trainers, and their names here.
 CONSTRUCTOR: dict[str, str] = {
     "data_collator": "collate_fn",
     "tokenizer": "processing_class",
@@ -176,7 +174,7 @@ CONSTRUCTOR: dict[str, str] = {
     "preprocess_logits_for_metrics": "evaluation_step(model, batch), which a subclass overrides",
 }
 
-# Methods and attributes of other trainers, and what they are here.
+# Methods and attributes of other trainers, and their names here.
 MEMBERS: dict[str, str] = {
     "train": "fit()",
     "training_loop": "fit()",
@@ -221,7 +219,7 @@ MEMBERS: dict[str, str] = {
     "local_rank": "accelerator.local_process_index",
     "world_size": "accelerator.num_processes",
     "device": "accelerator.device",
-    "logger": "log(name, value); trackers are named by TrainingArguments(report_to=…)",
+    "logger": "log(name, value); name trackers by TrainingArguments(report_to=…)",
     "lr_scheduler": "schedulers",
     "tokenizer": "processing_class",
     "data_collator": "collate_fn",
@@ -264,5 +262,5 @@ OVERRIDES: dict[str, str] = {
     "validation_epoch_end": "on_evaluate_end of a Callback",
 }
 
-# Options of other launchers that end up among the arguments of a script.
+# Options of launchers that users give to a script by mistake.
 OF_LAUNCHERS = ("nproc_per_node", "nnodes", "node_rank", "num_processes", "num_machines", "master_addr", "master_port")

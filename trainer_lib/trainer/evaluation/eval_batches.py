@@ -1,4 +1,4 @@
-"""This file is going through the batches of a set: the real rows of each, in parts where memory is short."""
+"""The batches of an evaluation: without repeated samples, and split where memory is short."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,26 +20,26 @@ Step = Callable[[Any, Any], EvaluationOutput]
 
 
 class EvalBatches:
-    """Goes through the batches of sets.
+    """Runs the evaluation step on the batches of evaluation sets.
 
     Args:
         dispatcher: The callbacks.
-        step: Makes an `EvaluationOutput` of a model and a batch.
-        in_lockstep: Whether each process has to make as many steps as the others.
+        step: Returns an `EvaluationOutput` for a model and a batch.
+        in_lockstep: Whether all ranks must make the same number of steps.
     """
 
     def __init__(self, dispatcher: Dispatcher, step: Step, in_lockstep: bool) -> None:
         self._dispatcher, self._step, self._in_lockstep = dispatcher, step, in_lockstep
-        self.is_left = False  # whether the last one was left before its end
-        self._whole: tuple[Any, int | None] = None, None  # the batch in hand, and of how many samples it is made
-        self._fits: int | None = None  # rows; None: everything did so far
+        self.is_interrupted = False  # whether the last set was left before its end
+        self._current: tuple[Any, int | None] = None, None  # the current batch, and its number of samples
+        self._fits: int | None = None  # the rows that fit into memory at once; None: all batches fit so far
 
     def outputs(
-        self, run: Run, model: Any, loader: PreparedLoader, limit: int | None, event: str, told_as: str
+        self, run: Run, model: Any, loader: PreparedLoader, limit: int | None, event: str, set_label: str
     ) -> Iterator[list[EvaluationOutput]]:
-        """Yield what the step makes of each batch: as one, or in parts where it did not fit into memory.
+        """Yield the step's outputs of each batch: one, or several parts if the batch did not fit into memory.
 
-        Errors of the step say in which batch of `told_as` it was.
+        Errors of the step name the batch, and the set by `set_label`.
         """
         begin, end = f"{event}_batch_begin", f"{event}_batch_end"
         begins, ends = self._dispatcher.listens(begin), self._dispatcher.listens(end)
@@ -51,31 +51,31 @@ class EvalBatches:
             try:
                 parts = self._parts(run, model, run.batch)
             except Exception as error:
-                add_note(error, f"batch {number} of {told_as}", run.batch, models, _SMALLER)
+                add_note(error, f"batch {number} of {set_label}", run.batch, models, _SMALLER)
                 raise
             if ends:
-                _tell(run, parts)
+                _publish(run, parts)
                 self._dispatcher.fire(end, run)
             yield parts
 
     def _real(self, run: Run, model: Any, loader: PreparedLoader, limit: int | None) -> Iterator[Any]:
-        """Yield the batches of this process, without repeated samples, until the run is asked to end."""
+        """Yield this rank's batches without repeated samples, until the run is asked to end."""
         loader.rewind()
-        self.is_left, leaves = False, run.control.leaves
-        with _unfilled(loader, self._in_lockstep):
+        self.is_interrupted, leaves = False, run.control.leaves
+        with _without_repeats(loader, self._in_lockstep):
             for number, batch in enumerate(loader, 1):
                 if leaves is not None and leaves():
-                    self.is_left = True
+                    self.is_interrupted = True
                     break
                 rows = loader.rows
                 if rows is None or rows.real == rows.total:
-                    self._whole = batch, loader.samples_in_batch
+                    self._current = batch, loader.samples_in_batch
                     yield batch
                 elif rows.real:
-                    self._whole = real_rows(batch, rows), rows.real
-                    yield self._whole[0]
+                    self._current = real_rows(batch, rows), rows.real
+                    yield self._current[0]
                 elif self._in_lockstep:
-                    # The others need this rank for their forward; what it computes itself is dropped.
+                    # The other ranks need this one for their forward. Its own output is dropped.
                     self._step(model, real_rows(batch, rows))
                 if number == limit:
                     break
@@ -94,32 +94,32 @@ class EvalBatches:
         return self._split(run, model, batch)
 
     def _split(self, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
-        check_splits(*self._whole)
+        check_splits(*self._current)
         rows, at_once = count_rows(batch) or 1, self._fits or 1
         cuts = range(0, rows, at_once)
         return [p for cut in cuts for p in self._parts(run, model, take_rows(batch, cut, min(cut + at_once, rows)))]
 
     def _half(self, batch: Any, error: BaseException) -> int:
-        """Return how many rows to try next, or raise if there is nothing to try."""
+        """Return how many rows to try next, or raise if the batch cannot be split."""
         rows = count_rows(batch)
         if self._in_lockstep:
             raise NoExecutableBatchSizeError(
                 f"Evaluation ran out of memory with a batch of {rows} rows. The batches of a sharded model cannot be "
-                "split, since all processes compute together: lower per_device_eval_batch_size."
+                "split, as all ranks compute together. Give a smaller per_device_eval_batch_size."
             ) from error
         if rows is None or rows < 2:
             raise error
-        check_splits(*self._whole)
+        check_splits(*self._current)
         return -(-rows // 2)
 
 
 @contextmanager
-def _unfilled(loader: PreparedLoader, in_lockstep: bool) -> Generator[None]:
-    """Return the context in which a loader repeats no samples, where processes may read different numbers of them."""
+def _without_repeats(loader: PreparedLoader, in_lockstep: bool) -> Generator[None]:
+    """Return a context in which a loader repeats no samples, unless all ranks need the same number of batches."""
     before = loader.even_batches
     if in_lockstep and not before:
         raise ConfigurationError(
-            "Processes that share a model need as many batches each, and this loader was prepared with "
+            "The ranks of a sharded model need the same number of batches, but this loader was prepared with "
             "even_batches=False. Leave it out: repeated samples are not counted."
         )
     loader.even_batches = in_lockstep
@@ -129,8 +129,8 @@ def _unfilled(loader: PreparedLoader, in_lockstep: bool) -> Generator[None]:
         loader.even_batches = before
 
 
-def _tell(run: Run, parts: Sequence[EvaluationOutput]) -> None:
-    """Let the run tell of a batch; of the outputs only where they are in one piece."""
+def _publish(run: Run, parts: Sequence[EvaluationOutput]) -> None:
+    """Set the run's attributes for callbacks; the outputs only if the batch was not split."""
     run.outputs = parts[0].predictions if len(parts) == 1 else None
     losses = [part.loss_sum for part in parts if part.loss_sum is not None]
     run.loss_sum = sum(losses[1:], start=losses[0]) if losses else None

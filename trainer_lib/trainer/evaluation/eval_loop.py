@@ -1,4 +1,4 @@
-"""This file is the loop over a set: an evaluation of one or several, and prediction."""
+"""The evaluation loop: metrics over one or several sets, and prediction."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NOTHING_MEASURED = (
     "The evaluation measured nothing: its batches have no labels, so there is no loss, and no metric is given that "
-    "does without. Give samples with labels: (inputs, targets), a dict with 'labels', or "
+    "works without labels. Give samples with labels: (inputs, targets), a dict with 'labels', or "
     "TrainingArguments(label_names=[…]) for labels of another name."
 )
 
@@ -44,9 +44,9 @@ class EvaluationSet:
 
     Attributes:
         loader: Its prepared loader.
-        metrics: What to measure beside the loss, by name.
+        metrics: The metrics besides the loss, by name.
         compute_metrics: A function of all predictions and labels that returns further metrics.
-        limit: How many batches of each process to evaluate on; `None` for all.
+        limit: How many batches each rank evaluates; `None` for all.
     """
 
     loader: PreparedLoader
@@ -56,16 +56,16 @@ class EvaluationSet:
 
 
 class Evaluator:
-    """Evaluates and predicts: the same on any number of processes, and for any batch size.
+    """Evaluates and predicts, with the same numbers for any world size and batch size.
 
-    Nothing is kept of a batch but sums, and what metrics keep themselves; only `compute_metrics` and predictions in
-    memory need all rows. Training goes on afterwards as if nothing had happened.
+    Only sums and the metrics' own states are kept of a batch; `compute_metrics` and predictions in memory alone need
+    all rows. An evaluation does not change training.
 
     Args:
-        accelerator: The engine.
+        accelerator: The accelerator.
         dispatcher: The callbacks.
-        step: Makes an `EvaluationOutput` of a model and a batch. It runs without gradients, and not on as many batches
-            on each process: it sends nothing to the others.
+        step: Returns an `EvaluationOutput` for a model and a batch. It runs without gradients. Ranks may have different
+            numbers of batches, so it must not communicate.
     """
 
     def __init__(self, accelerator: "Accelerator", dispatcher: Dispatcher, step: Step) -> None:
@@ -76,33 +76,35 @@ class Evaluator:
     def evaluate(
         self, run: Run, model: Models, sets: Mapping[str, EvaluationSet], prefix: str, over_sets: Sequence[str] = ()
     ) -> dict[str, float]:
-        """Return the metrics of all sets, `prefix_name`, or of a set that has a name, `prefix_set_name`.
+        """Return the metrics of all sets as `prefix_name`, or `prefix_set_name` for a set with a name.
 
         Args:
             run: The run.
             model: The prepared model, or several by name.
             sets: The sets by name; a single one may be called "".
-            prefix: What the metrics' names begin with.
-            over_sets: Metrics of which the mean over several sets is returned too, `prefix_mean_name`.
+            prefix: The prefix of the metrics' names.
+            over_sets: Metrics whose mean over several sets is returned too, as `prefix_mean_name`.
 
         Raises:
             ConfigurationError: If a set is empty.
-            DistributedOperationException: If processes evaluate different things.
-            EvaluationInterrupted: If `run.control.leaves` says so on one of them.
+            DistributedOperationException: If the ranks evaluate different sets or metrics.
+            EvaluationInterrupted: If `run.control.leaves` returns True on any rank.
         """
-        measured = {name: _all_metrics(one) for name, one in sets.items()}
-        self._agree(measured)
+        measured = {name: _all_metrics(eval_set) for name, eval_set in sets.items()}
+        self._check_same_on_all_ranks(measured)
         metrics: dict[str, float] = {}
         with eval_mode(run, _listed(model), self._accelerator.device), self._dispatcher.eval_weights(run):
             self._dispatcher.fire("on_evaluate_begin", run)
             evaluated = self._evaluated(model)
-            for name, one in sets.items():
-                batches = self._length(one.loader, one.limit)
+            for name, eval_set in sets.items():
+                batches = self._length(eval_set.loader, eval_set.limit)
                 self._dispatcher.fire("on_evaluate_set_begin", run, name, batches)
-                outputs = self._batches.outputs(run, evaluated, one.loader, one.limit, "on_evaluate", told_as(name))
+                outputs = self._batches.outputs(
+                    run, evaluated, eval_set.loader, eval_set.limit, "on_evaluate", _set_label(name)
+                )
                 values = self._measure(name, outputs, measured[name])
                 of_set = _prefixed(prefix, name, zip(measured[name], values, strict=True))
-                if (bad := one.loader.quarantine) is not None:
+                if (bad := eval_set.loader.quarantine) is not None:
                     bad.agree()
                     of_set["_".join(part for part in (prefix, name, "left_out") if part)] = len(bad.agreed)
                 self._dispatcher.fire("on_evaluate_set_end", run, name, of_set)
@@ -124,28 +126,28 @@ class Evaluator:
         prefix: str = "predict",
         compute_metrics: Callable[..., Any] | None = None,
     ) -> Predictions:
-        """Return what the step predicts for all samples, in the order of the set, on every process.
+        """Return the step's predictions for all samples, in the order of the set, on every rank.
 
         Args:
             run: The run.
             model: The prepared model, or several by name.
             loader: The set's prepared loader.
-            to: A folder that the main process writes them into batch by batch, instead of keeping them in memory.
+            to: A folder that the main process writes predictions to batch by batch, instead of keeping them in memory.
             has_labels: Whether to return the labels, and to measure the loss.
-            limit: How many batches of each process to predict; `None` for all.
-            prefix: What the names of metrics begin with.
-            compute_metrics: A function of all predictions and labels that returns further metrics, where there are
-                labels and all of them are in memory.
+            limit: How many batches each rank predicts; `None` for all.
+            prefix: The prefix of the metrics' names.
+            compute_metrics: A function of all predictions and labels that returns further metrics. It is called if
+                there are labels and everything is in memory.
 
         Raises:
-            ConfigurationError: If the set is empty, or there is something in the folder.
+            ConfigurationError: If the set is empty, or the folder is not.
         """
         collector = Collector("predictions") if to is None else Writer(to)
         metrics: list[Metric] = [collector, *([mean_loss()] if has_labels else [])]
         if to is not None:
             self._on_main_process(f"Predictions in {to}", lambda: check_free(to))
-        used = self._dispatcher.eval_weights(run)
-        with eval_mode(run, _listed(model), self._accelerator.device), used, _abandoned_on_error(collector):
+        averaged = self._dispatcher.eval_weights(run)
+        with eval_mode(run, _listed(model), self._accelerator.device), averaged, _abandoned_on_error(collector):
             self._dispatcher.fire("on_predict_begin", run, self._length(loader, limit))
             outputs = self._batches.outputs(run, self._evaluated(model), loader, limit, "on_predict", "the prediction")
             if not has_labels:
@@ -161,15 +163,15 @@ class Evaluator:
         if to is None:
             predictions, labels = collected
             return Predictions(predictions, labels, measured)
-        # A process that cannot see the main process's disk knows the metrics only.
+        # A rank that cannot see the main process's disk gets only the metrics.
         return Predictions.load(to) if (to / MANIFEST).is_file() else Predictions(None, None, measured, to)
 
-    # -- over the processes --------------------------------------------------------------------------------------
+    # -- across ranks --------------------------------------------------------------------------------------------
 
     def _measure(self, name: str, outputs: Iterator[list[EvaluationOutput]], metrics: Sequence[Metric]) -> list[Any]:
-        """Return the values of the metrics, over all processes."""
+        """Return the values of the metrics, reduced across ranks."""
         accelerator = self._accelerator
-        own = [metric for metric in metrics if not metric.needs_all_rows]
+        local = [metric for metric in metrics if not metric.needs_all_rows]
         gatherer = BatchGatherer(accelerator.group, metrics)
         for metric in metrics:
             metric.begin(accelerator.device)
@@ -177,40 +179,44 @@ class Evaluator:
         for parts in outputs:
             batches += 1
             for part in parts:
-                for metric in own:
+                for metric in local:
                     with _naming(metric, name, batches):
                         metric.update(part)
-            gatherer.put(parts)
-        is_left = self._batches.is_left
-        gatherer.close(is_left)
-        is_main, there = accelerator.is_main_process, [] if is_left else metrics
-        states = [metric.state() if (is_main if metric.main_process_only else batches) else None for metric in there]
-        told = [_Told(*one) for one in gather_per_rank((batches, states, is_left))]
-        if any(one.is_left for one in told):
+            gatherer.add(parts)
+        is_interrupted = self._batches.is_interrupted
+        gatherer.close(is_interrupted)
+        is_main, gathered = accelerator.is_main_process, [] if is_interrupted else metrics
+        states = [metric.state() if (is_main if metric.main_process_only else batches) else None for metric in gathered]
+        reports = [_RankReport(*report) for report in gather_per_rank((batches, states, is_interrupted))]
+        if any(report.is_interrupted for report in reports):
             raise EvaluationInterrupted
-        if not any(one.batches for one in told):
+        if not any(report.batches for report in reports):
             raise ConfigurationError(f"The set{name and f' {name!r}'} has no samples, so there is nothing to evaluate.")
         return [
-            metric.result([one.states[i] for one in (told[:1] if metric.main_process_only else told) if one.has(i)])
+            metric.result(
+                [report.states[i] for report in (reports[:1] if metric.main_process_only else reports) if report.has(i)]
+            )
             for i, metric in enumerate(metrics)
         ]
 
-    def _agree(self, sets: Mapping[str, Sequence[Metric]]) -> None:
-        """Raise, on all processes, unless all evaluate the same sets by the same metrics."""
-        own = [f"{metric.name or 'compute_metrics'}{name and f' of {name}'}" for name in sets for metric in sets[name]]
-        told: list[list[str]] = gather_per_rank(own)
-        if all(names == told[0] for names in told):
+    def _check_same_on_all_ranks(self, sets: Mapping[str, Sequence[Metric]]) -> None:
+        """Raise, on all ranks, unless all evaluate the same sets with the same metrics."""
+        local = [
+            f"{metric.name or 'compute_metrics'}{name and f' of {name}'}" for name in sets for metric in sets[name]
+        ]
+        ranks: list[list[str]] = gather_per_rank(local)
+        if all(names == ranks[0] for names in ranks):
             return
-        common = set(told[0]).intersection(*told[1:])
-        lines = [f"process {rank}: {', '.join(n for n in names if n not in common)}" for rank, names in enumerate(told)]
+        common = set(ranks[0]).intersection(*ranks[1:])
+        lines = [f"rank {rank}: {', '.join(n for n in names if n not in common)}" for rank, names in enumerate(ranks)]
         raise DistributedOperationException(
-            "The processes measure different things, or in another order; beside what they have in common:\n  "
+            "The ranks evaluate different metrics, or in another order. Besides the metrics in common:\n  "
             + "\n  ".join(lines)
-            + "\nGive the same metrics, in the same order, on all processes."
+            + "\nGive the same metrics, in the same order, on all ranks."
         )
 
     def _computed(self, function: Callable[..., Any], predictions: Any, labels: Any, prefix: str) -> dict[str, float]:
-        """Return what a function makes of predictions and labels on the main process; without labels nothing."""
+        """Return a function's metrics of predictions and labels, computed on the main process; none without labels."""
         values = run_on_main_process(
             self._accelerator.group,
             "compute_metrics",
@@ -219,15 +225,15 @@ class Evaluator:
         )
         return _prefixed(prefix, "", iter([(ComputedMetrics(function), values)]))
 
-    def _on_main_process(self, what: str, function: Callable[[], None]) -> None:
+    def _on_main_process(self, action: str, function: Callable[[], None]) -> None:
         """Call a function on the main process; its error is raised on all ranks."""
-        run_on_main_process(self._accelerator.group, what, function, DistributedOperationException)
+        run_on_main_process(self._accelerator.group, action, function, DistributedOperationException)
 
     def _evaluated(self, model: Models) -> Any:
         evaluated = self._accelerator.strategy.evaluation_module
         if isinstance(model, nn.Module):
             return evaluated(model)
-        return {name: evaluated(one) for name, one in model.items()}
+        return {name: evaluated(module) for name, module in model.items()}
 
     def _length(self, loader: PreparedLoader, limit: int | None) -> int | None:
         try:
@@ -237,20 +243,20 @@ class Evaluator:
         return length if limit is None else min(length, limit)
 
 
-def told_as(name: str) -> str:
-    """Return what errors call a set."""
+def _set_label(name: str) -> str:
+    """Return what error messages call a set."""
     return f"the evaluation set {name!r}" if name else "the evaluation"
 
 
-class _Told(NamedTuple):
-    """What a process tells the others at the end of a set."""
+class _RankReport(NamedTuple):
+    """What a rank sends to the others at the end of a set."""
 
     batches: int
     states: list[Any]
-    is_left: bool  # the evaluation, by this process
+    is_interrupted: bool  # whether this rank left the evaluation
 
     def has(self, index: int) -> bool:
-        """Whether it has something to say about a metric."""
+        """Whether it has a state for a metric."""
         return self.states[index] is not None
 
 
@@ -259,7 +265,7 @@ def _naming(metric: Metric, of_set: str, batch: int) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"In the metric {metric.name!r}, in batch {batch} of {told_as(of_set)}.")
+        error.add_note(f"In the metric {metric.name!r}, in batch {batch} of {_set_label(of_set)}.")
         raise
 
 
@@ -273,9 +279,9 @@ def _abandoned_on_error(collector: Metric) -> Generator[None]:
         raise
 
 
-def _all_metrics(one: EvaluationSet) -> list[Metric]:
-    computed = [] if one.compute_metrics is None else [computed_metrics(one.compute_metrics)]
-    return [mean_loss(), *one.metrics.values(), *computed]
+def _all_metrics(eval_set: EvaluationSet) -> list[Metric]:
+    computed = [] if eval_set.compute_metrics is None else [computed_metrics(eval_set.compute_metrics)]
+    return [mean_loss(), *eval_set.metrics.values(), *computed]
 
 
 def _prefixed(prefix: str, name: str, values: Iterator[tuple[Metric, Any]]) -> dict[str, float]:
@@ -285,13 +291,13 @@ def _prefixed(prefix: str, name: str, values: Iterator[tuple[Metric, Any]]) -> d
         for key, number in as_numbers(metric.name, value).items():
             full = key if key.startswith(f"{stem}_") or not stem else f"{stem}_{key}"
             if full in metrics:
-                raise ConfigurationError(f"Two metrics are called {full!r}. Give one of them another name.")
+                raise ConfigurationError(f"Two metrics have the name {full!r}. Give one of them another name.")
             metrics[full] = number
     return metrics
 
 
 def _means(metrics: Mapping[str, float], prefix: str, sets: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    """Return the mean of each metric over the sets, each of which counts alike."""
+    """Return the mean of each metric over the sets, with equal weights."""
     means: dict[str, float] = {}
     for name in names if len(sets) > 1 else ():
         values = [metrics.get(f"{prefix}_{of_set}_{name}") for of_set in sets]

@@ -1,4 +1,4 @@
-"""This file is what an evaluation leaves as it was: modes, generators, and what the run tells of its last batch."""
+"""Evaluation mode: afterwards modules, optimizers, random generators and the run's batch are as they were before."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ _OF_A_BATCH = ("batch", "outputs", "loss_sum", "weight")
 
 @contextmanager
 def eval_mode(run: Run, models: Sequence[nn.Module], device: torch.device) -> Generator[None]:
-    """Return the context in which models evaluate, without gradients, and after which training goes on as before.
+    """Return a context in which models evaluate without gradients, and which restores all state for training.
 
     Args:
         run: The run, whose optimizers may have modes too (schedule-free ones).
         models: The models.
-        device: The device whose generator is kept.
+        device: The device whose random generator is restored.
     """
     of_batch = {name: getattr(run, name) for name in _OF_A_BATCH}
     try:
@@ -38,7 +38,7 @@ def eval_mode(run: Run, models: Sequence[nn.Module], device: torch.device) -> Ge
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Generator[None]:
-    """Return the context in which models are in evaluation mode; afterwards each module has the mode it had."""
+    """Return a context in which models are in evaluation mode; it restores the mode of each module."""
     before = [(model, model.training, [(m, m.training) for m in model.modules()]) for model in models]
     try:
         for model in models:
@@ -46,7 +46,7 @@ def evaluating(models: Sequence[nn.Module]) -> Generator[None]:
         yield
     finally:
         for model, was_training, modules in before:
-            model.train(was_training)  # a model may do more in it than set a flag
+            model.train(was_training)  # a model may override train()
             for module, was in modules:
-                if module.training != was:  # one that was frozen, such as a BatchNorm
+                if module.training != was:  # a frozen module, such as a BatchNorm
                     module.training = was

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class ChosenSets(dict[str, Any]):
-    """Some of the sets by name, which `named_sets` returns as they are: no dict of columns."""
+    """Some of the sets by name, which `named_sets` returns unchanged: this dict is never one set of columns."""
 
 
 def sets_at_intervals(trainer: "Trainer") -> list[str]:
-    """Return the names of the sets that are evaluated at intervals: all, or those that `eval_every` gives one."""
+    """Return the names of the sets that are evaluated at intervals: all, or those with an interval in `eval_every`."""
     names, intervals = list(named_sets(trainer, trainer.eval_dataset)), trainer.args.eval_intervals
     if trainer.args.eval_interval is None:
         return []
@@ -30,75 +30,75 @@ def sets_at_intervals(trainer: "Trainer") -> list[str]:
 
 
 def metrics_over_sets(trainer: "Trainer") -> list[str]:
-    """Return the metrics to take the mean of over the sets; none in an evaluation that leaves out some of them."""
-    named = (trainer.args.metric_for_best or "").removeprefix("eval_")
-    is_wanted = named.startswith("mean_") and all(trainer.run.eval_sets.values())
-    return [named.removeprefix("mean_")] if is_wanted else []
+    """Return the metrics to average over the sets; none in an evaluation of only some of the sets."""
+    name = (trainer.args.metric_for_best or "").removeprefix("eval_")
+    needs_mean = name.startswith("mean_") and all(trainer.run.eval_sets.values())
+    return [name.removeprefix("mean_")] if needs_mean else []
 
 
 def check_intervals(trainer: "Trainer") -> None:
-    """Check that `eval_every`, where it names sets, names those that there are.
+    """Check that `eval_every`, if it is a dict, names all evaluation sets and no others.
 
     Raises:
         ConfigurationError: If it does not.
     """
-    given, names = trainer.args.eval_every, list(named_sets(trainer, trainer.eval_dataset))
-    if not isinstance(given, Mapping):
+    intervals, names = trainer.args.eval_every, list(named_sets(trainer, trainer.eval_dataset))
+    if not isinstance(intervals, Mapping):
         return
-    told = f"eval_every={shown(given)}"
+    option = f"eval_every={shown(intervals)}"
     if names == [""]:
-        first = next(iter(given))
+        first = next(iter(intervals))
         raise ConfigurationError(
-            f"{told} has intervals by the names of sets, and eval_dataset is one set without a name. Give one "
-            f"interval, eval_every={given[first]!r}, or name the set: eval_dataset={{{first!r}: …}}."
+            f"{option} has intervals by the names of sets, but eval_dataset is one set without a name. Give one "
+            f"interval, eval_every={intervals[first]!r}, or name the set: eval_dataset={{{first!r}: …}}."
         )
-    if unknown := [name for name in given if name not in names]:
+    if unknown := [name for name in intervals if name not in names]:
         raise ConfigurationError(
-            f"{told} names {', '.join(map(repr, unknown))}, and the sets are {', '.join(map(repr, names))}."
+            f"{option} names {', '.join(map(repr, unknown))}, but the sets are {', '.join(map(repr, names))}."
             f"{did_you_mean(unknown[0], names)}"
         )
-    if missing := [name for name in names if name not in given]:
-        fixed = shown({**given, **dict.fromkeys(missing, "never")})
+    if missing := [name for name in names if name not in intervals]:
+        fixed = shown({**intervals, **dict.fromkeys(missing, "never")})
         raise ConfigurationError(
-            f"{told} has no interval for {', '.join(map(repr, missing))}. Give each set one; to leave sets out of the "
-            f"evaluations at intervals: eval_every={fixed}."
+            f"{option} has no interval for {', '.join(map(repr, missing))}. Give each set an interval; to leave sets "
+            f"out of the evaluations at intervals, give eval_every={fixed}."
         )
     try:
         inspect.signature(trainer.evaluate).bind({})
     except TypeError:
         raise ConfigurationError(
-            f"{told} evaluates some of the sets, which {type(trainer).__name__}.evaluate does not take. Give it a "
-            "parameter for them: def evaluate(self, dataset=None)."
+            f"{option} evaluates some of the sets, but {type(trainer).__name__}.evaluate has no parameter for them. "
+            "Add it: def evaluate(self, dataset=None)."
         ) from None
 
 
-def check_has_interval(trainer: "Trainer", metric: str, told_as: str) -> None:
-    """Check that a metric that something goes by is of sets with intervals.
+def check_has_interval(trainer: "Trainer", metric: str, option: str) -> None:
+    """Check that the sets of a metric are evaluated at intervals.
 
     Raises:
-        ConfigurationError: If one of its sets is never evaluated at an interval.
+        ConfigurationError: If one of its sets never is.
     """
     intervals = trainer.args.eval_intervals
     for name in sets_of_metric(metric, list(named_sets(trainer, trainer.eval_dataset))):
         if name in intervals and intervals[name] is None:
             raise ConfigurationError(
-                f'{told_as} needs evaluations of the set {name!r}, and eval_every[{name!r}]="never" makes none. Give '
-                'it an interval, such as "1 epoch", or go by a metric of another set.'
+                f'{option} needs evaluations of the set {name!r}, but eval_every[{name!r}]="never" disables them. Give '
+                'it an interval, such as "1 epoch", or choose a metric of another set.'
             )
 
 
-def named_sets(trainer: "Trainer", given: Any, told_as: str = "eval_dataset") -> dict[str, Any]:
-    """Return datasets by name; a single one has none.
+def named_sets(trainer: "Trainer", given: Any, option: str = "eval_dataset") -> dict[str, Any]:
+    """Return datasets by name; a single one has the name "".
 
-    A dict of arrays is one set by columns, or several sets of rows: the training data tells which.
+    A dict of arrays is one set of columns, or several sets of rows. The training data decides which.
 
     Args:
-        trainer: Whose training data and model tell what samples look like.
+        trainer: The trainer, whose training data and model show what samples look like.
         given: The data: one dataset, or several by name.
-        told_as: What they were given as.
+        option: What error messages call the data.
 
     Raises:
-        ConfigurationError: If there is none, one without a name, or both readings are possible.
+        ConfigurationError: If a dict is empty, a name is not a string, or a dict of arrays is ambiguous.
 
     Example:
         >>> import torch
@@ -116,18 +116,18 @@ def named_sets(trainer: "Trainer", given: Any, told_as: str = "eval_dataset") ->
         return dict(given)
     sets = cast("Mapping[Any, Any]", given)
     if not sets:
-        raise ConfigurationError(f"{told_as} is an empty dict. Give a dataset, or datasets by name.")
-    if _is_one_set(trainer, sets, told_as):
+        raise ConfigurationError(f"{option} is an empty dict. Give a dataset, or datasets by name.")
+    if _is_one_set(trainer, sets, option):
         return {"": given}
     for name in sets:
         if not isinstance(name, str):
             raise ConfigurationError(
-                f"{told_as} names a set {name!r}. Name it by a text, which its metrics are called by."
+                f"{option} names a set {name!r}. Give the name as a string: it becomes part of the metrics' names."
             )
     return dict(sets)
 
 
-def _is_one_set(trainer: "Trainer", given: Mapping[Any, Any], told_as: str) -> bool:
+def _is_one_set(trainer: "Trainer", given: Mapping[Any, Any], option: str) -> bool:
     if not all(isinstance(value, (Tensor, np.ndarray, list, tuple)) for value in given.values()):
         return False
     has_arrays = all(isinstance(value, (Tensor, np.ndarray)) for value in given.values())
@@ -138,23 +138,23 @@ def _is_one_set(trainer: "Trainer", given: Mapping[Any, Any], told_as: str) -> b
         return True
     if not has_arrays:
         return False
-    taken = {} if columns or not isinstance(trainer.model, nn.Module) else _parameters(trainer.model)
-    if isinstance(_data(trainer.train_dataset), (Tensor, np.ndarray)):  # of rows without names, as these are
-        if not taken.keys() >= given.keys():
+    accepted = {} if columns or not isinstance(trainer.model, nn.Module) else _parameters(trainer.model)
+    if isinstance(_data(trainer.train_dataset), (Tensor, np.ndarray)):  # rows without names, like the arrays given
+        if not accepted.keys() >= given.keys():
             return False
-    elif not taken.keys().isdisjoint(given):
+    elif not accepted.keys().isdisjoint(given):
         return True
     names = " and ".join(map(repr, given))
     raise ConfigurationError(
-        f"{told_as} is a dict of arrays, {names}: either one set with these columns, or {len(given)} sets of these "
-        f"names. The training data {_described(columns)}, which does not tell. For one set by columns name the set: "
-        f'{told_as}={{"test": {{…}}}}; for several give each in the form of the training data, such as '
+        f"{option} is a dict of arrays, {names}: either one set with these columns, or {len(given)} sets with these "
+        f"names. The training data {_described(columns)}, which does not decide it. For one set of columns, name the "
+        f'set: {option}={{"test": {{…}}}}; for several, give each in the form of the training data, such as '
         f"{{{next(iter(given))!r}: TensorDataset(inputs, labels), …}}."
     )
 
 
 def _columns(train_dataset: Any) -> set[Any] | None:
-    """Return the names of what training samples consist of: none of rows and tuples, `None` where it is not known."""
+    """Return the column names of training samples: none for rows and tuples, `None` if they are not known."""
     data = _data(train_dataset)
     if data is None or isinstance(data, IterableDataset):
         return None
@@ -176,7 +176,7 @@ def _data(train_dataset: Any) -> Any:
 
 def _parameters(model: nn.Module) -> Mapping[str, Any]:
     try:
-        return inspect.signature(type(model).forward).parameters  # that of an object may be wrapped
+        return inspect.signature(type(model).forward).parameters  # the object's own forward may be wrapped
     except (TypeError, ValueError):
         return {}
 

@@ -1,4 +1,4 @@
-"""This file is handing batches round: every process gets those of all, in the order of the dataset, a few at a time."""
+"""Gathering batches of all ranks in the order of the dataset, a few at a time, for metrics that need all rows."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,17 +14,18 @@ from trainer_lib.state.partial_state import PartialState
 from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationInterrupted
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 
-_BYTES = 32 * 2**20  # of a process, that travel at once
+_BYTES = 32 * 2**20  # how much a rank sends at once
 _BATCHES = 64
 
 
 class BatchGatherer:
-    """Hands the batches of all processes to the metrics that take them.
+    """Passes the batches of all ranks to the metrics that need all rows.
 
-    The processes meet each time that each of those who have more has gathered as many batches; nothing is kept beyond.
+    The ranks exchange batches each time that each of them has collected as many as agreed, or has no more. Batches are
+    dropped after the exchange.
 
     Args:
-        group: The processes.
+        group: The process group.
         metrics: The metrics.
     """
 
@@ -32,75 +33,74 @@ class BatchGatherer:
         self._group = group
         self._metrics = [metric for metric in metrics if metric.needs_all_rows]
         self._waiting: list[_Batch] = []
-        self._at_once = 1  # until it is known how large they are
+        self._at_once = 1  # until the size of batches is known
 
-    def put(self, parts: Sequence[EvaluationOutput]) -> None:
-        """Add what the step made of this process's next batch, in parts where it was split."""
+    def add(self, parts: Sequence[EvaluationOutput]) -> None:
+        """Add the outputs of this rank's next batch, several if the batch was split."""
         if not self._metrics:
             return
         self._waiting.append([[_compact(metric.select(part)) for metric in self._metrics] for part in parts])
         if len(self._waiting) == self._at_once:
-            self._hand_round(is_through=False)
+            self._exchange(is_done=False)
 
-    def close(self, is_left: bool = False) -> None:
-        """Hand round what is left here and on the others. All processes have to, after their last batch.
+    def close(self, is_interrupted: bool = False) -> None:
+        """Exchange the remaining batches. All ranks must call it after their last batch.
 
         Args:
-            is_left: Whether that was not the last one, as this process leaves the evaluation.
+            is_interrupted: Whether this rank leaves the evaluation before its last batch.
 
         Raises:
-            EvaluationInterrupted: On all processes, if one leaves it.
+            EvaluationInterrupted: On all ranks, if one leaves the evaluation.
         """
-        while self._metrics and not self._hand_round(is_through=True, is_left=is_left):
+        while self._metrics and not self._exchange(is_done=True, is_interrupted=is_interrupted):
             pass
 
-    def _hand_round(self, is_through: bool, is_left: bool = False) -> bool:
-        """Return whether all processes are through."""
-        own = _Parcel(self._waiting, is_through, _largest(self._waiting), is_left)
-        parcels = self._exchanged(own)
+    def _exchange(self, is_done: bool, is_interrupted: bool = False) -> bool:
+        """Exchange the waiting batches; return whether all ranks are done."""
+        parcels = self._gathered(_Parcel(self._waiting, is_done, _largest(self._waiting), is_interrupted))
         self._waiting = []
-        if any(parcel.is_left for parcel in parcels):
+        if any(parcel.is_interrupted for parcel in parcels):
             raise EvaluationInterrupted
         for index in range(max(len(parcel.batches) for parcel in parcels)):
             for parcel in parcels:
                 if index < len(parcel.batches):
-                    self._take(parcel.batches[index])
+                    self._update_metrics(parcel.batches[index])
         largest = max(parcel.largest for parcel in parcels)
         self._at_once = min(max(_BYTES // max(largest, 1), 1), _BATCHES)
-        return all(parcel.is_through for parcel in parcels)
+        return all(parcel.is_done for parcel in parcels)
 
-    def _exchanged(self, own: "_Parcel") -> list["_Parcel"]:
+    def _gathered(self, local: "_Parcel") -> list["_Parcel"]:
         if self._group.size == 1:  # nothing has to leave the device
-            return [own]
-        packed = own._replace(batches=map_tensors(_Packed, own.batches))
+            return [local]
+        packed = local._replace(batches=map_tensors(_Packed, local.batches))
         device = PartialState().device
         return [
             parcel._replace(batches=map_leaves(lambda leaf: _unpacked(leaf, device), parcel.batches))
             for parcel in self._group.all_gather_objects(packed)
         ]
 
-    def _take(self, batch: "_Batch") -> None:
+    def _update_metrics(self, batch: "_Batch") -> None:
         for part in batch:
             for metric, selected in zip(self._metrics, part, strict=True):
                 if not metric.main_process_only or self._group.rank == 0:
                     metric.update(selected)
 
 
-# Of each part, what each metric selected.
+# For each part of a batch, the outputs that each metric selected.
 _Batch = list[list[EvaluationOutput]]
 
 
 class _Parcel(NamedTuple):
-    """What a process hands round at once."""
+    """What a rank sends in one exchange."""
 
     batches: list[_Batch]
-    is_through: bool
-    largest: int  # in bytes, of its batches
-    is_left: bool  # the evaluation, by this process
+    is_done: bool  # whether this rank has no more batches
+    largest: int  # the size of its largest batch, in bytes
+    is_interrupted: bool  # whether this rank leaves the evaluation
 
 
 class _Packed:
-    """A tensor as its bytes: pickled as it is, a small one would take a hundred times as long."""
+    """A tensor as its bytes: pickling a small tensor itself takes a hundred times as long."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -128,5 +128,5 @@ def _is_texts(tree: Any) -> bool:
 
 
 def _compact(output: EvaluationOutput) -> EvaluationOutput:
-    # A view would take along all that it is a view of.
+    # A view would be pickled with the whole storage below it.
     return map_tensors(lambda t: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t.detach(), output)

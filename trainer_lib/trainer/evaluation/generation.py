@@ -1,4 +1,4 @@
-"""This file is generation as an evaluation step, for models of transformers: predictions are what the model writes."""
+"""Text generation as an evaluation step, for transformers models: predictions are the generated tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,19 +24,19 @@ def generate_step(
     loss_of: LossOf | None = None,
     in_lockstep: bool = False,
 ) -> EvaluationOutput:
-    """Return what a model writes for each row of a batch, with the loss of the labels if there are some.
+    """Return the tokens that a model generates for each row of a batch, with the loss if the batch has labels.
 
-    A sequence-to-sequence model is given the inputs without labels. A causal one is given the prompts: the batch's
-    `prompt_input_ids` (with `prompt_attention_mask`), or else what stands before the first label that counts, or else
-    all of `input_ids`; what it writes after them is the prediction.
+    A sequence-to-sequence model gets the inputs without labels. A causal model gets the prompts: the batch's
+    `prompt_input_ids` (with `prompt_attention_mask`), or the tokens before the first label that counts, or all of
+    `input_ids`. The tokens after the prompt are the prediction.
 
     Args:
-        model: The model, with a `generate` as transformers' have it.
+        model: The model, with a `generate` method like that of transformers.
         batch: Its batch, by names.
-        generation_kwargs: What `generate` is told beside the batch: `max_new_tokens`, `num_beams`, …
-        processing_class: The tokenizer, whose token to pad with is taken where the model has none.
+        generation_kwargs: Further arguments of `generate`: `max_new_tokens`, `num_beams`, …
+        processing_class: The tokenizer, whose padding token is used if the model has none.
         loss_of: Returns a model's loss on a batch as (sum, weight); it gets the batch without prompts.
-        in_lockstep: Whether other processes need this one for their forward, until the last of them is through.
+        in_lockstep: Whether other ranks need this one for their forward until the last of them has finished.
 
     Raises:
         ConfigurationError: If the model cannot generate, or the batch has no names.
@@ -49,7 +49,7 @@ def generate_step(
         )
     if named is None:
         raise ConfigurationError(
-            f"predict_with_generate=True needs batches by name, such as input_ids and labels; got a "
+            f"predict_with_generate=True needs batches with names, such as input_ids and labels, got a "
             f"{type(batch).__name__}."
         )
     options = {**(generation_kwargs or {})}
@@ -78,10 +78,10 @@ def _written(model: Any, named: Mapping[str, Any], options: dict[str, Any], proc
 
 
 def _inputs(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch without labels, and without what was made of them."""
+    """Return a batch without labels, and without decoder inputs that were made from labels."""
     inputs = {name: value for name, value in named.items() if name not in LABEL_NAMES}
-    labels, own = named.get("labels"), inputs.get("decoder_input_ids")
-    if labels is not None and own is not None and own.shape == labels.shape:
+    labels, decoder_inputs = named.get("labels"), inputs.get("decoder_input_ids")
+    if labels is not None and decoder_inputs is not None and decoder_inputs.shape == labels.shape:
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             inputs.pop(name, None)
     return inputs
@@ -89,21 +89,21 @@ def _inputs(named: Mapping[str, Any]) -> dict[str, Any]:
 
 def _prompts(named: Mapping[str, Any], padding: int) -> dict[str, Any]:
     if _PROMPT["input_ids"] in named:
-        return {name: named[given] for name, given in _PROMPT.items() if given in named}
+        return {name: named[prompt_name] for name, prompt_name in _PROMPT.items() if prompt_name in named}
     inputs, labels = _inputs(named), named.get("labels")
     tokens = inputs.get("input_ids")
     if labels is None or tokens is None or labels.shape != tokens.shape:
         return inputs
     counts = labels != IGNORE_INDEX
     before = (counts.cumsum(dim=1) == 0) & (inputs.get("attention_mask", torch.ones_like(tokens)) != 0)
-    if not before.any():  # every token is a label: there is no prompt that could be told from the rest
+    if not before.any():  # every token is a label, so there is no separate prompt
         return inputs
     if not before.any(dim=1).all():
         raise ConfigurationError(
-            "predict_with_generate=True: some rows have a prompt (tokens before their labels) and others have none. "
-            "Leave those out, or give prompts as prompt_input_ids and prompt_attention_mask."
+            "predict_with_generate=True: some rows have a prompt (tokens before their labels) and others do not. Give "
+            "prompts as prompt_input_ids and prompt_attention_mask, or remove the rows without a prompt."
         )
-    # To the right, since what is written follows the last column.
+    # Aligned to the right, as generated tokens follow the last column.
     order = before.int().argsort(dim=1, stable=True)[:, -int(before.sum(dim=1).max()) :]
     mask = before.gather(1, order)
     rest = {
@@ -113,10 +113,10 @@ def _prompts(named: Mapping[str, Any], padding: int) -> dict[str, Any]:
 
 
 def _padding(model: Any, processing_class: Any) -> int | None:
-    """Return the token to pad with: the model's own, the tokenizer's, or that of the end."""
+    """Return the padding token: the model's, the tokenizer's, or the end-of-sequence token."""
     config = getattr(model, "generation_config", None)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     ends = [getattr(config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
     ends = [end[0] if isinstance(end, (list, tuple)) and end else end for end in ends]
-    found = [getattr(config, "pad_token_id", None), getattr(tokenizer, "pad_token_id", None), *ends]
-    return next((token for token in found if isinstance(token, int)), None)
+    candidates = [getattr(config, "pad_token_id", None), getattr(tokenizer, "pad_token_id", None), *ends]
+    return next((token for token in candidates if isinstance(token, int)), None)

@@ -1,4 +1,4 @@
-"""This file is leaving an evaluation before its end, on all processes, where the run was asked to save and end."""
+"""Interrupting an evaluation on all ranks, when the run is asked to save and end."""
 
 from collections.abc import Callable
 
@@ -7,25 +7,25 @@ import torch
 from trainer_lib.events import Control
 from trainer_lib.process_group import ProcessGroup
 
-_BATCHES_APART = 8  # where processes have to agree before each batch that one leaves out
+_BATCHES_APART = 8  # how often ranks in lockstep exchange whether to leave
 
 
-class EvaluationInterrupted(Exception):  # noqa: N818 - it went as it should
-    """An evaluation was left before its end, on all processes; it comes to nothing."""
+class EvaluationInterrupted(Exception):  # noqa: N818 - it is not an error
+    """An evaluation ended before its last batch, on all ranks, and has no metrics."""
 
 
 class EvalInterruption:
-    """Whether to leave an evaluation; asked before each batch.
+    """Decides before each batch whether to leave an evaluation.
 
-    Processes that evaluate each for itself leave on their own, and the others hear of it where they meet next: when
-    batches are handed round, or at the end of the set. Those that compute together agree now and then.
+    Ranks that evaluate independently leave at once, and the others learn of it at the next exchange: when batches are
+    gathered, or at the end of the set. Ranks in lockstep exchange it every few batches.
 
     Args:
-        control: What this process was asked for.
-        group: The processes.
-        device: Where they talk.
-        in_lockstep: Whether they compute together.
-        look: Looks at a deadline, if this process has one.
+        control: The requests on this rank.
+        group: The process group.
+        device: The device of collective operations.
+        in_lockstep: Whether all ranks must make the same number of steps.
+        look: Checks the deadline, if this rank has one.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EvalInterruption:
         self._asked = 0
 
     def __call__(self) -> bool:
-        """Whether to leave it before this batch."""
+        """Whether to leave the evaluation before this batch."""
         if self._look is not None:
             self._look()
         is_wanted = self._control.interruption is not None

@@ -1,4 +1,4 @@
-"""This file is what an evaluation step makes of a batch, and what a metric makes of that."""
+"""Outputs of an evaluation step, and the interface of metrics."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from trainer_lib.foundation.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class EvaluationOutput:
-    """What an evaluation step made of a batch.
+    """The output of an evaluation step for one batch.
 
     Attributes:
-        loss_sum: The sum of the losses of so many items as `weight` says; `None` if there is no loss.
-        weight: How many items: valid tokens, samples, pixels.
-        predictions: One row a sample, in the leading dimension of tensors or in lists; structures of these.
-        labels: As predictions; `None` if there are none.
+        loss_sum: The sum of the losses of `weight` items; `None` if there is no loss.
+        weight: The number of items: valid tokens, samples, pixels.
+        predictions: One row per sample, in the leading dimension of tensors or in lists; structures of these.
+        labels: In the same form as predictions; `None` if there are none.
     """
 
     loss_sum: Tensor | None = None
@@ -30,15 +30,15 @@ class EvaluationOutput:
 
 
 class Metric(ABC):
-    """A metric as the evaluation feeds it: batch by batch, on each process, put together at the end.
+    """A metric that is updated batch by batch on each rank, and reduced across ranks at the end.
 
     Args:
         name: Its name, without a prefix.
     """
 
-    # Whether batches are handed round, for those to take who need all of them, in the order of the dataset.
+    # Whether the metric gets the batches of all ranks, in the order of the dataset.
     needs_all_rows: bool = False
-    # Whether, of these, only the main process takes them, and tells the others what came out.
+    # Whether only the main process updates such a metric, and sends the result to the other ranks.
     main_process_only: bool = False
 
     def __init__(self, name: str) -> None:
@@ -46,18 +46,18 @@ class Metric(ABC):
 
     @abstractmethod
     def begin(self, device: torch.device) -> None:
-        """Start over."""
+        """Reset the metric."""
 
     @abstractmethod
     def update(self, output: EvaluationOutput) -> None:
-        """Take in what the step made of a batch of this process (or, if handed round, of any)."""
+        """Add the step's output for a batch of this rank, or of any rank if the metric needs all rows."""
 
     def select(self, output: EvaluationOutput) -> EvaluationOutput:
-        """Return what of an output is handed round."""
+        """Return the parts of an output that are gathered."""
         return EvaluationOutput(predictions=output.predictions, labels=output.labels)
 
     def state(self) -> Any:
-        """Return what the other processes have to know of this one."""
+        """Return this rank's state, which the other ranks need for the result."""
         return None
 
     @abstractmethod
@@ -65,15 +65,15 @@ class Metric(ABC):
         """Return the value: a number, or numbers by name.
 
         Args:
-            states: What `state` returned, of each process that had batches, in order of rank.
+            states: The states of the ranks that had batches, in order of rank.
         """
 
 
 def as_numbers(name: str, value: Any) -> dict[str, float]:
-    """Return the value of a metric by full names: its own, or `name_key` for each of several.
+    """Return the value of a metric by full names: its name, or `name_key` for each number of several.
 
     Raises:
-        ConfigurationError: If it is neither a number nor numbers by name.
+        ConfigurationError: If the value is neither a number nor numbers by name.
 
     Example:
         >>> as_numbers("f1", {"macro": 0.5, "micro": torch.tensor(0.75)})
@@ -81,21 +81,21 @@ def as_numbers(name: str, value: Any) -> dict[str, float]:
     """
     if isinstance(value, Mapping):
         numbers: dict[str, float] = {}
-        for key, one in value.items():
-            # {"accuracy": …} of a metric called accuracy is just that.
+        for key, part in value.items():
+            # {"accuracy": …} from a metric named accuracy keeps that name.
             whole = name if key == name else f"{name}_{key}" if name else str(key)
-            numbers |= as_numbers(whole, one)
+            numbers |= as_numbers(whole, part)
         return numbers
     return {name: _number(name, value)}
 
 
 def _number(name: str, value: Any) -> float:
     try:
-        # Not float() alone, which would read a text.
+        # float() alone would accept a string.
         return float(value.item() if hasattr(value, "item") else value + 0)
     except (TypeError, ValueError, RuntimeError):
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else f" ({shown(value)})"
         raise ConfigurationError(
-            f"The metric {name!r} is a {type(value).__name__}{shape}, and a metric is one number, or a dict of "
-            "numbers. Average it, or name its parts."
+            f"The metric {name!r} returned a {type(value).__name__}{shape}. A metric must be one number, or a dict of "
+            "numbers: average it, or give its parts names."
         ) from None

@@ -99,13 +99,13 @@ class _Part:
 
     def add(self, batch: Any) -> None:
         """Write a batch."""
-        rows = [_texts_as_list(one) for one in self._structure.rows_of(batch)]
+        rows = [_texts_as_list(leaf_rows) for leaf_rows in self._structure.rows_of(batch)]
         if self._shape is None:
             self._shape = _described(batch, iter(range(len(rows))))
-            self._files = [self._file(index, one) for index, one in enumerate(rows)]
-        for file, one in zip(self._files, rows, strict=True):
+            self._files = [self._file(index, leaf_rows) for index, leaf_rows in enumerate(rows)]
+        for file, leaf_rows in zip(self._files, rows, strict=True):
             if file is not None:
-                file.append(one)
+                file.append(leaf_rows)
 
     def close(self) -> Any:
         """Finish the files, and return what they are."""
@@ -261,8 +261,8 @@ def _read(folder: Path, described: Any) -> Any:
     if kind == "file":
         return _read_file(inside(folder, value, MANIFEST))
     if kind == "dict":
-        return {key: _read(folder, one) for key, one in value.items()}
-    parts = [_read(folder, one) for one in value]
+        return {key: _read(folder, part) for key, part in value.items()}
+    parts = [_read(folder, part) for part in value]
     return tuple(parts) if kind == "tuple" else parts
 
 

@@ -208,4 +208,4 @@ def _required(function: Callable[..., Any]) -> int:
     except (TypeError, ValueError):
         return 1
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in by_place and one.default is one.empty for one in parameters)
+    return sum(parameter.kind in by_place and parameter.default is parameter.empty for parameter in parameters)

@@ -39,8 +39,8 @@ class Structure:
         if self.names is None:
             # Not the batch itself, whose tensors would live as long.
             self.names, self._first = names, map_leaves(type, batch, is_leaf=holds_rows)
-            self._kinds = [type(one) for one in rows]
-        elif names != self.names or self._kinds != [type(one) for one in rows]:
+            self._kinds = [type(leaf) for leaf in rows]
+        elif names != self.names or self._kinds != [type(leaf) for leaf in rows]:
             raise ConfigurationError(
                 f"The {self._what} of a batch are {_described(names, rows)}, and those of an earlier one were "
                 f"{_described(self.names, self._kinds)}. Return the same structure for each batch."
@@ -131,5 +131,5 @@ def _rows(leaf: Any) -> Rows:
 
 
 def _described(names: Sequence[str], rows: Sequence[Any]) -> str:
-    kinds = [one if isinstance(one, type) else type(one) for one in rows]
+    kinds = [leaf if isinstance(leaf, type) else type(leaf) for leaf in rows]
     return ", ".join(f"{name or 'it'}: {kind.__name__}" for name, kind in zip(names, kinds, strict=True)) or "nothing"

@@ -92,7 +92,7 @@ def differing(foreign: Any) -> dict[str, Any]:
         for field in dataclasses.fields(foreign)
         if field.init and field.name not in _SCRIPT_FLAGS and not _is_default(field, values[field.name])
     }
-    wanted = changed | {one for name in changed if name in _CONVERSIONS for one in _CONVERSIONS[name][0]}
+    wanted = changed | {other for name in changed if name in _CONVERSIONS for other in _CONVERSIONS[name][0]}
     return {name: value for name, value in values.items() if name in wanted}
 
 
@@ -125,7 +125,7 @@ def _is_default(field: "dataclasses.Field[Any]", value: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    return [_plain(one) for one in value] if isinstance(value, list) else value
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:

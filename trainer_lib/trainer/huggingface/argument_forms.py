@@ -145,7 +145,7 @@ _NO_SCHEDULE_OPTIONS = {"wsd": ("num_stable_steps", "warmup_type", "num_cycles")
 def _schedule(given: Mapping[str, Any]) -> dict[str, Any] | str:
     name, options = str(given.get("lr_scheduler_type", "linear")), dict(given.get("lr_scheduler_kwargs") or {})
     ours = _SCHEDULES.get(name, name)
-    unknown = [one for one in options if one in ("warmup_lr_rate", *_NO_SCHEDULE_OPTIONS.get(ours, ()))]
+    unknown = [option for option in options if option in ("warmup_lr_rate", *_NO_SCHEDULE_OPTIONS.get(ours, ()))]
     if name == "greedy" or unknown:
         what = f"lr_scheduler_kwargs={{{unknown[0]!r}: …}}" if unknown else "schedule 'greedy'"
         return f"there is no {what}; give a schedule of your own: Trainer(…, scheduler=…)"
@@ -153,7 +153,7 @@ def _schedule(given: Mapping[str, Any]) -> dict[str, Any] | str:
         options["min_lr_rate"] = options.pop("min_lr") / given.get("learning_rate", 5e-5)
     if ours == "wsd":
         options.setdefault("decay_type", "cosine")  # the default there
-    options = {_SCHEDULE_OPTIONS.get(one, one): value for one, value in options.items() if value is not None}
+    options = {_SCHEDULE_OPTIONS.get(option, option): value for option, value in options.items() if value is not None}
     return {"lr_scheduler": ours, "lr_scheduler_kwargs": options} if options else {"lr_scheduler": ours}
 
 

@@ -41,7 +41,7 @@ def adapt_callback(callback: Any) -> Any:
 
 def is_transformers_kind(kind: type, name: str) -> bool:
     """Whether a class is, or derives from, one of transformers; which is not imported to find out."""
-    return any(one.__name__ == name and one.__module__.startswith("transformers.") for one in kind.__mro__)
+    return any(cls.__name__ == name and cls.__module__.startswith("transformers.") for cls in kind.__mro__)
 
 
 class AdaptedCallback(Modifier):
@@ -126,7 +126,7 @@ class AdaptedCallback(Modifier):
         self._tell("on_predict", run, metrics={})
 
     def _on_save_end(self, run: Run, folder: Any) -> None:
-        saved = next((one for one in run.state.checkpoints if one["path"] == str(folder)), None)
+        saved = next((checkpoint for checkpoint in run.state.checkpoints if checkpoint["path"] == str(folder)), None)
         self._tell("on_save", run, saved=saved)
 
     # -- what survives a restart ---------------------------------------------------------------------------------
@@ -226,9 +226,9 @@ def _totals(run: Run) -> dict[str, Any]:
     if state.seconds:
         totals["train_samples_per_second"] = state.samples / state.seconds
         totals["train_steps_per_second"] = state.step / state.seconds
-    logs = [one for one in state.history if "loss" in one]
+    logs = [entry for entry in state.history if "loss" in entry]
     if logs and state.step:
-        begins = [0, *(one["step"] for one in logs)]
-        total = sum(one["loss"] * (one["step"] - begin) for one, begin in zip(logs, begins, strict=False))
+        begins = [0, *(entry["step"] for entry in logs)]
+        total = sum(entry["loss"] * (entry["step"] - begin) for entry, begin in zip(logs, begins, strict=False))
         totals["train_loss"] = total / state.step
     return {**totals, "epoch": state.epochs}

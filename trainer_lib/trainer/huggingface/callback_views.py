@@ -69,7 +69,7 @@ def update_state(
     if here.best is not None:
         state.best_metric, state.best_global_step = here.best.value, here.best.step
         state.best_model_checkpoint = next(
-            (str(one["path"]) for one in here.checkpoints if one["step"] == here.best.step), None
+            (str(checkpoint["path"]) for checkpoint in here.checkpoints if checkpoint["step"] == here.best.step), None
         )
 
 

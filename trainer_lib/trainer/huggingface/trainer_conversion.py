@@ -91,8 +91,8 @@ def _check_methods(kind: type, ours: type) -> None:
     """Check that what a class overrides there is overridden here; tell of what nothing here is like."""
     from transformers import Trainer as Theirs
 
-    own = [one for one in kind.__mro__ if not one.__module__.startswith("transformers.")]
-    changed = [name for one in own for name in vars(one) if callable(getattr(Theirs, name, None)) and name[:2] != "__"]
+    own = [cls for cls in kind.__mro__ if not cls.__module__.startswith("transformers.")]
+    changed = [name for cls in own for name in vars(cls) if callable(getattr(Theirs, name, None)) and name[:2] != "__"]
     missing = [name for name in changed if name in _VERBS and not _has_own(ours, _VERBS[name])]
     if missing:
         raise ConfigurationError(
@@ -137,10 +137,10 @@ def _parted(theirs: Any) -> tuple[Any, list[Callback]]:
 def _callbacks(foreign: Any, args: TrainingArguments) -> list[Any]:
     """Return its callbacks, but for those that this library has its own for."""
     return [
-        one
-        for one in foreign.callback_handler.callbacks
-        if not (type(one).__name__ in _OWN_FLOW and type(one).__module__.startswith("transformers."))
-        and _tracker_of(one) not in args.report_to
+        callback
+        for callback in foreign.callback_handler.callbacks
+        if not (type(callback).__name__ in _OWN_FLOW and type(callback).__module__.startswith("transformers."))
+        and _tracker_of(callback) not in args.report_to
     ]
 
 

@@ -43,9 +43,9 @@ def push_to_hub(
             "Leave one of them out."
         )
     known = inspect.signature(trainer.model_card).parameters
-    for one in about:
-        if one not in known:
-            raise ConfigurationError(unknown("argument of model_card", one, known))
+    for name in about:
+        if name not in known:
+            raise ConfigurationError(unknown("argument of model_card", name, known))
     group, is_main = trainer.accelerator.group, trainer.accelerator.is_main_process
     trainer.prepare_models()
     # First what may be refused: a card, a token, an owner, a network.

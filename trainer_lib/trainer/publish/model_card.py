@@ -150,7 +150,7 @@ def _results(trainer: "Trainer", metrics: Mapping[str, float]) -> list[tuple[str
     results: list[tuple[str, str, float]] = []
     for key, value in metrics.items():
         given = key.partition("_")[2]
-        of_set = next((one for one in sets if given.startswith(f"{one}_")), "")
+        of_set = next((set_name for set_name in sets if given.startswith(f"{set_name}_")), "")
         metric = given.removeprefix(f"{of_set}_") if of_set else given
         if metric not in ("loss", "left_out") and math.isfinite(value):
             results.append((of_set, metric, float(value)))
@@ -245,7 +245,9 @@ def _arguments(trainer: "Trainer") -> str:
     said = {key: value for key, value in given.items() if value != usual[key] and key not in _OF_THE_MACHINE}
     # What most readers look for is told in any case.
     always = ("per_device_train_batch_size", "learning_rate", "optimizer", "lr_scheduler", "seed")
-    told = {key: given[key] for key in (one.name for one in dataclasses.fields(args)) if key in said or key in always}
+    told = {
+        key: given[key] for key in (field.name for field in dataclasses.fields(args)) if key in said or key in always
+    }
     return f"## Training\n\n```yaml\n{yaml.safe_dump(told, sort_keys=False, allow_unicode=True)}```\n"
 
 

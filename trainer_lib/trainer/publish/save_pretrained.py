@@ -48,9 +48,9 @@ def write_companion_files(trainer: "Trainer", folder: Path) -> None:
     """Write what a checkpoint needs to be read alone: the arguments, the model's configuration, the processor."""
     trainer.args.to_file(folder / ARGUMENTS_FILE, unwritable="leave out")
     beside: list[Any] = [getattr(trainer.unwrapped_model, "config", None), trainer.processing_class]
-    for one in beside:
-        if hasattr(one, "save_pretrained"):
-            one.save_pretrained(folder)
+    for companion in beside:
+        if hasattr(companion, "save_pretrained"):
+            companion.save_pretrained(folder)
 
 
 def read_arguments(checkpoint: AnyPath) -> TrainingArguments:

@@ -69,13 +69,15 @@ class SearchResult:
     def to_pandas(self) -> Any:
         """Return the trials as a data frame, with a column for each argument."""
         pandas = require("pandas", "plot")
-        rows = [{**{name: one[name] for name in ("number", "state", "value")}, **one["params"]} for one in self.trials]
+        rows = [
+            {**{name: trial[name] for name in ("number", "state", "value")}, **trial["params"]} for trial in self.trials
+        ]
         return pandas.DataFrame(rows).set_index("number")
 
     def __str__(self) -> str:
         """Return the best trial, and how many there were."""
         params = ", ".join(f"{name}={_short(value)}" for name, value in self.best_params.items())
-        states = [one["state"] for one in self.trials]
+        states = [trial["state"] for trial in self.trials]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         return f"{self.metric} {self.best_value:.6g} with {params} ({counts})"
 
@@ -189,14 +191,14 @@ class _Searching:
     def _found(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         records = [
             {
-                "number": one.number,
-                "state": {"FAIL": "failed"}.get(one.state.name, one.state.name.lower()),
-                "value": one.value,
-                "params": dict(one.user_attrs.get("arguments", one.params)),
+                "number": trial.number,
+                "state": {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower()),
+                "value": trial.value,
+                "params": dict(trial.user_attrs.get("arguments", trial.params)),
             }
-            for one in self.study.trials
+            for trial in self.study.trials
         ]
-        is_any = any(one["state"] == "complete" for one in records)
+        is_any = any(record["state"] == "complete" for record in records)
         return records, records[self.study.best_trial.number] if is_any else None
 
 
@@ -212,7 +214,7 @@ def _study(trainer: "Trainer", is_more: bool, given: Any) -> Any:
     direction = "maximize" if is_more else "minimize"
     if given is None:
         return optuna.create_study(direction=direction, sampler=optuna.samplers.TPESampler(seed=trainer.args.seed))
-    there = [one.name.lower() for one in given.directions]
+    there = [direction.name.lower() for direction in given.directions]
     if there != [direction]:
         raise ConfigurationError(
             f"The study is to {' and '.join(there)}, and this search to {direction}. Give "
@@ -242,7 +244,7 @@ def _suggestions(space: Any) -> Callable[[Any], dict[str, Any]]:
 
 def _suggestion(name: str, description: Any) -> Callable[[Any], Any]:
     """Return the function of a trial that one description means: a list of choices, or a range."""
-    if isinstance(description, list) and description and all(isinstance(one, _PLAIN) for one in description):
+    if isinstance(description, list) and description and all(isinstance(choice, _PLAIN) for choice in description):
         return lambda trial: trial.suggest_categorical(name, description)
     if (
         isinstance(description, tuple)
@@ -266,7 +268,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_names(params: Mapping[str, Any]) -> None:
-    known = [one.name for one in dataclasses.fields(TrainingArguments)]
+    known = [field.name for field in dataclasses.fields(TrainingArguments)]
     for name in params:
         if name not in known:
             raise ConfigurationError(
@@ -379,11 +381,11 @@ def _check(trainer: "Trainer", metric: str | None) -> None:
             'eval_every="never".'
         )
     for name, given in (("optimizer", trainer.optimizer), ("scheduler", trainer.scheduler)):
-        for one in given.values() if isinstance(given, Mapping) else [given]:
-            if isinstance(one, Optimizer) or (hasattr(one, "step") and not isinstance(one, type)):
+        for candidate in given.values() if isinstance(given, Mapping) else [given]:
+            if isinstance(candidate, Optimizer) or (hasattr(candidate, "step") and not isinstance(candidate, type)):
                 raise ConfigurationError(
-                    f"{_TOOL}() makes a new {name} for each trial, and {name}=… is a {type(one).__name__} that is made "
-                    f"already. Give a function that makes it, or TrainingArguments(…)."
+                    f"{_TOOL}() makes a new {name} for each trial, but {name}=… is an existing "
+                    f"{type(candidate).__name__}. Give a function that makes it, or TrainingArguments(…)."
                 )
 
 

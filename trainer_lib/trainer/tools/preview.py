@@ -125,9 +125,9 @@ def preview(trainer: "Trainer", batches: int) -> Preview:
     check_count("batches", batches)
     with short_sandbox(trainer, _TOOL, max_steps=batches):
         changing = [
-            type(one).__name__
-            for one in trainer.events
-            if isinstance(one, Modifier) and overrides(one, "on_micro_batch_begin")
+            type(callback).__name__
+            for callback in trainer.events
+            if isinstance(callback, Modifier) and overrides(callback, "on_micro_batch_begin")
         ]
         fitting = Fitting(trainer, None, Signals((), Control(), is_main=False))
         trainer.run = fitting.run
@@ -240,7 +240,7 @@ def _told(batch: BatchView) -> list[tuple[str, str]]:
     """Return what is shown of a batch, by what it is called."""
     told = [(part.name, str(part)) for part in batch.parts]
     if batch.labels:
-        most = sorted(batch.labels.items(), key=lambda one: -one[1])[:_CLASSES]
+        most = sorted(batch.labels.items(), key=lambda pair: -pair[1])[:_CLASSES]
         more = f" and {len(batch.labels) - _CLASSES} more labels" if len(batch.labels) > _CLASSES else ""
         told.append(("label counts", ", ".join(f"{count} × {label}" for label, count in sorted(most)) + more))
     for name, texts in batch.texts.items():

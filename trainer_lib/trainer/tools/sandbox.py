@@ -136,13 +136,13 @@ def copy_callbacks(trainer: "Trainer", tool: str, callbacks: Iterable[Callback])
     shared = [trainer, trainer.accelerator, trainer.args, trainer.train_dataset, trainer.eval_dataset]
     shared += [part for model in models for part in (*model.modules(), *model.parameters(), *model.buffers())]
     found: list[Callback] = []
-    for one in callbacks:
+    for callback in callbacks:
         try:
-            found.append(copy.deepcopy(one, {id(thing): thing for thing in shared}))
+            found.append(copy.deepcopy(callback, {id(thing): thing for thing in shared}))
         except Exception as error:
             raise ConfigurationError(
-                f"{tool}() trains with copies of the callbacks, and {type(one).__name__} cannot be copied: {error}. "
-                "Give it a __deepcopy__."
+                f"{tool}() trains with copies of the callbacks, but {type(callback).__name__} cannot be copied: "
+                f"{error}. Give it a __deepcopy__."
             ) from error
     return found
 
@@ -169,19 +169,19 @@ def _engine_kept(accelerator: Accelerator) -> Generator[None]:
         accelerator._dataloaders,
         accelerator._custom_objects,
     ]
-    before = [list(one) for one in lists]
+    before = [list(registered) for registered in lists]
     window, precision = accelerator._window, accelerator.precision
     counts, scale = dict(vars(window)), precision.state_dict()
     settings = {name: getattr(accelerator, name) for name in ("gradient_accumulation_steps", "sync_gradients")}
     nominal = accelerator._nominal
-    for one in lists:
-        one.clear()
+    for registered in lists:
+        registered.clear()
     window.reset()
     try:
         yield
     finally:
-        for one, kept in zip(lists, before, strict=True):
-            one[:] = kept
+        for registered, kept in zip(lists, before, strict=True):
+            registered[:] = kept
         vars(window).update(counts)
         precision.load_state_dict(scale)
         for name, value in settings.items():
@@ -194,12 +194,12 @@ def _models_kept(trainer: "Trainer") -> Generator[None]:
     """Put back what models hold: weights and gradients, running statistics, modes, and plain values of modules."""
     accelerator = trainer.accelerator
     prepared = trainer.prepare_models()
-    modules = [*prepared, *(one for one in vars(trainer).values() if isinstance(one, nn.Module))]
-    bare = [accelerator.strategy.bare(one) for one in modules]
-    weights = [_Weight(one) for one in _parameters(trainer, modules)]
+    modules = [*prepared, *(value for value in vars(trainer).values() if isinstance(value, nn.Module))]
+    bare = [accelerator.strategy.bare(module) for module in modules]
+    weights = [_Weight(parameter) for parameter in _parameters(trainer, modules)]
     buffers = Buffers(bare)
     buffers.keep()
-    values = [(one, _plain_values(one)) for model in bare for one in model.modules()]
+    values = [(module, _plain_values(module)) for model in bare for module in model.modules()]
     try:
         yield
     finally:
@@ -213,8 +213,8 @@ def _models_kept(trainer: "Trainer") -> Generator[None]:
 
 def _parameters(trainer: "Trainer", modules: Iterable[nn.Module]) -> list[Any]:
     """Return the parameters, each once; of a sharded model the shards, for what a forward has left whole."""
-    found = {id(one): one for module in modules for one in module.parameters()}
-    return list(trainer.accelerator.strategy.current_parameters(found.values()))
+    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    return list(trainer.accelerator.strategy.current_parameters(parameters.values()))
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
@@ -254,8 +254,8 @@ def _optimizers_kept(trainer: "Trainer") -> Generator[None]:
     try:
         yield
     finally:
-        for one in kept:
-            one.put_back()
+        for optimizer in kept:
+            optimizer.put_back()
         vars(trainer).clear()
         vars(trainer).update(before)
 
@@ -266,7 +266,7 @@ def _noting(configure: Callable[[], Any], kept: "list[_Optimizer]") -> Callable[
     def configure_optimizer() -> Any:
         made = configure()
         there = made.values() if isinstance(made, Mapping) else [made]
-        kept.extend(_Optimizer(one) for one in there if isinstance(one, Optimizer))
+        kept.extend(_Optimizer(optimizer) for optimizer in there if isinstance(optimizer, Optimizer))
         return made
 
     return configure_optimizer
@@ -277,7 +277,7 @@ class _Optimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._attributes = optimizer, dict(vars(optimizer))
-        self._options = [{n: (v, copy.deepcopy(v)) for n, v in _options(one)} for one in optimizer.param_groups]
+        self._options = [{n: (v, copy.deepcopy(v)) for n, v in _options(group)} for group in optimizer.param_groups]
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
 
     @torch.no_grad()
