@@ -90,9 +90,9 @@ def test_a_run_ends_well_whatever_a_tracker_does(tmp_path: Path, how: str, caplo
     ]
     assert result.state.status == "finished"
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert sum("fails, and training goes on" in line for line in said) <= 2
+    assert sum("fails, and training continues" in line for line in said) <= 2
     if how != "hang in finish":
-        assert sum("points wait in" in line for line in said) == 2
+        assert sum("points are kept in" in line for line in said) == 2
         (file,) = (tmp_path / "runs").glob("*/history.jsonl")
         notes = [json.loads(line) for line in file.read_text().splitlines() if "points_missing" in line]
         assert len(notes) == 1 + (bad[0].tracker_name != bad[1].tracker_name)

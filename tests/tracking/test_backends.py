@@ -153,7 +153,7 @@ def test_clearml_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("name", "options", "said"),
     [
         ("mlflow", {"tracking_uri": "htp://host"}, "Unknown kind of address 'htp'.*Did you mean 'http'"),
-        ("mlflow", {"tracking_uri": "http://"}, "names no host"),
+        ("mlflow", {"tracking_uri": "http://"}, "has no host"),
         ("mlflow", {"tracking_uri": "/some/folder"}, "is a folder, which MLflow no longer writes to"),
         ("mlflow", {"tracking_uri": "sqlite:////proc/nowhere/ml.db"}, "mlflow cannot write to /proc/nowhere"),
         ("comet_ml", {}, "comet_ml has no key. Set COMET_API_KEY"),

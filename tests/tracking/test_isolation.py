@@ -76,8 +76,8 @@ def test_what_is_not_taken_is_kept(
     assert spooled(tmp_path) == list(range(200))
     assert steps(tmp_path / "taken") == []
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert sum("fails, and training goes on" in line for line in said) <= 1
-    assert "200 points wait in" in said[-1]
+    assert sum("fails, and training continues" in line for line in said) <= 1
+    assert "200 points are kept in" in said[-1]
     assert len(said) <= 2
 
 
@@ -307,7 +307,7 @@ def test_a_program_with_trackers_that_hang_ends_in_ten_seconds(tmp_path: Path) -
         check=True,
     )
     assert time.time() - float(ended.stdout) < 10.0
-    assert ended.stderr.count("100 points wait in") == 2
+    assert ended.stderr.count("100 points are kept in") == 2
     assert [len(read_spool(file)[1]) for file in (tmp_path / "spool").glob("*.jsonl")] == [100, 100]
 
 

@@ -37,7 +37,7 @@ def test_names_and_objects_may_be_mixed() -> None:
         ("tensorbord", "Unknown tracker 'tensorbord'.*Known: all, clearml, comet_ml.*Did you mean 'tensorboard'?"),
         (["mlflow", "mlflow"], "log_with has the tracker 'mlflow' twice"),
         ([Silent(), Silent()], "log_with has the tracker 'silent' twice"),
-        (Silent, "log_with has the class Silent. Give its name, or an object."),
+        (Silent, "log_with must hold names or objects .got the class Silent."),
         ("aim", "The tracker aim is not supported: its package writes without an error"),
         (
             "neptune",
@@ -87,7 +87,7 @@ def test_classes_of_ones_own_have_free_names() -> None:
     class Nameless(GeneralTracker):
         requires_logging_directory = False
 
-    for kind, said in ((Other, "is taken"), (Wandb, "is taken"), (Nameless, "has no name"), (3, "is no class derived")):
+    for kind, said in ((Other, "is taken"), (Wandb, "is taken"), (Nameless, "has no name"), (3, "must be a subclass")):
         with pytest.raises(ConfigurationError, match=said):
             register_tracker_class(kind)  # type: ignore[arg-type]
 
@@ -103,7 +103,7 @@ def test_other_packages_bring_theirs_by_an_entry_point(monkeypatch: pytest.Monke
     registry._entry_points.cache_clear()
     try:
         assert registry.tracker_class("theirs").__name__ == "Silent"
-        with pytest.raises(ConfigurationError, match=r"'broken' of trainer_lib.trackers is no class derived"):
+        with pytest.raises(ConfigurationError, match=r"'broken' of trainer_lib.trackers must be a subclass"):
             registry.tracker_class("broken")
     finally:
         registry._entry_points.cache_clear()

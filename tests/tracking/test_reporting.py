@@ -132,7 +132,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, make: Any, said: str) -> No
 def test_folders_that_there_are_not(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path / "file" / "inside")
-    with pytest.raises(ConfigurationError, match=r"jsonl cannot write to .*inside: Not a directory. Name another"):
+    with pytest.raises(ConfigurationError, match=r"jsonl cannot write to .*inside: Not a directory. Give another"):
         accelerator.init_trackers("p")
     config = ProjectConfiguration(logging_dir=str(tmp_path / "logs"))
     assert Accelerator(cpu=True, log_with="jsonl", project_config=config).logging_dir == str(tmp_path / "logs")

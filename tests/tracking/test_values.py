@@ -1,4 +1,4 @@
-"""What becomes of values on their way: kept as they were, then plain and flat; and no secrets."""
+"""What becomes of values on their way: snapshot as they were, then plain and flat; and no secrets."""
 
 import dataclasses
 from enum import Enum
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer_lib.tracking.delivery.entries import Entry, from_line, to_line
-from trainer_lib.tracking.delivery.plain_values import kept, pictures, plain_metrics, plain_settings
+from trainer_lib.tracking.delivery.plain_values import pictures, plain_metrics, plain_settings, snapshot
 from trainer_lib.tracking.secrets import is_secret, masked
 
 
@@ -50,14 +50,14 @@ def test_what_is_no_number_is_refused_by_name() -> None:
         "logits": "a Tensor of shape (2, 3)",
         "array": "a ndarray of shape (4,)",
         "list": "a list",
-        "none": "nothing (None)",
+        "none": "None",
         "text": "a str",
     }
 
 
 def test_kept_values_are_those_of_the_call() -> None:
     total, array, inside = torch.zeros(()), np.zeros(1), {"a": torch.zeros(())}
-    values = kept({"total": total, "array": array, "inside": inside, "number": 1.5})
+    values = snapshot({"total": total, "array": array, "inside": inside, "number": 1.5})
     total += 1
     array += 1
     inside["a"] += 1
@@ -69,7 +69,7 @@ def test_tensors_of_other_devices_are_read_later() -> None:
     if device is None:
         pytest.skip("there is no device besides the CPU")
     loss = torch.full((), 2.0, device=device)
-    values = kept({"loss": loss})
+    values = snapshot({"loss": loss})
     loss += 1
     assert plain_metrics(values)[0] == {"loss": 2.0}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError
-from trainer_lib.tracking.delivery.replay import Waiting, find, send
+from trainer_lib.tracking.delivery.replay import SpooledRun, find, send
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -36,12 +36,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
 
 
-def _tell(waiting: Waiting) -> int:
+def _tell(waiting: SpooledRun) -> int:
     print(f"{waiting.tracker}: {len(waiting.lines)} entries wait in {waiting.path}.")
     return 0
 
 
-def _send(waiting: Waiting) -> int:
+def _send(waiting: SpooledRun) -> int:
     try:
         count = send(waiting)
     except TrainerLibError:

@@ -1,4 +1,4 @@
-"""This package is trackers: where a run's settings and numbers go so that people see them, at no risk to the run."""
+"""Experiment trackers, isolated from the training run."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""This file is what a tracker is: something that takes a run's settings and numbers, and shows them to people."""
+"""Base classes of trackers."""
 
 import functools
 import sys
@@ -9,11 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.imports import is_package_available
 
-_NEEDED = ("name", "requires_logging_directory", "tracker")
+_REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 class Point(NamedTuple):
-    """What one call of `log` brought."""
+    """The values of one call of `log`."""
 
     values: dict[str, Any]
     step: int | None
@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
 
 def is_main_process() -> bool:
-    """Whether this is the first of all processes, told without bringing them together."""
+    """Whether this is rank 0, without initializing the process group."""
     process = sys.modules.get("trainer_lib.state.partial_state")
     if process is not None and process.is_initialized():
         return process.PartialState().is_main_process
@@ -31,7 +31,7 @@ def is_main_process() -> bool:
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a method of a tracker do nothing on other processes, unless its `main_process_only` is false.
+    """Make a tracker's method do nothing on ranks other than 0, unless `main_process_only` is false.
 
     Example:
         >>> class Printing(GeneralTracker):
@@ -53,15 +53,15 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GeneralTracker:
-    """The base of all trackers, and what to derive one's own from.
+    """The base class of all trackers; derive your own tracker from it.
 
-    A subclass has a `name`, says by `requires_logging_directory` whether it is made with a folder, and offers by
-    `tracker` the object that it stands for. All its methods but the constructor are called on a thread of its own, so
-    what may only be used on the thread that made it is made in `start`.
+    A subclass has a `name`, sets `requires_logging_directory` if its constructor takes a folder, and returns the
+    backend's object as `tracker`. All methods except the constructor run on the tracker's own thread, so create
+    thread-bound objects in `start`.
 
     Attributes:
-        main_process_only: Whether only the first process reports to it.
-        outcome: How the run ended, known by the time of `finish`: "finished", "stopped", "interrupted" or "failed".
+        main_process_only: Whether only rank 0 reports to it.
+        outcome: How the run ended, set before `finish`: "finished", "stopped", "interrupted" or "failed".
     """
 
     main_process_only: bool = True
@@ -70,40 +70,41 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
-        missing = [name for name in _NEEDED if not hasattr(type(self), name) and name not in vars(self)]
+        missing = [name for name in _REQUIRED if not hasattr(type(self), name) and name not in vars(self)]
         if missing:
             raise NotImplementedError(
-                f"The tracker {type(self).__name__} lacks {', '.join(missing)}: a tracker has a name, says by "
-                "requires_logging_directory whether it needs a folder, and has a property tracker."
+                f"The tracker {type(self).__name__} lacks {', '.join(missing)}. A tracker class needs the attributes "
+                "name "
+                "and requires_logging_directory (whether it takes a folder), and the property tracker."
             )
 
     def start(self) -> None:
-        """Begin, before anything is logged."""
+        """Start, before anything is logged."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Take the settings of the run."""
+        """Store the settings of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Take values of a step."""
+        """Log the values of a step."""
 
     def log_points(self, points: Sequence[Point]) -> None:
-        """Take the values of several calls at once."""
+        """Log the values of several calls at once."""
         for point in points:
             self.log(point.values, step=point.step, **point.kwargs)
 
     def finish(self) -> None:
-        """End; nothing comes after this."""
+        """Finish; no call follows."""
 
 
 class BuiltInTracker(GeneralTracker):
-    """What the trackers that ship have in common: values come as plain Python, by flat names.
+    """The base class of the shipped trackers, which get plain Python values with flat names.
 
     Attributes:
-        module: What has to be installed, as it is imported; "" for nothing.
-        extra: The extra of this library that brings it.
-        takes_texts: Whether it logs texts too.
-        channels_last: Whether its pictures have their channels last.
-        environment: Variables of the process it lives in, unless they are set.
+        module: The module that must be installed; "" for none.
+        extra: The extra of this library that installs it.
+        takes_texts: Whether it logs text values.
+        channels_last: Whether it takes images with the channels last.
+        environment: Environment variables of its process, unless they are set.
     """
 
     name: ClassVar[str] = ""
@@ -118,62 +119,62 @@ class BuiltInTracker(GeneralTracker):
 
     @classmethod
     def is_installed(cls) -> bool:
-        """Whether its package is."""
+        """Whether its package is installed."""
         return not cls.module or is_package_available(cls.module)
 
     @classmethod
     def is_configured(cls) -> bool:
-        """Whether it can be used as things are: it has a key, or needs none."""
+        """Whether it has the credentials it needs."""
         return True
 
     @classmethod
     def check(cls, project: str, **options: Any) -> None:
-        """Raise for what can be seen to be wrong without a connection.
+        """Raise for errors that can be detected without a connection.
 
         Raises:
-            ConfigurationError: For a missing key, a bad address, a folder that cannot be written.
+            ConfigurationError: For a missing key, an invalid address, or a folder that cannot be written.
         """
 
     @classmethod
     def runs_apart(cls, **options: Any) -> bool:
-        """Whether it may wait for a network or a lock, so that it is kept in a process that can be killed."""
+        """Whether it may wait for a network or a lock, so it runs in a separate process that can be killed."""
         return False
 
     @classmethod
     def metric_name(cls, name: str) -> str:
-        """Return a name of a value as its backend takes it."""
+        """Return a value's name in the form that the backend accepts."""
         return name
 
     @classmethod
     def named(cls, run_name: str) -> dict[str, Any]:
-        """Return the options that give a run its name, where runs have one."""
+        """Return the options that set the run's name, if the backend has run names."""
         del run_name
         return {}
 
     @classmethod
     def with_folder(cls, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-        """Return its options with the folder of the run, if it takes one and was given no other."""
+        """Return the options with the run's folder, unless they name another."""
         del folder
         return options
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
-        """Return the options that make it go on with the run of an earlier program.
+        """Return the options with which it continues the run of an earlier program.
 
         Args:
-            token: A name for the run that is the same in all programs that it is trained by.
-            resume_step: The step that training goes on from; `None` for a new run.
+            token: An identifier of the run that stays the same across resumes.
+            resume_step: The step that training resumes from; `None` for a new run.
         """
         return {}
 
     def abort(self) -> None:
-        """End, since the program is gone without a word."""
+        """Finish after the training program was killed."""
         self.outcome = "failed"
         self.finish()
 
 
 def check_folder(folder: str | Path, tracker: str) -> Path:
-    """Make a folder, or say why it cannot be written."""
+    """Create a folder and check that it is writable; raise if not."""
     from tempfile import TemporaryFile
 
     from trainer_lib.foundation.errors import ConfigurationError
@@ -185,5 +186,5 @@ def check_folder(folder: str | Path, tracker: str) -> Path:
             return path
     except OSError as error:
         raise ConfigurationError(
-            f"The tracker {tracker} cannot write to {path}: {error.strerror or error}. Name another folder."
+            f"The tracker {tracker} cannot write to {path}: {error.strerror or error}. Give another folder."
         ) from error

@@ -1,4 +1,4 @@
-"""This file is the trackers by their names, those of other packages included."""
+"""Trackers by name, including those registered by other packages."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ _logger = get_logger(__name__)
 ENTRY_POINTS = "trainer_lib.trackers"
 ALL = "all"
 
-# Each is imported when it is asked for.
+# Imported on first use.
 _BUILT_IN = {
     "tensorboard": "trainer_lib.tracking.adapters.tensorboard:TensorBoardTracker",
     "mlflow": "trainer_lib.tracking.adapters.mlflow:MLflowTracker",
@@ -28,21 +28,21 @@ _BUILT_IN = {
     "jsonl": "trainer_lib.tracking.adapters.jsonl_file:JsonlTracker",
 }
 _OTHER_NAMES = {"comet": "comet_ml", "dvc": "dvclive"}
-# What other libraries know and this one refuses: why.
+# Trackers of other libraries that are not supported, with the reason.
 _REFUSED = {
     "aim": "its package writes without an error, and its own reader finds nothing",
     "neptune": "its service ended on 5 March 2026 and deleted all runs, and nothing else reads what its package writes",
 }
-_IN_ALL = frozenset(_BUILT_IN) - {"jsonl"}  # it needs no package, and would be in every "all"
+_IN_ALL = frozenset(_BUILT_IN) - {"jsonl"}  # always available, so it would be part of every "all"
 
 _registered: dict[str, type[GeneralTracker]] = {}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
-    """Let a class of one's own be asked for by its name. It may be used as a decorator.
+    """Register your own tracker class under its name. Works as a decorator.
 
     Raises:
-        ConfigurationError: If it is no tracker, has no name, or one that is taken.
+        ConfigurationError: If it is not a tracker class, or has no name, or its name is taken.
 
     Example:
         >>> @register_tracker_class
@@ -52,35 +52,38 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
         ...         print(step, values)
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise ConfigurationError(f"{tracker_class!r} is no class derived from GeneralTracker.")
+        raise ConfigurationError(f"A tracker class must be a subclass of GeneralTracker (got {tracker_class!r}).")
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"{tracker_class.__name__} has no name. Give the class an attribute name.")
-    there = _registered.get(name)
-    if name in (*_BUILT_IN, "all", "none") or (there is not None and _path(there) != _path(tracker_class)):
-        raise ConfigurationError(f"The name {name!r} of {tracker_class.__name__} is taken. Give it another.")
+        raise ConfigurationError(
+            f"The tracker {tracker_class.__name__} has no name. Give the class an attribute `name`."
+        )
+    existing = _registered.get(name)
+    if name in (*_BUILT_IN, "all", "none") or (existing is not None and _path(existing) != _path(tracker_class)):
+        raise ConfigurationError(f"The tracker name {name!r} of {tracker_class.__name__} is taken. Use another name.")
     _registered[name] = tracker_class
     return tracker_class
 
 
 def known_names() -> list[str]:
-    """Return the names that can be asked for, installed or not."""
+    """Return all known tracker names, installed or not."""
     return sorted({*_BUILT_IN, *_registered, *_entry_points()})
 
 
 def canonical(name: Any) -> str:
-    """Return a tracker's name as it is known here.
+    """Return the canonical name of a tracker.
 
     Raises:
-        ConfigurationError: If it is not known.
+        ConfigurationError: If the name is unknown.
     """
     text = str(getattr(name, "value", name))
     text = _OTHER_NAMES.get(text.lower(), text)
     known = known_names()
     if text not in known:
-        if (why := _REFUSED.get(text.lower())) is not None:
+        if (reason := _REFUSED.get(text.lower())) is not None:
             raise ConfigurationError(
-                f"The tracker {text} is not supported: {why}. Use one of {', '.join(known)}, or pass an object of your "
+                f"The tracker {text} is not supported: {reason}. Use one of {', '.join(known)}, or pass an object of "
+                "your "
                 "own class derived from GeneralTracker."
             )
         raise ConfigurationError(unknown("tracker", text, [*known, "all"]))
@@ -88,10 +91,10 @@ def canonical(name: Any) -> str:
 
 
 def tracker_class(name: Any) -> type[GeneralTracker]:
-    """Return the class of a name.
+    """Return the tracker class of a name.
 
     Raises:
-        ConfigurationError: If it is not known.
+        ConfigurationError: If the name is unknown.
         MissingPackageError: If its package is not installed.
     """
     name = canonical(name)
@@ -99,55 +102,55 @@ def tracker_class(name: Any) -> type[GeneralTracker]:
         return _registered[name]
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
-        found: type[BuiltInTracker] = getattr(importlib.import_module(module), attribute)
-        if not found.is_installed():
+        built_in: type[BuiltInTracker] = getattr(importlib.import_module(module), attribute)
+        if not built_in.is_installed():
             raise MissingPackageError(
-                f"The tracker {name} needs the package {found.module}, which is not installed. Install it with "
-                f"`pip install trainer_lib[{found.extra}]`."
+                f"The tracker {name} needs the package {built_in.module}, which is not installed. Install it with "
+                f"`pip install trainer_lib[{built_in.extra}]`."
             )
-        return found
+        return built_in
     loaded = _entry_points()[name].load()
     if not (isinstance(loaded, type) and issubclass(loaded, GeneralTracker)):
-        raise ConfigurationError(f"The entry point {name!r} of {ENTRY_POINTS} is no class derived from GeneralTracker.")
+        raise ConfigurationError(f"The entry point {name!r} of {ENTRY_POINTS} must be a subclass of GeneralTracker.")
     return loaded
 
 
 def available_names() -> list[str]:
-    """Return the names of what is installed and configured, which is what "all" means."""
-    found: list[str] = []
+    """Return the names of all installed and configured trackers: the meaning of "all"."""
+    available: list[str] = []
     for name in sorted(_IN_ALL):
         try:
             kind = tracker_class(name)
         except MissingPackageError:
             continue
         if issubclass(kind, BuiltInTracker) and kind.is_configured():
-            found.append(name)
-    return found + sorted({*_registered, *_entry_points()} - set(_BUILT_IN))
+            available.append(name)
+    return available + sorted({*_registered, *_entry_points()} - set(_BUILT_IN))
 
 
 def resolve(wanted: Any, argument: str) -> list[str | GeneralTracker]:
-    """Return the trackers asked for: names as they are known here, and objects.
+    """Return the requested trackers: canonical names and objects.
 
     Args:
-        wanted: A name, "all", an object, or several of these; `None`: none.
-        argument: What they are given as, for errors.
+        wanted: A name, "all", an object, or a list of these; `None` for no tracker.
+        argument: The name of the argument, for errors.
     """
-    given: Iterable[Any] = wanted if isinstance(wanted, (list, tuple, set)) else [] if wanted is None else [wanted]
-    found: list[str | GeneralTracker] = []
-    for one in given:
-        if isinstance(one, GeneralTracker):
-            found.append(one)
-        elif isinstance(one, type):
-            raise ConfigurationError(f"{argument} has the class {one.__name__}. Give its name, or an object.")
-        elif str(getattr(one, "value", one)) == "all":
-            found += [name for name in available_names() if name not in found]
+    items: Iterable[Any] = wanted if isinstance(wanted, (list, tuple, set)) else [] if wanted is None else [wanted]
+    resolved: list[str | GeneralTracker] = []
+    for item in items:
+        if isinstance(item, GeneralTracker):
+            resolved.append(item)
+        elif isinstance(item, type):
+            raise ConfigurationError(f"{argument} must hold names or objects (got the class {item.__name__}).")
+        elif str(getattr(item, "value", item)) == "all":
+            resolved += [name for name in available_names() if name not in resolved]
         else:
-            found.append(canonical(one))
-    names = [one if isinstance(one, str) else str(getattr(one, "name", "")) for one in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigurationError(f"{argument} has the tracker {twice!r} twice. Give it once.")
-    return found
+            resolved.append(canonical(item))
+    names = [item if isinstance(item, str) else str(getattr(item, "name", "")) for item in resolved]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ConfigurationError(f"{argument} has the tracker {duplicate!r} twice. Give it once.")
+    return resolved
 
 
 def get_available_trackers() -> list[str]:
@@ -156,30 +159,30 @@ def get_available_trackers() -> list[str]:
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[str | GeneralTracker]:
-    """Return the trackers of a list that are installed, "all" among them; others are warned of.
+    """Return the installed trackers of a list (or "all"); warn about the others.
 
     Args:
         log_with: Names and objects.
-        logging_dir: The folder of logs.
+        logging_dir: The folder for logs.
 
     Raises:
-        ConfigurationError: For unknown names, and for a tracker that needs a folder where there is none.
+        ConfigurationError: For unknown names, and for a tracker that needs a folder without `logging_dir`.
     """
-    found: list[str | GeneralTracker] = []
-    for one in resolve(log_with, "log_with"):
-        if isinstance(one, str) and not _is_installed(one):
-            _logger.warning_once("The tracker %s is not installed, and left out.", one)
+    installed: list[str | GeneralTracker] = []
+    for item in resolve(log_with, "log_with"):
+        if isinstance(item, str) and not _is_installed(item):
+            _logger.warning_once("The tracker %s is not installed, and left out.", item)
             continue
-        kind = one if isinstance(one, GeneralTracker) else tracker_class(one)
-        if isinstance(one, str) and getattr(kind, "requires_logging_directory", False) and logging_dir is None:
-            raise ConfigurationError(f"The tracker {one} writes files, and there is no folder. Give logging_dir.")
-        found.append(one)
-    return found
+        kind = item if isinstance(item, GeneralTracker) else tracker_class(item)
+        if isinstance(item, str) and getattr(kind, "requires_logging_directory", False) and logging_dir is None:
+            raise ConfigurationError(f"The tracker {item} writes files and needs a folder. Give logging_dir.")
+        installed.append(item)
+    return installed
 
 
 def names_of(trackers: Sequence[str | GeneralTracker]) -> list[str]:
     """Return the names of trackers."""
-    return [one if isinstance(one, str) else str(getattr(one, "name", type(one).__name__)) for one in trackers]
+    return [item if isinstance(item, str) else str(getattr(item, "name", type(item).__name__)) for item in trackers]
 
 
 def _is_installed(name: str) -> bool:

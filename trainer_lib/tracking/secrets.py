@@ -1,4 +1,4 @@
-"""This file is what in settings nobody else should read, and how it is hidden."""
+"""Masking secrets in settings and command lines."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ MASK = "***"
 
 _SECRET = {"password", "passwd", "passphrase", "secret", "secrets", "token", "credential", "credentials", "apikey"}
 _KEYS = {"api", "access", "private", "secret", "auth", "signing", "encryption"}  # before "key"
-# Tokens of a vocabulary, which have the same name as those that open doors.
+# Vocabulary tokens, which are not credentials.
 _VOCABULARY = {
     "pad",
     "eos",
@@ -32,32 +32,32 @@ _IN_QUERY = re.compile(r"(?P<name>[?&;](?P<key>[\w.-]+)=)[^&;\s#]+")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name is one that opens a door.
+    """Whether a setting of this name holds a credential.
 
     Example:
         >>> is_secret("hub_token"), is_secret("wandb.apiKey"), is_secret("pad_token"), is_secret("max_tokens")
         (True, True, False, False)
     """
     words = [word.lower() for word in _WORDS.findall(name.rpartition("/")[2])]
-    for before, word in zip(["", *words], words, strict=False):
-        if word == "token" and (before in _VOCABULARY or word != words[-1]):
+    for previous, word in zip(["", *words], words, strict=False):
+        if word == "token" and (previous in _VOCABULARY or word != words[-1]):
             continue
-        if word in _SECRET or (word == "key" and before in _KEYS):
+        if word in _SECRET or (word == "key" and previous in _KEYS):
             return True
     return False
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return a setting without its secrets: those that its name tells, and those inside of addresses.
+    """Return a setting with its secrets masked, by its name and inside URLs.
 
     Example:
         >>> masked({"api_key": "k", "uri": "https://me:pw@host/x", "steps": 3})
         {'api_key': '***', 'uri': 'https://***@host/x', 'steps': 3}
     """
     if isinstance(value, Mapping):
-        return {key: masked(one, str(key)) for key, one in value.items()}
+        return {key: masked(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [masked(one, name) for one in value]
+        return [masked(item, name) for item in value]
     if isinstance(value, bytes):
         return MASK if is_secret(name) else value
     if not isinstance(value, str):
@@ -68,17 +68,17 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def masked_command(words: Sequence[str]) -> str:
-    """Return a command line as a shell takes it, without its secrets.
+    """Return a command line in shell syntax, with its secrets masked.
 
     Example:
         >>> masked_command(["train.py", "--api_key", "k", "--hub-token=t", "--name", "two words"])
         "train.py --api_key '***' '--hub-token=***' --name 'two words'"
     """
     shown: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
+    for previous, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
-        if before.startswith("-") and "=" not in before and not word.startswith("-"):
-            word = masked(word, _name_of(before))
+        if previous.startswith("-") and "=" not in previous and not word.startswith("-"):
+            word = masked(word, _name_of(previous))
         elif name.startswith("-") and equals:
             word = f"{name}={masked(value, _name_of(name))}"
         else:
@@ -95,4 +95,4 @@ def _in_text(text: str) -> str:
     if "://" not in text:
         return text
     hidden = _USER_IN_ADDRESS.sub(rf"\g<scheme>{MASK}@", text)
-    return _IN_QUERY.sub(lambda found: found["name"] + MASK if is_secret(found["key"]) else found[0], hidden)
+    return _IN_QUERY.sub(lambda match: match["name"] + MASK if is_secret(match["key"]) else match[0], hidden)

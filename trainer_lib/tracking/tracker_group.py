@@ -1,4 +1,4 @@
-"""This file is the trackers of a run: made, told everything, and ended together."""
+"""The trackers of a run: created, logged to and finished together."""
 
 import atexit
 import time
@@ -11,9 +11,9 @@ from typing import Any, Literal
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker, check_folder, is_main_process
 from trainer_lib.tracking.delivery.entries import Entry
-from trainer_lib.tracking.delivery.plain_values import kept, plain_settings
+from trainer_lib.tracking.delivery.plain_values import plain_settings, snapshot
 from trainer_lib.tracking.delivery.queue_worker import Patience, Worker
-from trainer_lib.tracking.delivery.sender import ChildDelivery, LocalDelivery, Making
+from trainer_lib.tracking.delivery.sender import ChildDelivery, LocalDelivery, TrackerSpec
 from trainer_lib.tracking.delivery.spool import Spool
 from trainer_lib.tracking.registry import names_of, resolve, tracker_class
 from trainer_lib.tracking.secrets import masked
@@ -25,9 +25,9 @@ _open: "weakref.WeakSet[TrackerGroup]" = weakref.WeakSet()
 
 
 class TrackerHandle(GeneralTracker):
-    """A tracker, as a script has it in hand: its calls go into a queue, and cost nothing.
+    """A tracker as scripts use it: calls go into a queue and return immediately.
 
-    What else the tracker has, it has too, unless it lives in another process.
+    Other attributes are the tracker's own, unless it runs in another process.
     """
 
     def __init__(self, name: str, kind: type[GeneralTracker], worker: Worker) -> None:
@@ -39,31 +39,31 @@ class TrackerHandle(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The object behind it, once it is there; where it lives in another process, one that passes calls on."""
+        """The backend's object; for a tracker in another process, a proxy that forwards calls."""
         if isinstance(self._worker.delivery, ChildDelivery):
-            return Elsewhere(self, ("tracker",))
-        own: Any = self._own()
-        return own.tracker
+            return RemoteObject(self, ("tracker",))
+        tracker: Any = self._local_tracker()
+        return tracker.tracker
 
     @property
     def runs_apart(self) -> bool:
-        """Whether it lives in another process."""
+        """Whether it runs in another process."""
         return isinstance(self._worker.delivery, ChildDelivery)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Tell it the settings of the run, without the secrets among them."""
+        """Report the settings of the run, with secrets masked."""
         self._put(
             "settings", masked(plain_settings(values) if issubclass(self._kind, BuiltInTracker) else values), None, {}
         )
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Tell it values of a step."""
-        self._worker.put(Entry("log", kept(values), step, time.time(), kwargs))
+        """Log the values of a step."""
+        self._worker.put(Entry("log", snapshot(values), step, time.time(), kwargs))
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Show it pictures, by name: arrays, tensors or lists of them."""
-        self._needs("log_images")
-        self._put("images", kept(values), step, kwargs)
+        """Log images by name: arrays, tensors or lists of them."""
+        self._require("log_images")
+        self._put("images", snapshot(values), step, kwargs)
 
     def log_table(
         self,
@@ -74,8 +74,8 @@ class TrackerHandle(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Show it a table: rows with the names of their columns, or a data frame."""
-        self._needs("log_table")
+        """Log a table: rows with column names, or a data frame."""
+        self._require("log_table")
         if not issubclass(self._kind, BuiltInTracker):
             content = {"table_name": table_name, "columns": columns, "data": data, "dataframe": dataframe}
         else:
@@ -87,53 +87,56 @@ class TrackerHandle(GeneralTracker):
         self._put("table", content, step, kwargs)
 
     def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Give it a file or a folder.
+        """Upload a file or a folder.
 
         Args:
-            local_path: The file or folder; it has to stay until the end of the run.
-            artifact_path: What it is called there.
-            **kwargs: What the backend takes besides.
+            local_path: The file or folder; keep it until the end of the run.
+            artifact_path: Its name in the backend.
+            **kwargs: Further arguments of the backend.
         """
-        self._needs("log_artifact")
+        self._require("log_artifact")
         path = Path(local_path).expanduser().absolute()
         if not path.exists():
-            raise ConfigurationError(f"The artifact {path} is not there.")
+            raise ConfigurationError(f"The artifact {path} does not exist.")
         self._put("artifact", {"local_path": str(path), "artifact_path": artifact_path}, None, kwargs)
 
     def finish(self) -> None:
-        """End it, and wait for that as long as `Patience.finish` says."""
+        """Finish the tracker, and wait at most `Patience.finish`."""
         finish_all([self], "finished")
 
     def call(self, path: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Call a method of the tracker, or of what is in it, when its turn comes."""
+        """Queue a call of a method of the tracker, or of an object in it."""
         self._put("call", {"path": list(path), "args": list(args)}, None, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"The tracker {self.__dict__.get('name')} has no attribute {name!r}.")
         if not self.runs_apart:
-            return getattr(self._own(), name)
+            return getattr(self._local_tracker(), name)
         if callable(getattr(self._kind, name, None)):
-            return Elsewhere(self, (name,))
+            return RemoteObject(self, (name,))
         raise AttributeError(
-            f"The tracker {self.name} lives in a process of its own, where {name!r} is out of reach. To have it in "
-            f'this one: init_trackers(…, isolation={{"{self.name}": "thread"}}).'
+            f"The tracker {self.name} runs in a separate process, so {name!r} is not accessible. To run it in this "
+            "process, "
+            f'give init_trackers(…, isolation={{"{self.name}": "thread"}}).'
         )
 
-    def _own(self) -> GeneralTracker:
+    def _local_tracker(self) -> GeneralTracker:
         delivery = self._worker.delivery
         assert isinstance(delivery, LocalDelivery)
         if delivery.tracker is None:
             self._worker.wait_for_start(60.0)
         if delivery.tracker is None:
-            raise UnsupportedError(f"The tracker {self.name} has not begun: {self._worker.last_error or 'no answer'}.")
+            raise UnsupportedError(
+                f"The tracker {self.name} has not started: {self._worker.last_error or 'no answer'}."
+            )
         return delivery.tracker
 
     def takes(self, method: str) -> bool:
-        """Whether the tracker has a method beyond those that all have, such as "log_table"."""
+        """Whether the tracker has an optional method, such as "log_table"."""
         return callable(getattr(self._kind, method, None))
 
-    def _needs(self, method: str) -> None:
+    def _require(self, method: str) -> None:
         if not self.takes(method):
             raise UnsupportedError(f"The tracker {self.name} has no {method}.")
 
@@ -141,19 +144,19 @@ class TrackerHandle(GeneralTracker):
         self._worker.put(Entry(kind, content, step, time.time(), kwargs))
 
 
-class Elsewhere:
-    """The object behind a tracker in another process: calls are passed on, and return nothing."""
+class RemoteObject:
+    """A proxy for an object in a tracker's process: calls are forwarded and return `None`."""
 
     def __init__(self, handle: TrackerHandle, path: tuple[str, ...]) -> None:
         self._handle, self._path = handle, path
 
-    def __getattr__(self, name: str) -> "Elsewhere":
+    def __getattr__(self, name: str) -> "RemoteObject":
         if name.startswith("__"):
             raise AttributeError(name)
-        return Elsewhere(self._handle, (*self._path, name))
+        return RemoteObject(self._handle, (*self._path, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Pass a call on."""
+        """Forward a call."""
         self._handle.call(self._path, args, kwargs)
 
 
@@ -161,20 +164,20 @@ class TrackerGroup:
     """The trackers of a run.
 
     Args:
-        wanted: Names, "all" and objects.
-        project: What the runs belong to.
-        folder: Where those write that write files, and where is kept what others do not take; `None`: nowhere.
-        options: Further arguments of trackers, by their names.
-        isolation: Where they live: "auto", "thread" or "process", for all or by their names.
-        spool: The folder of what they do not take; by default `spool` in `folder`.
-        token: A name for the run that is the same in all programs that it is trained by; a new one by default.
-        resume_step: The step that training goes on from; `None` for a new run.
-        patience: How long to wait for them.
-        argument: What they are given as, for errors.
+        wanted: Names, "all" and tracker objects.
+        project: The project of the run.
+        folder: The folder for trackers that write files, and for undelivered values; `None` for no folder.
+        options: Further arguments by tracker name.
+        isolation: "auto", "thread" or "process", for all trackers or by tracker name.
+        spool: The folder for undelivered values; by default `spool` in `folder`.
+        token: An identifier of the run that stays the same across resumes; by default a new one.
+        resume_step: The step that training resumes from; `None` for a new run.
+        patience: How long to wait for the trackers.
+        argument: The name of the argument, for errors.
 
     Raises:
-        ConfigurationError: For what can be known now not to work.
-        MissingPackageError: If a package is not installed.
+        ConfigurationError: If a tracker is unknown or not configured.
+        MissingPackageError: If a tracker's package is not installed.
     """
 
     def __init__(
@@ -202,9 +205,9 @@ class TrackerGroup:
         for name in self._options:
             if name not in names_of(trackers):
                 raise ConfigurationError(unknown("tracker in init_kwargs", name, names_of(trackers)))
-        made = [self._plan(one) for one in trackers]  # all are checked before the first begins
+        plans = [self._plan(tracker) for tracker in trackers]  # all are checked before the first starts
         is_main = is_main_process()
-        for name, kind, delivery, header in made:
+        for name, kind, delivery, header in plans:
             if is_main or not kind.main_process_only:
                 path = None if self.spool_folder is None else self.spool_folder / f"{name}.jsonl"
                 worker = Worker(name, kind, delivery, Spool(path, header), self._patience)
@@ -214,70 +217,74 @@ class TrackerGroup:
 
     @property
     def trackers(self) -> list[TrackerHandle]:
-        """The trackers of this process."""
+        """The trackers of this rank."""
         return list(self._handles)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Tell all of them the settings of the run."""
+        """Report the settings of the run to all trackers."""
         for handle in self._handles:
             handle.store_init_configuration(values)
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Tell all of them values of a step.
+        """Log the values of a step to all trackers.
 
         Args:
             values: The values, by name.
             step: The step.
-            kwargs: What some take besides, by their names.
+            kwargs: Further arguments by tracker name.
         """
         if not self._handles:
             return
-        copied, now = kept(values), time.time()
+        copied, now = snapshot(values), time.time()
         for handle in self._handles:
-            more = {} if kwargs is None else kwargs.get(handle.name, {})
-            handle._worker.put(Entry("log", copied, step, now, more))
+            extra = {} if kwargs is None else kwargs.get(handle.name, {})
+            handle._worker.put(Entry("log", copied, step, now, extra))
 
     def finish(self, outcome: str = "finished") -> None:
-        """End all of them, and wait for that, but not longer than `Patience.finish` says for all together."""
+        """Finish all trackers, and wait at most `Patience.finish` for all together."""
         finish_groups([self], outcome)
 
     def release(self) -> list[TrackerHandle]:
-        """Return the trackers, to end them; the group has none any more."""
+        """Return the trackers for finishing, and remove them from the group."""
         handles, self._handles = self._handles, []
         _open.discard(self)
         return handles
 
-    def _plan(self, one: str | GeneralTracker) -> tuple[str, type[GeneralTracker], LocalDelivery | ChildDelivery, Any]:
-        if isinstance(one, GeneralTracker):
-            name = names_of([one])[0]
-            return name, type(one), LocalDelivery(None, one), self._header(name, {})
-        kind, given = tracker_class(one), dict(self._options.get(one, {}))
+    def _plan(
+        self, tracker: str | GeneralTracker
+    ) -> tuple[str, type[GeneralTracker], LocalDelivery | ChildDelivery, Any]:
+        if isinstance(tracker, GeneralTracker):
+            name = names_of([tracker])[0]
+            return name, type(tracker), LocalDelivery(None, tracker), self._header(name, {})
+        kind, user_options = tracker_class(tracker), dict(self._options.get(tracker, {}))
         arguments: tuple[Any, ...] = (self.project,)
         if getattr(kind, "requires_logging_directory", False):
             if self.folder is None:
                 raise ConfigurationError(
-                    f"The tracker {one} writes files, and there is no folder for them. Give Accelerator(project_dir=…) "
-                    "or ProjectConfiguration(logging_dir=…)."
+                    f"The tracker {tracker} writes files and needs a folder for them. Give Accelerator(project_dir=…) "
+                    "or "
+                    "ProjectConfiguration(logging_dir=…)."
                 )
-            arguments = (self.project, str(check_folder(self.folder, one)))
-        apart = False
-        options = given
+            arguments = (self.project, str(check_folder(self.folder, tracker)))
+        prefers_process = False
+        options = user_options
         if issubclass(kind, BuiltInTracker):
             if self.folder is not None:
-                given = kind.with_folder(Path(self.folder).expanduser(), given)
-            kind.check(self.project, **given)
-            options = kind.continuing(self.token, self._resume_step) | given
-            apart = kind.runs_apart(**options)
-        where = self._isolation if isinstance(self._isolation, str) else self._isolation.get(one, "auto")
-        if where not in _ISOLATIONS:
-            raise ConfigurationError(unknown("isolation", where, _ISOLATIONS))
-        making = Making(kind, arguments, options)
-        if where == "process" or (where == "auto" and apart):
-            log = None if self.spool_folder is None else self.spool_folder / f"{one}.log"
-            return one, kind, ChildDelivery(making, log), self._header(one, given)
-        return one, kind, LocalDelivery(making), self._header(one, given)
+                user_options = kind.with_folder(Path(self.folder).expanduser(), user_options)
+            kind.check(self.project, **user_options)
+            options = kind.continuing(self.token, self._resume_step) | user_options
+            prefers_process = kind.runs_apart(**options)
+        isolation = self._isolation if isinstance(self._isolation, str) else self._isolation.get(tracker, "auto")
+        if isolation not in _ISOLATIONS:
+            raise ConfigurationError(unknown("isolation", isolation, _ISOLATIONS))
+        spec = TrackerSpec(kind, arguments, options)
+        header = self._header(tracker, user_options)
+        if isolation == "process" or (isolation == "auto" and prefers_process):
+            log = None if self.spool_folder is None else self.spool_folder / f"{tracker}.log"
+            return tracker, kind, ChildDelivery(spec, log), header
+        return tracker, kind, LocalDelivery(spec), header
 
     def _header(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -291,7 +298,7 @@ class TrackerGroup:
 
 
 def finish_all(handles: Sequence[TrackerHandle], outcome: str) -> dict[str, int]:
-    """End trackers together, within one deadline; return how many points each has not got, of those that miss some."""
+    """Finish trackers together, within one deadline; return the number of undelivered points by tracker, if any."""
     if not handles:
         return {}
     workers = [handle._worker for handle in handles]
@@ -304,11 +311,11 @@ def finish_all(handles: Sequence[TrackerHandle], outcome: str) -> dict[str, int]
 
 
 def finish_groups(groups: Sequence[TrackerGroup], outcome: str = "finished") -> dict[str, int]:
-    """End the trackers of groups together, as `finish_all` does."""
+    """Finish the trackers of several groups together, like `finish_all`."""
     return finish_all([handle for group in groups for handle in group.release()], outcome)
 
 
 @atexit.register
-def _finish_what_is_open() -> None:
-    """End what a script did not, so that what it logged last arrives."""
+def _finish_open_groups() -> None:
+    """Finish groups that the script left open, so that their last values are delivered."""
     finish_groups(list(_open))

@@ -1,1 +1,1 @@
-"""The trackers, one file a vendor."""
+"""The shipped trackers, one file per vendor."""

@@ -1,4 +1,4 @@
-"""This file is the tracker that reports to ClearML."""
+"""ClearML tracker."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,11 +9,11 @@ from trainer_lib.foundation.imports import require
 from trainer_lib.tracking.base import BuiltInTracker, on_main_process
 
 _SERIES = ("eval", "test", "train")
-_OWN = {"auto_connect_frameworks": False, "auto_connect_arg_parser": False, "auto_resource_monitoring": False}
+_DEFAULTS = {"auto_connect_frameworks": False, "auto_connect_arg_parser": False, "auto_resource_monitoring": False}
 
 
 class ClearMLTracker(BuiltInTracker):
-    """Reports to ClearML; each program makes a task of its own, those that resume a run too.
+    """Reports to ClearML. Each program creates a new task, also when it resumes a run.
 
     Args:
         run_name: The project.
@@ -28,33 +28,33 @@ class ClearMLTracker(BuiltInTracker):
     @on_main_process
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
-        self._options = {"project_name": run_name, "task_name": run_name, **_OWN, **kwargs}
+        self._options = {"project_name": run_name, "task_name": run_name, **_DEFAULTS, **kwargs}
         self.task: Any = None
 
     @classmethod
     def is_configured(cls) -> bool:
-        """Whether there is a file of settings or a key, or it is told to stay offline."""
-        named = environment.variable("CLEARML_CONFIG_FILE")
-        keyed = environment.variable("CLEARML_API_ACCESS_KEY")
-        return Path(named or "~/clearml.conf").expanduser().is_file() or bool(keyed) or _is_offline()
+        """Whether there is a configuration file or a key, or offline mode is set."""
+        config_file = environment.variable("CLEARML_CONFIG_FILE")
+        key = environment.variable("CLEARML_API_ACCESS_KEY")
+        return Path(config_file or "~/clearml.conf").expanduser().is_file() or bool(key) or _is_offline()
 
     @classmethod
     def check(cls, project: str, **options: Any) -> None:
-        """Raise if there is no key."""
+        """Raise if it has no key."""
         if not cls.is_configured():
             raise ConfigurationError(
-                "The tracker clearml is not configured. Call `clearml-init`, set CLEARML_API_ACCESS_KEY and "
+                "The tracker clearml is not configured. Run `clearml-init`, set CLEARML_API_ACCESS_KEY and "
                 "CLEARML_API_SECRET_KEY, or set CLEARML_OFFLINE_MODE=1 to write files."
             )
 
     @classmethod
     def runs_apart(cls, **options: Any) -> bool:
-        """Always: it waits for its network at the end."""
+        """Always: it waits for the network at the end."""
         return True
 
     @classmethod
     def named(cls, run_name: str) -> dict[str, Any]:
-        """Return the options that give a run its name."""
+        """Return the options that set the run's name."""
         return {"task_name": run_name}
 
     @property
@@ -64,7 +64,7 @@ class ClearMLTracker(BuiltInTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the task."""
+        """Start the task."""
         self.task = require(self.module, self.extra).Task.init(**self._options)
 
     @on_main_process
@@ -74,7 +74,7 @@ class ClearMLTracker(BuiltInTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, those of a set as series of one plot, and texts into the console of the task."""
+        """Log numbers, with training and evaluation as series of one plot, and texts to the task's console."""
         logger = self.task.get_logger()
         for name, value in values.items():
             title, series = _title_and_series(name)
@@ -87,11 +87,11 @@ class ClearMLTracker(BuiltInTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log pictures, with their channels last."""
+        """Log images, with the channels last."""
         for name, value in values.items():
             title, series = _title_and_series(name)
-            for picture in value if value.ndim == 4 else [value]:
-                self.task.get_logger().report_image(title, series, iteration=step, image=picture, **kwargs)
+            for image in value if value.ndim == 4 else [value]:
+                self.task.get_logger().report_image(title, series, iteration=step, image=image, **kwargs)
 
     @on_main_process
     def log_table(
@@ -108,7 +108,7 @@ class ClearMLTracker(BuiltInTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Send what is left, and end."""
+        """Send the remaining values, and finish."""
         if self.outcome in ("failed", "interrupted"):
             self.task.mark_failed(status_reason=self.outcome)
         self.task.close()

@@ -1,4 +1,4 @@
-"""This file is the tracker that reports to Comet."""
+"""Comet tracker."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from trainer_lib.foundation.imports import require
 from trainer_lib.tracking.base import BuiltInTracker, on_main_process
 from trainer_lib.tracking.delivery.plain_values import flat
 
-# What Comet finds out by itself would be about the process it lives in, and not about the training.
+# Comet's automatic logging would describe the tracker's process, not the training.
 _QUIET = {
     "log_code": False,
     "parse_args": False,
@@ -26,8 +26,8 @@ class CometMLTracker(BuiltInTracker):
     Args:
         run_name: The project.
         token: The key of the experiment.
-        is_resumed: Whether that experiment is there already.
-        offline_directory: The folder of what is written with `online=False`.
+        is_resumed: Whether the experiment exists already.
+        offline_directory: The folder for files with `online=False`.
         **kwargs: Arguments of `comet_ml.start`.
     """
 
@@ -56,15 +56,15 @@ class CometMLTracker(BuiltInTracker):
 
     @classmethod
     def is_configured(cls) -> bool:
-        """Whether there is a key, or Comet is told to stay offline."""
-        named = environment.variable("COMET_CONFIG")
-        files = [Path("~/.comet.config"), Path(".comet.config")] + ([Path(named)] if named else [])
-        there = any(file.expanduser().is_file() for file in files)
-        return there or bool(environment.variable("COMET_API_KEY")) or not _is_online({})
+        """Whether there is a key, or offline mode is set."""
+        config_file = environment.variable("COMET_CONFIG")
+        files = [Path("~/.comet.config"), Path(".comet.config")] + ([Path(config_file)] if config_file else [])
+        has_file = any(file.expanduser().is_file() for file in files)
+        return has_file or bool(environment.variable("COMET_API_KEY")) or not _is_online({})
 
     @classmethod
     def check(cls, project: str, **options: Any) -> None:
-        """Raise if there is no key."""
+        """Raise if it has no key."""
         if _is_online(options) and not options.get("api_key") and not cls.is_configured():
             raise ConfigurationError(
                 "The tracker comet_ml has no key. Set COMET_API_KEY, or give online=False to write files, which "
@@ -73,22 +73,22 @@ class CometMLTracker(BuiltInTracker):
 
     @classmethod
     def runs_apart(cls, **options: Any) -> bool:
-        """Always: it changes other packages when it is imported, and waits for its network at the end."""
+        """Always: its import patches other packages, and it waits for the network at the end."""
         return True
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
-        """Return the options that make it go on with its experiment."""
+        """Return the options with which it continues its experiment."""
         return {"token": token, "is_resumed": resume_step is not None}
 
     @classmethod
     def with_folder(cls, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-        """Have it write into the run's folder if it is to stay offline."""
+        """Return the options with the run's folder for offline files."""
         return options if _is_online(options) else {"offline_directory": str(folder / "comet"), **options}
 
     @classmethod
     def named(cls, run_name: str) -> dict[str, Any]:
-        """Return the options that give a run its name."""
+        """Return the options that set the run's name."""
         return {"name": run_name}
 
     @property
@@ -98,7 +98,7 @@ class CometMLTracker(BuiltInTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the experiment, or go on with it."""
+        """Start the experiment, or continue it."""
         comet_ml = require(self.module, self.extra)
 
         options = dict(self._options)
@@ -116,7 +116,7 @@ class CometMLTracker(BuiltInTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics, and texts as further values."""
+        """Log numbers as metrics, and texts as other values."""
         if step is not None:
             self.writer.set_step(step)
         for name, value in flat(values).items():
@@ -127,16 +127,16 @@ class CometMLTracker(BuiltInTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log pictures, with their channels last."""
+        """Log images, with the channels last."""
         for name, value in values.items():
-            for picture in value if value.ndim == 4 else [value]:
-                self.writer.log_image(picture, name=name, step=step, **kwargs)
+            for image in value if value.ndim == 4 else [value]:
+                self.writer.log_image(image, name=name, step=step, **kwargs)
 
     @on_main_process
     def log_table(
         self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None, **kwargs: Any
     ) -> None:
-        """Log a table, as a file of comma-separated values."""
+        """Log a table, as a CSV file."""
         file = f"{table_name}.csv" if step is None else f"{table_name}-{step}.csv"
         self.writer.log_table(file, tabular_data=data, headers=columns, **kwargs)
 
@@ -151,7 +151,7 @@ class CometMLTracker(BuiltInTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Send what is left, and end."""
+        """Send the remaining values, and finish."""
         if self.outcome in ("failed", "interrupted"):
             self.writer.log_other("trainer_lib.status", self.outcome)
         self.writer.end()
@@ -165,5 +165,5 @@ class CometMLTracker(BuiltInTracker):
 def _is_online(options: dict[str, Any]) -> bool:
     if options.get("online") is not None:
         return bool(options["online"])
-    said = environment.variable("COMET_START_ONLINE")
-    return said is None or said.lower() not in ("0", "false", "no")
+    setting = environment.variable("COMET_START_ONLINE")
+    return setting is None or setting.lower() not in ("0", "false", "no")

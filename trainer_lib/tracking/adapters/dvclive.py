@@ -1,4 +1,4 @@
-"""This file is the tracker that writes what DVC reads."""
+"""DVCLive tracker."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +12,8 @@ class DVCLiveTracker(BuiltInTracker):
     """Writes DVCLive's files.
 
     Args:
-        run_name: Not used, since a folder is one run; `exp_name` names an experiment of DVC.
-        live: A `Live` that is there already.
+        run_name: Ignored, since one folder is one run; `exp_name` names a DVC experiment.
+        live: An existing `Live` object.
         **kwargs: Arguments of `dvclive.Live`.
     """
 
@@ -28,27 +28,27 @@ class DVCLiveTracker(BuiltInTracker):
 
     @classmethod
     def runs_apart(cls, **options: Any) -> bool:
-        """Unless it is handed an object: it calls git, and may send to a studio."""
+        """True unless a `Live` object is given: it calls git, and may send to DVC Studio."""
         return options.get("live") is None
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
-        """Return the options that make it go on with its files."""
+        """Return the options with which it continues its files."""
         return {} if resume_step is None else {"resume": True}
 
     @classmethod
     def with_folder(cls, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-        """Have it write into the run's folder."""
+        """Return the options with the run's folder."""
         return options if options.get("live") is not None else {"dir": str(folder / "dvclive"), **options}
 
     @property
     def tracker(self) -> Any:
-        """The `Live`."""
+        """The `Live` object."""
         return self.live
 
     @on_main_process
     def start(self) -> None:
-        """Make the folder ready."""
+        """Prepare the folder."""
         if self.live is None:
             self.live = require(self.module, self.extra).Live(**self._options)
 
@@ -68,10 +68,10 @@ class DVCLiveTracker(BuiltInTracker):
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Have DVC keep a file or a folder."""
+        """Track a file or a folder with DVC."""
         self.live.log_artifact(local_path, name=artifact_path, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
-        """End."""
+        """Finish."""
         self.live.end()

@@ -1,4 +1,4 @@
-"""This file is the tracker that needs nothing: a file of JSON, one line for each call."""
+"""JSON Lines tracker: one line per call, without further packages."""
 
 import json
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from trainer_lib.tracking.delivery.plain_values import json_safe
 
 
 class JsonlTracker(BuiltInTracker):
-    """Writes `<project>.jsonl` into the folder of logs; what JSON has no number for is a text that `float` reads.
+    """Writes `<project>.jsonl` into the logging folder; NaN and Inf are written as text that `float` reads.
 
     Args:
         run_name: The file's name.
         logging_dir: Its folder.
-        resume_step: Lines of later steps are taken out, since training goes on from there; `None` for a new run,
-            which puts an older file aside as `<name>.old`.
+        resume_step: The step that training resumes from: lines of later steps are removed. `None` for a new run, which
+            renames an existing file to `<name>.old`.
 
     Example:
         >>> tracker = JsonlTracker("digits", "logs")
@@ -37,7 +37,7 @@ class JsonlTracker(BuiltInTracker):
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
-        """Return the options that make it go on with its file."""
+        """Return the options with which it continues its file."""
         return {"resume_step": resume_step}
 
     @property
@@ -47,14 +47,14 @@ class JsonlTracker(BuiltInTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Make the file ready."""
+        """Prepare the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             return
         if self._resume_step is None:
             self.path.replace(self.path.with_name(f"{self.path.name}.old"))
             return
-        kept = [line for line in self.path.read_text("utf-8").splitlines() if self._stays(line)]
+        kept = [line for line in self.path.read_text("utf-8").splitlines() if self._is_kept(line)]
         replace_file(self.path, lambda path: path.write_text("".join(f"{line}\n" for line in kept), "utf-8"))
 
     @on_main_process
@@ -84,10 +84,10 @@ class JsonlTracker(BuiltInTracker):
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text)
 
-    def _stays(self, line: str) -> bool:
+    def _is_kept(self, line: str) -> bool:
         try:
             step = json.loads(line).get("step")
-        except (ValueError, AttributeError):  # cut off by the end of the last program
+        except (ValueError, AttributeError):  # an incomplete line of a killed program
             return False
         return step is None or self._resume_step is None or step <= self._resume_step
 

@@ -1,4 +1,4 @@
-"""This file is the tracker that reports to MLflow: a database, or a server."""
+"""MLflow tracker: a database or a server."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 _SCHEMES = (*_DATABASES, "http", "https", "databricks", "databricks-uc", "uc", "file")
 _REFUSED = re.compile(r"[^/\w.\- :]")
 _STATUS = {"failed": "FAILED", "interrupted": "KILLED"}
-_TOKEN = "trainer_lib.run"  # the tag by which the run of an earlier program is found
+_TOKEN = "trainer_lib.run"  # the tag that identifies a run across resumes
 _LONGEST_NAME, _LONGEST_VALUE = 250, 6000
 _METRICS_AT_ONCE, _SETTINGS_AT_ONCE = 1000, 100
 
@@ -25,15 +25,15 @@ class MLflowTracker(BuiltInTracker):
     """Reports to MLflow.
 
     Args:
-        experiment_name: The experiment; `MLFLOW_EXPERIMENT_NAME` overrules it.
-        logging_dir: The address, as Accelerate calls it.
-        run_id: A run to go on with.
+        experiment_name: The experiment; `MLFLOW_EXPERIMENT_NAME` overrides it.
+        logging_dir: Accelerate's name for `tracking_uri`.
+        run_id: The id of a run to continue.
         tags: Tags of the run.
-        nested_run: Whether it is part of the run that `MLFLOW_RUN_ID` names.
+        nested_run: Whether it is a child of the run in `MLFLOW_RUN_ID`.
         run_name: The name of the run.
-        description: A description of it.
-        tracking_uri: The address of a database or a server; by default `MLFLOW_TRACKING_URI`, else MLflow's own.
-        token: What the run is found by again.
+        description: The description of the run.
+        tracking_uri: The address of a database or a server; by default `MLFLOW_TRACKING_URI`, or MLflow's default.
+        token: The identifier of the run across resumes.
     """
 
     name: ClassVar[str] = "mlflow"
@@ -41,7 +41,7 @@ class MLflowTracker(BuiltInTracker):
     extra: ClassVar[str] = "mlflow"
     takes_texts: ClassVar[bool] = False
     channels_last: ClassVar[bool] = True
-    # The queue tries again, so that MLflow need not for minutes.
+    # The queue retries, so MLflow should not retry for minutes.
     environment: ClassVar[Mapping[str, str]] = {
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -75,16 +75,21 @@ class MLflowTracker(BuiltInTracker):
 
     @classmethod
     def check(cls, project: str, **options: Any) -> None:
-        """Raise for an address that MLflow cannot mean."""
-        given = options.get("tracking_uri") or options.get("logging_dir") or environment.variable("MLFLOW_TRACKING_URI")
-        if given is None:
+        """Raise for an address that MLflow does not support."""
+        address = (
+            options.get("tracking_uri") or options.get("logging_dir") or environment.variable("MLFLOW_TRACKING_URI")
+        )
+        address = address or environment.variable("MLFLOW_TRACKING_URI")
+        if address is None:
             return
-        uri = str(given)
+        uri = str(address)
         scheme = urlsplit(uri).scheme.partition("+")[0] if "://" in uri else uri if uri in _SCHEMES else "file"
         if scheme not in _SCHEMES:
             raise ConfigurationError(f"tracking_uri={uri!r}: {unknown('kind of address', scheme, _SCHEMES)}")
         if scheme in ("http", "https") and not urlsplit(uri).hostname:
-            raise ConfigurationError(f"tracking_uri={uri!r} names no host. Give one such as http://127.0.0.1:5000.")
+            raise ConfigurationError(
+                f"tracking_uri has no host (got {uri!r}). Give an address such as http://127.0.0.1:5000."
+            )
         if scheme == "file" and not environment.parse_flag_from_env("MLFLOW_ALLOW_FILE_STORE"):
             raise ConfigurationError(
                 f"tracking_uri={uri!r} is a folder, which MLflow no longer writes to. Give a database: "
@@ -95,49 +100,49 @@ class MLflowTracker(BuiltInTracker):
 
     @classmethod
     def runs_apart(cls, **options: Any) -> bool:
-        """Always: a server may be away, and a database locked."""
+        """Always: the server may be unreachable, or the database locked."""
         return True
 
     @classmethod
     def metric_name(cls, name: str) -> str:
-        """Return a name that MLflow takes."""
+        """Return a name that MLflow accepts."""
         return _REFUSED.sub("_", name)[:_LONGEST_NAME]
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
-        """Return the options that make it find its run."""
+        """Return the options with which it finds its run."""
         return {"token": token}
 
     @classmethod
     def named(cls, run_name: str) -> dict[str, Any]:
-        """Return the options that give a run its name."""
+        """Return the options that set the run's name."""
         return {"run_name": run_name}
 
     @property
     def tracker(self) -> Any:
-        """The run, as MLflow has it."""
+        """MLflow's run object."""
         return self._run
 
     @on_main_process
     def start(self) -> None:
-        """Find the experiment and the run, or make them."""
+        """Find or create the experiment and the run."""
         self._client = require(self.module, self.extra).MlflowClient(tracking_uri=self._uri)
-        self._run = self._client.get_run(self._run_id) if self._run_id else self._found_or_made()
+        self._run = self._client.get_run(self._run_id) if self._run_id else self._find_or_create_run()
         self._client.update_run(self._run.info.run_id, status="RUNNING")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log the settings as parameters; one that changed, which MLflow has no place for, becomes a tag."""
+        """Log the settings as parameters. MLflow's parameters cannot change, so a changed setting becomes a tag."""
         entities = require("mlflow.entities", self.extra)
 
-        there = self._client.get_run(self._run.info.run_id).data.params
+        logged = self._client.get_run(self._run.info.run_id).data.params
         params: list[Any] = []
         tags: list[Any] = []
         for name, value in flat(values, ".").items():
             key, text = self.metric_name(name), str(value)[:_LONGEST_VALUE]
-            if key not in there:
+            if key not in logged:
                 params.append(entities.Param(key, text))
-            elif there[key] != text:
+            elif logged[key] != text:
                 tags.append(entities.RunTag(f"changed.{key}", text[:5000]))
         for part in _parts(params, _SETTINGS_AT_ONCE):
             self._client.log_batch(self._run.info.run_id, params=part)
@@ -166,22 +171,22 @@ class MLflowTracker(BuiltInTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log pictures, with their channels last."""
+        """Log images, with the channels last."""
         for name, value in values.items():
-            for picture in value if value.ndim == 4 else [value]:
-                self._client.log_image(self._run.info.run_id, picture, key=self.metric_name(name), step=step, **kwargs)
+            for image in value if value.ndim == 4 else [value]:
+                self._client.log_image(self._run.info.run_id, image, key=self.metric_name(name), step=step, **kwargs)
 
     @on_main_process
     def log_table(
         self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None, **kwargs: Any
     ) -> None:
-        """Log a table, as a file of JSON."""
+        """Log a table, as a JSON file."""
         file = f"{table_name}.json" if step is None else f"{table_name}-{step}.json"
         self._client.log_dict(self._run.info.run_id, {"columns": columns, "data": data}, file, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Log a figure of matplotlib or plotly."""
+        """Log a matplotlib or plotly figure."""
         self._client.log_figure(self._run.info.run_id, figure, artifact_file, **save_kwargs)
 
     @on_main_process
@@ -199,15 +204,15 @@ class MLflowTracker(BuiltInTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Tell how the run ended."""
+        """Set the run's final status."""
         self._client.set_terminated(self._run.info.run_id, _STATUS.get(self.outcome, "FINISHED"))
 
-    def _found_or_made(self) -> Any:
+    def _find_or_create_run(self) -> Any:
         experiment = self._experiment_id()
         if self._token is not None:
-            found = self._client.search_runs([experiment], f"tags.`{_TOKEN}` = '{self._token}'", max_results=1)
-            if found:
-                return found[0]
+            runs = self._client.search_runs([experiment], f"tags.`{_TOKEN}` = '{self._token}'", max_results=1)
+            if runs:
+                return runs[0]
         tags = dict(self._tags)
         if self._token is not None:
             tags[_TOKEN] = self._token
@@ -216,8 +221,8 @@ class MLflowTracker(BuiltInTracker):
         return self._client.create_run(experiment, tags=tags, run_name=self._run_name)
 
     def _experiment_id(self) -> str:
-        there = self._client.get_experiment_by_name(self._experiment)
-        return self._client.create_experiment(self._experiment) if there is None else there.experiment_id
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        return self._client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
 
 
 def _parts(values: list[Any], size: int) -> Iterator[list[Any]]:

@@ -1,4 +1,4 @@
-"""This file is the tracker that reports to SwanLab."""
+"""SwanLab tracker."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,44 +36,44 @@ class SwanLabTracker(BuiltInTracker):
 
     @classmethod
     def is_configured(cls) -> bool:
-        """Whether there is a key, or it is told to stay here."""
-        keyed = environment.variable("SWANLAB_API_KEY")
+        """Whether there is a key, or a local or offline mode is set."""
+        key = environment.variable("SWANLAB_API_KEY")
         return (
-            bool(keyed)
+            bool(key)
             or _mode({}) in ("local", "offline", "disabled")
             or Path("~/.swanlab/.netrc").expanduser().is_file()
         )
 
     @classmethod
     def check(cls, project: str, **options: Any) -> None:
-        """Raise for a mode that there is not, and if there is no key."""
+        """Raise for an unknown mode, or if there is no key."""
         mode = _mode(options)
         if mode not in _MODES:
             raise ConfigurationError(unknown("mode of swanlab", mode, _MODES))
         if mode in ("cloud", "online") and not cls.is_configured():
             raise ConfigurationError(
-                "The tracker swanlab has no key. Set SWANLAB_API_KEY or call `swanlab login`, or give mode='offline' "
+                "The tracker swanlab has no key. Set SWANLAB_API_KEY, run `swanlab login`, or give mode='offline' "
                 "to write files, which `swanlab sync` sends."
             )
 
     @classmethod
     def runs_apart(cls, **options: Any) -> bool:
-        """Always: it waits for its network at the end."""
+        """Always: it waits for the network at the end."""
         return True
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
-        """Return the options that make it go on with its run."""
+        """Return the options with which it continues its run."""
         return {"token": token}
 
     @classmethod
     def with_folder(cls, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-        """Have it write into the run's folder."""
+        """Return the options with the run's folder."""
         return {"log_dir": str(folder / "swanlab"), **options}
 
     @classmethod
     def named(cls, run_name: str) -> dict[str, Any]:
-        """Return the options that give a run its name."""
+        """Return the options that set the run's name."""
         return {"name": run_name}
 
     @property
@@ -83,7 +83,7 @@ class SwanLabTracker(BuiltInTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run, or go on with it."""
+        """Start the run, or continue it."""
         swanlab = require(self.module, self.extra)
 
         if "log_dir" in self._options:
@@ -105,16 +105,16 @@ class SwanLabTracker(BuiltInTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log pictures, with their channels last."""
+        """Log images, with the channels last."""
         swanlab = require(self.module, self.extra)
 
         for name, value in values.items():
-            several = value if value.ndim == 4 else [value]
-            self.run.log({name: [swanlab.Image(picture, **kwargs) for picture in several]}, step=step)
+            images = value if value.ndim == 4 else [value]
+            self.run.log({name: [swanlab.Image(image, **kwargs) for image in images]}, step=step)
 
     @on_main_process
     def finish(self) -> None:
-        """Send what is left, and end."""
+        """Send the remaining values, and finish."""
         swanlab = require(self.module, self.extra)
 
         states = {"failed": "crashed", "interrupted": "aborted"}

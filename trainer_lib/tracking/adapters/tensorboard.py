@@ -1,4 +1,4 @@
-"""This file is the tracker that writes what TensorBoard reads."""
+"""TensorBoard tracker."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class TensorBoardTracker(BuiltInTracker):
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
-        """Return the options that make its reader forget the steps that are made again."""
+        """Return the options that remove the steps after the resume from TensorBoard."""
         return {} if resume_step is None else {"purge_step": resume_step + 1}
 
     @property
@@ -51,7 +51,7 @@ class TensorBoardTracker(BuiltInTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write the settings: as hyperparameters, as a text, and as a file beside."""
+        """Write the settings as hyperparameters, as text, and as `hparams.yml`."""
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
@@ -64,7 +64,7 @@ class TensorBoardTracker(BuiltInTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write values: numbers as scalars, texts as texts."""
+        """Write numbers as scalars, and texts as text."""
         for name, value in flat(values).items():
             if isinstance(value, str):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
@@ -92,7 +92,7 @@ class TensorBoardTracker(BuiltInTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write pictures; several of a name at once, or one, with the channels first unless `dataformats` says else."""
+        """Write an image or a batch of images per name, with the channels first unless `dataformats` differs."""
         for name, value in values.items():
             if value.ndim == 4:
                 self.writer.add_images(name, value, global_step=step, **kwargs)
@@ -104,7 +104,7 @@ class TensorBoardTracker(BuiltInTracker):
     def log_table(
         self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None, **kwargs: Any
     ) -> None:
-        """Write a table, as text that TensorBoard shows as one."""
+        """Write a table, as Markdown text."""
         rows = [columns, ["---"] * len(columns), *data]
         text = "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
         self.writer.add_text(table_name, text, global_step=step, **kwargs)

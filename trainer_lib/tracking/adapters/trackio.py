@@ -1,4 +1,4 @@
-"""This file is the tracker that reports to trackio: a database in a folder, or a Space."""
+"""trackio tracker: a local database, or a Space."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ class TrackioTracker(BuiltInTracker):
 
     Args:
         run_name: The project.
-        token: What the name of the run is made of, if it is given none.
+        token: The source of the run's name, unless `name` is given.
         **kwargs: Arguments of `trackio.init`.
     """
 
@@ -31,17 +31,17 @@ class TrackioTracker(BuiltInTracker):
 
     @classmethod
     def runs_apart(cls, **options: Any) -> bool:
-        """Always: it may send to a Space, and brings much along when it is imported."""
+        """Always: it may send to a Space, and its import is heavy."""
         return True
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
-        """Return the options that make it go on with its run."""
+        """Return the options with which it continues its run."""
         return {"token": token}
 
     @classmethod
     def named(cls, run_name: str) -> dict[str, Any]:
-        """Return the options that give a run its name."""
+        """Return the options that set the run's name."""
         return {"name": run_name}
 
     @property
@@ -51,7 +51,7 @@ class TrackioTracker(BuiltInTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run, or go on with it."""
+        """Start the run, or continue it."""
         trackio = require(self.module, self.extra)
 
         self.run = trackio.init(project=self.run_name, **self._options)
@@ -68,23 +68,23 @@ class TrackioTracker(BuiltInTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log pictures, with their channels last."""
+        """Log images, with the channels last."""
         trackio = require(self.module, self.extra)
 
         for name, value in values.items():
-            several = value if value.ndim == 4 else value[None]
-            for number, picture in enumerate(several):
-                full = name if len(several) == 1 else f"{name}/{number}"
-                self.run.log({full: trackio.Image(picture, **kwargs)}, step=step)
+            images = value if value.ndim == 4 else value[None]
+            for number, image in enumerate(images):
+                full = name if len(images) == 1 else f"{name}/{number}"
+                self.run.log({full: trackio.Image(image, **kwargs)}, step=step)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Keep a file or a folder as an artifact."""
+        """Log a file or a folder as an artifact."""
         trackio = require(self.module, self.extra)
 
         trackio.log_artifact(local_path, name=artifact_path or Path(local_path).name, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
-        """Write what is left, and end."""
+        """Write the remaining values, and finish."""
         self.run.finish()

@@ -1,4 +1,4 @@
-"""This file is the tracker that reports to Weights & Biases."""
+"""Weights & Biases tracker."""
 
 import netrc
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class WandBTracker(BuiltInTracker):
 
     @classmethod
     def is_configured(cls) -> bool:
-        """Whether there is a key, or it is told to stay offline."""
+        """Whether there is a key, or offline mode is set."""
         if environment.variable("WANDB_API_KEY") or _mode({}) in ("offline", "disabled"):
             return True
         host = (environment.variable("WANDB_BASE_URL") or "https://api.wandb.ai").partition("://")[2].partition("/")[0]
@@ -49,34 +49,34 @@ class WandBTracker(BuiltInTracker):
 
     @classmethod
     def check(cls, project: str, **options: Any) -> None:
-        """Raise for a mode that there is not, and if there is no key."""
+        """Raise for an unknown mode, or if there is no key."""
         mode = _mode(options)
         if mode not in _MODES:
             raise ConfigurationError(unknown("mode of wandb", mode, _MODES))
         if mode in ("online", "shared") and not cls.is_configured():
             raise ConfigurationError(
-                "The tracker wandb has no key. Set WANDB_API_KEY or call `wandb login`, or give mode='offline' to "
+                "The tracker wandb has no key. Set WANDB_API_KEY, run `wandb login`, or give mode='offline' to "
                 "write files, which `wandb sync` sends."
             )
 
     @classmethod
     def runs_apart(cls, **options: Any) -> bool:
-        """Always: it waits for its network at the end, in an exit hook too."""
+        """Always: it waits for the network at the end, in an exit hook too."""
         return True
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
-        """Return the options that make it go on with its run."""
+        """Return the options with which it continues its run."""
         return {"token": token}
 
     @classmethod
     def with_folder(cls, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-        """Have it write into the run's folder."""
+        """Return the options with the run's folder."""
         return options if environment.variable("WANDB_DIR") else {"dir": str(folder), **options}
 
     @classmethod
     def named(cls, run_name: str) -> dict[str, Any]:
-        """Return the options that give a run its name."""
+        """Return the options that set the run's name."""
         return {"name": run_name}
 
     @property
@@ -86,7 +86,7 @@ class WandBTracker(BuiltInTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run, or go on with it."""
+        """Start the run, or continue it."""
         wandb = require(self.module, self.extra)
 
         if "dir" in self._options:
@@ -112,12 +112,12 @@ class WandBTracker(BuiltInTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log pictures, with their channels last."""
+        """Log images, with the channels last."""
         wandb = require(self.module, self.extra)
 
         for name, value in values.items():
-            several = value if value.ndim == 4 else [value]
-            self.run.log({name: [wandb.Image(picture, **kwargs) for picture in several]}, step=step)
+            images = value if value.ndim == 4 else [value]
+            self.run.log({name: [wandb.Image(image, **kwargs) for image in images]}, step=step)
 
     @on_main_process
     def log_table(
@@ -145,7 +145,7 @@ class WandBTracker(BuiltInTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Send what is left, and end."""
+        """Send the remaining values, and finish."""
         self.run.finish(exit_code=int(self.outcome in ("failed", "interrupted")))
 
 

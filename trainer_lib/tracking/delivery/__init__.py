@@ -1,1 +1,1 @@
-"""How values reach a tracker: queues, processes, retries, the spool and its replay."""
+"""Delivery of values to trackers: queues, processes, retries, the spool and its replay."""

@@ -1,4 +1,4 @@
-"""This file is what goes to a tracker, one call each, and how it is written down to be sent later."""
+"""Queue entries: one tracker call each, with a JSON form for the spool."""
 
 import json
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from trainer_lib.tracking.delivery.plain_values import json_safe, pictures, plai
 
 
 class Entry(NamedTuple):
-    """One call.
+    """One tracker call.
 
     Attributes:
         kind: "log", "settings", "images", "table", "artifact", or "call" for any other method.
         content: Its values, or its arguments by name.
-        step: The step it is of.
-        time: When it was made, in seconds since 1970.
-        kwargs: What the user adds for the backend.
+        step: The training step.
+        time: The time of the call, in seconds since 1970.
+        kwargs: The user's further arguments for the backend.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
 
 def plain(entry: Entry, tracker: type[BuiltInTracker]) -> tuple[Entry | None, dict[str, str]]:
-    """Return an entry as a built-in tracker takes it, and what of it cannot go there, by name."""
+    """Return an entry with plain values for a built-in tracker, and the unsupported values by name."""
     refused: dict[str, str] = {}
     content: Mapping[str, Any] = entry.content
     if entry.kind == "log":
@@ -42,13 +42,13 @@ def plain(entry: Entry, tracker: type[BuiltInTracker]) -> tuple[Entry | None, di
     return entry._replace(content=content), refused
 
 
-def as_given(entry: Entry) -> Entry:
-    """Return an entry as a user's own tracker takes it."""
+def resolved(entry: Entry) -> Entry:
+    """Return an entry with its tensors on the host, for a user's own tracker."""
     return entry._replace(content=read(dict(entry.content)))
 
 
 def to_line(entry: Entry) -> str | None:
-    """Return an entry as a line of JSON; `None` if it has no such form, as pictures have not."""
+    """Return an entry as a line of JSON; `None` if it has no JSON form, such as images."""
     if entry.kind in ("images", "call"):
         return None
     content: Any = entry.content
@@ -62,7 +62,7 @@ def to_line(entry: Entry) -> str | None:
 
 
 def from_line(line: str) -> Entry:
-    """Return the entry that a line is."""
+    """Return the entry of a line."""
     record = json.loads(line)
     content = record["content"]
     if record["kind"] == "log":
@@ -70,15 +70,15 @@ def from_line(line: str) -> Entry:
     return Entry(record["kind"], content, record["step"], record["time"], record["kwargs"])
 
 
-class HandOver:
-    """The calls that entries are, made one after the other; those of `log` that follow one another at once.
+class EntryCalls:
+    """Makes the calls of entries in order; consecutive `log` calls become one `log_points` call.
 
     Args:
-        tracker: Who is called.
+        tracker: The tracker.
         entries: The entries.
 
     Attributes:
-        done: How many are through, also when one failed.
+        done: The number of completed entries, also after a failure.
     """
 
     def __init__(self, tracker: GeneralTracker, entries: list[Entry]) -> None:
@@ -102,12 +102,12 @@ class HandOver:
                 self.done += 1
 
     def _points(self) -> list[Point]:
-        found: list[Point] = []
+        points: list[Point] = []
         for entry in self._entries[self.done :]:
             if entry.kind != "log":
                 break
-            found.append(Point(dict(entry.content), entry.step, entry.time, dict(entry.kwargs)))
-        return found
+            points.append(Point(dict(entry.content), entry.step, entry.time, dict(entry.kwargs)))
+        return points
 
 
 def _call(tracker: Any, entry: Entry) -> None:
@@ -128,8 +128,8 @@ def _call(tracker: Any, entry: Entry) -> None:
             target(*content["args"], **entry.kwargs)
 
 
-def told(error: Exception) -> str:
-    """Return an error in a line."""
+def describe_error(error: Exception) -> str:
+    """Return an error as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
 

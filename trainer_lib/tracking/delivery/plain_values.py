@@ -1,4 +1,4 @@
-"""This file is what becomes of values on their way to a tracker: kept as they were, then made plain and flat."""
+"""Conversion of logged values: copied on the step's thread, then made plain and flat."""
 
 import dataclasses
 import math
@@ -11,8 +11,8 @@ from typing import Any
 _PLAIN = (float, int, str, bool, type(None))
 
 
-class Later:
-    """A tensor on a device, copied there; whoever reads it waits for the copy, and not the step."""
+class DeviceCopy:
+    """A copy of a tensor on its device: the reader waits for the copy, the step does not."""
 
     __slots__ = ("_copy", "_done")
 
@@ -24,59 +24,59 @@ class Later:
         self._done.record()
 
     def read(self) -> Any:
-        """Return it, on the host."""
+        """Return the tensor on the host."""
         self._done.synchronize()
         return self._copy.cpu()
 
 
-def kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that stay as they are now, whatever becomes of what was given; nothing is waited for."""
+def snapshot(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of values that later changes do not affect, without waiting for a device."""
     copied = dict(values)
     for name, value in copied.items():
         if type(value) not in _PLAIN:
-            copied[name] = _kept(value)
+            copied[name] = _copy(value)
     return copied
 
 
-def _kept(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return kept(value)
+        return snapshot(value)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.device.type == "cpu" else Later(value)
+        return value.detach().clone() if value.device.type == "cpu" else DeviceCopy(value)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 0):
         return value.copy()
     return list(value) if isinstance(value, list) else value
 
 
 def read(value: Any) -> Any:
-    """Return a kept value as the user's own tracker is handed it."""
-    if isinstance(value, Later):
+    """Return a copied value on the host."""
+    if isinstance(value, DeviceCopy):
         return value.read()
     if isinstance(value, dict):
-        return {name: read(one) for name, one in value.items()}
+        return {name: read(item) for name, item in value.items()}
     return value
 
 
 def flat(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -> dict[str, Any]:
-    """Return nested values by one name each.
+    """Return nested values as one flat dict.
 
     Example:
         >>> flat({"train": {"loss": 1.0}, "lr": 0.1})
         {'train/loss': 1.0, 'lr': 0.1}
     """
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in values.items():
         full = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            found |= flat(value, separator, f"{full}{separator}")
+            flattened |= flat(value, separator, f"{full}{separator}")
         else:
-            found[full] = value
-    return found
+            flattened[full] = value
+    return flattened
 
 
 def plain_metrics(values: Mapping[str, Any], takes_texts: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what can be logged, flat and plain, and for each of the others what it is.
+    """Return the loggable values, flat and plain, and a description of each other value.
 
     Example:
         >>> import torch
@@ -97,15 +97,15 @@ def plain_metrics(values: Mapping[str, Any], takes_texts: bool = True) -> tuple[
 
 
 def _number(value: Any) -> float | int | None:
-    if isinstance(value, Later):
+    if isinstance(value, DeviceCopy):
         value = value.read()
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, (int, float)):
         return value
     if callable(getattr(value, "item", None)) and math.prod(getattr(value, "shape", (0,))) == 1:
-        one = value.item()
-        return int(one) if isinstance(one, bool) else one if isinstance(one, (int, float)) else None
+        number = value.item()
+        return int(number) if isinstance(number, bool) else number if isinstance(number, (int, float)) else None
     return None
 
 
@@ -114,11 +114,11 @@ def _described(value: Any) -> str:
     kind = type(value).__name__
     if shape is not None:
         return f"a {kind} of shape {tuple(shape)}"
-    return "nothing (None)" if value is None else f"a {kind}"
+    return "None" if value is None else f"a {kind}"
 
 
 def plain_settings(value: Any) -> Any:
-    """Return settings as JSON has them: objects by their fields, what has no such form as it prints."""
+    """Return settings as JSON types: dataclasses as dicts, and unsupported objects as their `str`."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Enum):
@@ -126,45 +126,45 @@ def plain_settings(value: Any) -> Any:
     if isinstance(value, (str, PurePath)):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): plain_settings(one) for name, one in value.items()}
+        return {str(name): plain_settings(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain_settings(one) for one in value]
+        return [plain_settings(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain_settings(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {field.name: plain_settings(getattr(value, field.name)) for field in dataclasses.fields(value)}
     number = _number(value)
     return str(value) if number is None else number
 
 
 def json_safe(value: Any) -> Any:
-    """Return plain values with what JSON has no number for as a text that `float` reads."""
+    """Return plain values with NaN and Inf as text that `float` reads."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {name: json_safe(one) for name, one in value.items()}
-    return [json_safe(one) for one in value] if isinstance(value, list) else value
+        return {name: json_safe(item) for name, item in value.items()}
+    return [json_safe(item) for item in value] if isinstance(value, list) else value
 
 
 def pictures(values: Mapping[str, Any], channels_last: bool) -> dict[str, Any]:
-    """Return pictures as arrays, by name; several of a name are one array, of one dimension more.
+    """Return images as arrays, by name; a list of images becomes one array with a leading dimension.
 
     Args:
-        values: Arrays, tensors, or lists of these or of what numpy reads as a picture.
-        channels_last: Whether tensors, which have their channels first, are turned round.
+        values: Arrays, tensors, images that numpy reads, or lists of these.
+        channels_last: Whether to move the channels of tensors, which are first, to the end.
     """
     import numpy
 
     arrays: dict[str, Any] = {}
     for name, value in values.items():
-        several = value if isinstance(value, (list, tuple)) else [value]
-        each = [_picture(one, channels_last) for one in several]
-        arrays[name] = numpy.stack(each) if isinstance(value, (list, tuple)) else each[0]
+        items = value if isinstance(value, (list, tuple)) else [value]
+        images = [_picture(item, channels_last) for item in items]
+        arrays[name] = numpy.stack(images) if isinstance(value, (list, tuple)) else images[0]
     return arrays
 
 
 def _picture(value: Any, channels_last: bool) -> Any:
     import numpy
 
-    value = value.read() if isinstance(value, Later) else value
+    value = value.read() if isinstance(value, DeviceCopy) else value
     if not hasattr(value, "detach"):
         return numpy.asarray(value)
     array = value.detach().cpu().numpy()

@@ -1,7 +1,7 @@
-"""This file is what keeps a tracker from hurting a run: a queue, and a thread that empties it.
+"""A queue per tracker, and the thread that delivers its entries, so that a tracker cannot hurt a run.
 
-The step puts an entry into the queue, and goes on. The thread makes values plain, delivers them, tries again with
-growing pauses, and keeps on disk what is not taken. Whatever a tracker does, the step does not wait for it.
+The step puts an entry into the queue and continues. The thread makes values plain, delivers them, retries with growing
+pauses, and spools undelivered entries to disk. The step never waits for a tracker.
 """
 
 import threading
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
-from trainer_lib.tracking.delivery.entries import Entry, as_given, plain, told
+from trainer_lib.tracking.delivery.entries import Entry, describe_error, plain, resolved
 from trainer_lib.tracking.delivery.sender import ChildDelivery, Delivery, DeliveryError, LocalDelivery
 from trainer_lib.tracking.delivery.spool import Spool
 
 _logger = get_logger(__name__)
 
-_AT_ONCE = 500  # entries of one delivery
-_POISON = 3  # so many times in a row the same entry failed, before the one after it is tried
+_AT_ONCE = 500  # entries per delivery
+_POISON = 3  # failures in a row of the same entry before the next one is tried
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Patience:
     """How long to wait for a tracker.
 
     Attributes:
-        linger: Seconds in which entries gather, so that they are delivered together.
-        start: Seconds that a tracker may take to begin.
-        call: Seconds that it may take for one delivery.
-        artifact: Seconds more where it is handed files.
-        finish: Seconds, after the last entry, in which all has to be through.
-        working: Seconds more for one in another process that is seen to compute, so that it does not hang.
-        first_pause: Seconds before a second try; each next pause is twice as long.
-        longest_pause: Seconds that a pause has at most.
-        capacity: Entries that may wait in the queue.
+        linger: Seconds in which entries gather before they are delivered together.
+        start: Seconds for a tracker to start.
+        call: Seconds for one delivery.
+        artifact: Additional seconds for a delivery with files.
+        finish: Seconds after the last entry for all deliveries and the tracker's end.
+        working: Additional seconds for a tracker process that uses the CPU and so does not hang.
+        first_pause: Seconds before the first retry; each further pause is twice as long.
+        longest_pause: The longest pause, in seconds.
+        capacity: The most entries in the queue.
     """
 
     linger: float = 0.5
@@ -50,14 +50,14 @@ class Patience:
 
 
 class Worker:
-    """The queue before one tracker, and the thread behind it.
+    """The queue of one tracker, and its thread.
 
     Args:
         name: The tracker's name, for messages.
-        kind: Its class.
-        delivery: The way to it.
-        spool: Where entries are kept that it does not take.
-        patience: How long to wait for it.
+        kind: The tracker's class.
+        delivery: How entries reach the tracker.
+        spool: The store of undelivered entries.
+        patience: How long to wait for the tracker.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Worker:
         self._queue: deque[Entry] = deque()
         self._in_hand: list[Entry] = []
         self._busy_since: float | None = None
-        self._lock = threading.Lock()  # over what is in hand, and whether there is a cut
-        self._wake, self._has_started, self._is_through = threading.Event(), threading.Event(), threading.Event()
+        self._lock = threading.Lock()  # guards `_in_hand` and `_is_cut`
+        self._wake, self._has_started, self._is_done = threading.Event(), threading.Event(), threading.Event()
         self._spilling: threading.Thread | None = None
-        self._outcome: str | None = None  # known when it is time to finish
+        self._outcome: str | None = None  # set when it is time to finish
         self._is_cut = self._is_started = self._is_warned = self._is_failing = False
         self._pause, self._retry_at = patience.first_pause, 0.0
         self._failures = 0
         self.last_error = ""
         self.lost = 0
-        self.missing = 0  # what the tracker has not got in the end: what is lost, and what waits on disk
+        self.missing = 0  # undelivered at the end: lost, or spooled
         self._refused: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -91,7 +91,7 @@ class Worker:
     # -- on the step's thread ------------------------------------------------------------------------------------
 
     def put(self, entry: Entry) -> None:
-        """Take an entry, without waiting for anything."""
+        """Queue an entry, without waiting."""
         self._queue.append(entry)
         if len(self._queue) > self.patience.capacity:
             self._spill()
@@ -103,39 +103,40 @@ class Worker:
                     self._spill()
 
     def wait_for_start(self, timeout: float) -> bool:
-        """Wait until the tracker has begun; whether it has."""
+        """Wait until the tracker has started; return whether it has."""
         self._wake.set()
         return self._has_started.wait(timeout)
 
     def ask_to_finish(self, outcome: str) -> None:
-        """Have all that waits delivered, and the tracker end."""
+        """Ask the thread to deliver all entries, and to finish the tracker."""
         self._outcome = outcome
         self._wake.set()
 
     def finish_by(self, deadline: float) -> None:
-        """Wait until it is through, or for the deadline; what is left then is kept."""
+        """Wait until the thread is done or the deadline is reached; spool the remaining entries."""
         if any(entry.kind == "artifact" for entry in [*self._in_hand, *self._queue]):
             deadline += self.patience.artifact
-        self._is_through.wait(max(0.0, deadline - time.monotonic()))
+        self._is_done.wait(max(0.0, deadline - time.monotonic()))
         latest = deadline + self.patience.working
-        while not self._is_through.is_set() and time.monotonic() < latest and self.delivery.computes(1.0):
+        while not self._is_done.is_set() and time.monotonic() < latest and self.delivery.computes(1.0):
             continue
         with self._lock:
             self._is_cut = True
-        if not self._is_through.is_set():
-            hung = "it did not end in time" if not self._in_hand and not self._queue else "it does not take what waits"
+        if not self._is_done.is_set():
+            is_delivered = not self._in_hand and not self._queue
+            hung = "it did not finish in time" if is_delivered else "it did not accept all values in time"
             self.last_error = self.last_error or hung
             self.delivery.cut()
         if self._spilling is not None:
             self._spilling.join(1.0)
         with self._lock:
-            left = [*self._in_hand, *self._taken()]
+            remaining = [*self._in_hand, *self._drain_queue()]
             self._in_hand = []
-        self._keep(left)
+        self._spool_entries(remaining)
         self.spool.close()
-        self._tell_the_end()
+        self._report_undelivered()
 
-    # -- on its own thread ---------------------------------------------------------------------------------------
+    # -- on the tracker's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._is_cut:
@@ -144,28 +145,28 @@ class Worker:
             if outcome is None:
                 self._wake.clear()
             if self._spilling is not None:
-                self._spilling.join()  # what is being put aside comes first
+                self._spilling.join()  # spooled entries come first
             self._pump(is_last=outcome is not None)
             if outcome is not None:
                 self._end(outcome)
                 return
 
     def _pump(self, is_last: bool) -> None:
-        """Deliver what there is, as far as the tracker takes it."""
+        """Deliver entries as long as the tracker accepts them."""
         while not self._is_cut:
             if self._is_failing and not is_last and time.monotonic() < self._retry_at:
-                self._keep(self._taken())
+                self._spool_entries(self._drain_queue())
                 return
             try:
                 self._start()
                 sent = self._send_spooled() or self._send_queued()
             except Exception as error:  # noqa: BLE001  # a tracker may raise anything
-                self._has_failed(error)
+                self._record_failure(error)
                 if is_last:
                     return
                 continue
             if sent or self._is_started:
-                self._has_succeeded()
+                self._record_success()
             if not sent:
                 return
 
@@ -185,7 +186,7 @@ class Worker:
             self.spool.drop(0 if self._is_cut else error.done)
             if error.done or self._failures < _POISON or len(following := self.spool.first(2)) < 2:
                 raise
-            # The first one may be what it cannot take. If it takes the one after it, this one is lost.
+            # The tracker may reject the first entry. If it accepts the next one, the first is dropped.
             self._deliver(following[1:])
             self.lost += 1
             entries = following
@@ -199,7 +200,7 @@ class Worker:
                 self._in_hand.append(self._queue.popleft())
         if not self._in_hand:
             return False
-        ready = [one for entry in self._in_hand if (one := self._prepared(entry)) is not None]
+        ready = [prepared for entry in self._in_hand if (prepared := self._prepared(entry)) is not None]
         try:
             if ready:
                 self._deliver(ready)
@@ -216,10 +217,10 @@ class Worker:
 
     def _prepared(self, entry: Entry) -> Entry | None:
         if not issubclass(self.kind, BuiltInTracker):
-            return as_given(entry)
+            return resolved(entry)
         ready, refused = plain(entry, self.kind)
-        for name, what in refused.items():
-            self._refuse(name, what)
+        for name, description in refused.items():
+            self._warn_unsupported(name, description)
         return ready
 
     def _deliver(self, entries: list[Entry]) -> None:
@@ -240,64 +241,64 @@ class Worker:
                 self.delivery.finish(outcome, self.patience.finish)
             except Exception as error:  # noqa: BLE001  # a tracker may raise anything
                 if not self._is_cut:
-                    self.last_error = self.last_error or _told(error)
-                    self._warn(f"it did not end well: {_told(error)}")
-        self._is_through.set()
+                    self.last_error = self.last_error or _reason(error)
+                    self._warn(f"it failed to finish: {_reason(error)}")
+        self._is_done.set()
 
     # -- when it fails -------------------------------------------------------------------------------------------
 
-    def _has_failed(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         if self._is_cut:
             return
         self._failures += 1
         self._is_failing = True
         if isinstance(self.delivery, ChildDelivery):
-            self._is_started = self.delivery.is_running  # else it is started anew
-        self.last_error = _told(error)
+            self._is_started = self.delivery.is_running  # otherwise it is started again
+        self.last_error = _reason(error)
         self._retry_at = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, self.patience.longest_pause)
         self._warn(self.last_error)
 
-    def _has_succeeded(self) -> None:
+    def _record_success(self) -> None:
         self._is_failing, self._failures, self._pause = False, 0, self.patience.first_pause
 
-    def _taken(self) -> list[Entry]:
+    def _drain_queue(self) -> list[Entry]:
         taken: list[Entry] = []
         while self._queue:
             try:
                 taken.append(self._queue.popleft())
-            except IndexError:  # the other thread was faster
+            except IndexError:  # the other thread took the last entry
                 break
         return taken
 
-    def _keep(self, entries: list[Entry]) -> None:
-        self.spool.add([one for entry in entries if (one := self._prepared(entry)) is not None])
+    def _spool_entries(self, entries: list[Entry]) -> None:
+        self.spool.add([prepared for entry in entries if (prepared := self._prepared(entry)) is not None])
 
     def _spill(self) -> None:
-        """Have another thread keep what waits: this one is the step's, and the tracker's is held up."""
+        """Spool the queue on a third thread: this one is the step's, and the tracker's is blocked."""
         if self._spilling is None or not self._spilling.is_alive():
-            self._spilling = threading.Thread(target=lambda: self._keep(self._taken()), daemon=True)
+            self._spilling = threading.Thread(target=lambda: self._spool_entries(self._drain_queue()), daemon=True)
             self._spilling.start()
 
     def _warn(self, reason: str) -> None:
         if self._is_warned:
             return
         self._is_warned = True
-        where = f"kept in {self.spool.path}" if self.spool.path is not None else "kept in memory"
+        storage = str(self.spool.path) if self.spool.path is not None else "memory"
         _logger.warning(
-            "The tracker %s fails, and training goes on: %s. What it does not take is %s, and sent when it takes it.",
-            self.name, reason, where, main_process_only=False,
+            "The tracker %s fails, and training continues: %s. Undelivered values are kept in %s and sent later.",
+            self.name, reason, storage, main_process_only=False,
         )  # fmt: skip
 
-    def _refuse(self, name: str, what: str) -> None:
+    def _warn_unsupported(self, name: str, description: str) -> None:
         if name not in self._refused:
             self._refused.add(name)
             _logger.warning(
-                "The tracker %s does not take %s, which is %s: it is left out.", self.name, name, what,
+                "The tracker %s does not support %s, which is %s: the value is left out.", self.name, name, description,
                 main_process_only=False,
             )  # fmt: skip
 
-    def _tell_the_end(self) -> None:
+    def _report_undelivered(self) -> None:
         waiting, lost = len(self.spool), self.lost + self.spool.lost
         self.missing = waiting + lost
         if not waiting and not lost:
@@ -307,19 +308,20 @@ class Worker:
         parts: list[str] = []
         if waiting and self.spool.path is not None:
             parts.append(
-                f"{waiting} points wait in {self.spool.path}; `trainer-lib track replay {self.spool.path.parent}` "
-                "sends them"
+                f"{waiting} points are kept in {self.spool.path}; run `trainer-lib track replay "
+                f"{self.spool.path.parent}` "
+                "to send them"
             )
         elif waiting:
             lost += waiting
         if lost:
             parts.append(f"{lost} points are lost")
-        because = f" ({self.last_error})" if self.last_error else ""
+        cause = f" ({self.last_error})" if self.last_error else ""
         _logger.warning(
-            "The tracker %s has not got everything%s: %s.", self.name, because, ", and ".join(parts),
+            "The tracker %s is missing values%s: %s.", self.name, cause, ", and ".join(parts),
             main_process_only=False,
         )  # fmt: skip
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, DeliveryError) else told(error)
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, DeliveryError) else describe_error(error)

@@ -1,4 +1,4 @@
-"""This file is sending what a tracker did not take while a run lasted."""
+"""Replay of spooled values into a tracker, after the run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,25 +8,25 @@ from typing import Any
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
-from trainer_lib.tracking.delivery.entries import HandOver, from_line
+from trainer_lib.tracking.delivery.entries import EntryCalls, from_line
 from trainer_lib.tracking.delivery.spool import read_spool
 from trainer_lib.tracking.registry import tracker_class
 from trainer_lib.tracking.secrets import MASK
 
 _AT_ONCE = 500
-_NO_STEP = 2**62  # behind all steps, so that nothing there is taken back
+_NO_STEP = 2**62  # beyond all steps, so that the tracker removes nothing
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """What waits for one tracker.
+class SpooledRun:
+    """The undelivered values of one tracker.
 
     Attributes:
-        path: The file.
+        path: The spool file.
         tracker: The tracker's name.
-        project: What the run belongs to there.
-        header: What the file says about how to make it.
-        lines: What waits.
+        project: The project of the run.
+        header: The file's header, with the tracker's options.
+        lines: The undelivered entries.
     """
 
     path: Path
@@ -36,54 +36,54 @@ class Waiting:
     lines: list[str]
 
 
-def find(place: Path) -> list[Waiting]:
-    """Return what waits in a file, a folder of such files, or the folder of a run.
+def find(path: Path) -> list[SpooledRun]:
+    """Return the undelivered values in a spool file, a folder of spool files, or the folder of a run.
 
     Raises:
-        ConfigurationError: If there is no such place.
+        ConfigurationError: If the path does not exist.
     """
-    if not place.exists():
-        raise ConfigurationError(f"{place} is not there. Give the folder of a run.")
-    if place.is_file():
-        files = [place]
+    if not path.exists():
+        raise ConfigurationError(f"{path} does not exist. Give the folder of a run.")
+    if path.is_file():
+        files = [path]
     else:
-        folder = place / "spool" if (place / "spool").is_dir() else place
+        folder = path / "spool" if (path / "spool").is_dir() else path
         files = sorted(file for file in folder.glob("*.jsonl") if _is_spool(file))
-    found: list[Waiting] = []
+    spooled: list[SpooledRun] = []
     for file in files:
         header, lines = read_spool(file)
-        found.append(Waiting(file, header["tracker"], header["project"], header, lines))
-    return found
+        spooled.append(SpooledRun(file, header["tracker"], header["project"], header, lines))
+    return spooled
 
 
-def send(waiting: Waiting, told: Callable[[int], None] = lambda count: None) -> int:
-    """Send what waits, into the run that it is of, and delete the file; how many entries that were.
+def send(spooled: SpooledRun, report: Callable[[int], None] = lambda count: None) -> int:
+    """Send undelivered values into their run, and delete the file; return the number of entries.
 
     Args:
-        waiting: What waits.
-        told: Is called with how many are through.
+        spooled: The undelivered values.
+        report: Called with the number of entries sent so far.
     """
-    tracker = _made(waiting)
+    tracker = _make_tracker(spooled)
     tracker.start()
-    for start in range(0, len(waiting.lines), _AT_ONCE):
-        entries = [from_line(line) for line in waiting.lines[start : start + _AT_ONCE]]
-        HandOver(tracker, entries).make()
-        told(start + len(entries))
+    for start in range(0, len(spooled.lines), _AT_ONCE):
+        entries = [from_line(line) for line in spooled.lines[start : start + _AT_ONCE]]
+        EntryCalls(tracker, entries).make()
+        report(start + len(entries))
     tracker.finish()
-    waiting.path.unlink()
-    return len(waiting.lines)
+    spooled.path.unlink()
+    return len(spooled.lines)
 
 
-def _made(waiting: Waiting) -> GeneralTracker:
-    kind: Any = tracker_class(waiting.tracker)
-    header = waiting.header
-    # Of secrets nothing was written down: they come from the environment, as in the run.
+def _make_tracker(spooled: SpooledRun) -> GeneralTracker:
+    kind: Any = tracker_class(spooled.tracker)
+    header = spooled.header
+    # Secrets are not in the file: they come from the environment, as in the run.
     options = {name: value for name, value in header["options"].items() if value != MASK}
-    arguments = [waiting.project]
+    arguments = [spooled.project]
     if getattr(kind, "requires_logging_directory", False):
         arguments.append(header["folder"])
     if issubclass(kind, BuiltInTracker):
-        kind.check(waiting.project, **options)
+        kind.check(spooled.project, **options)
         options = kind.continuing(header["token"], _NO_STEP) | options
         environment.set_variables(environment.with_defaults(kind.environment))
     make: Any = kind

@@ -1,4 +1,4 @@
-"""This file is the two ways to a tracker: by a call in this program, or by a process that can be killed."""
+"""Calls to a tracker: in this process, or in a separate process that can be killed."""
 
 import os
 import signal
@@ -16,17 +16,17 @@ import psutil
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import TrainerLibError
 from trainer_lib.tracking.base import GeneralTracker
-from trainer_lib.tracking.delivery.entries import Entry, HandOver, told
+from trainer_lib.tracking.delivery.entries import Entry, EntryCalls, describe_error
 
-_AT_WORK = 0.04  # of a processor
-_BYTES = 1e6  # written to disk are as much as a second of a processor
+_BUSY_SHARE = 0.04  # of a CPU
+_BYTES = 1e6  # bytes written that count as one second of CPU
 
 
 class DeliveryError(TrainerLibError, RuntimeError):
     """A tracker failed, or did not answer.
 
     Attributes:
-        done: How many entries it had taken by then, as far as is known.
+        done: The number of entries it had accepted, if known.
     """
 
     def __init__(self, text: str, done: int = 0) -> None:
@@ -35,13 +35,13 @@ class DeliveryError(TrainerLibError, RuntimeError):
 
 
 @dataclass
-class Making:
-    """How a tracker is made.
+class TrackerSpec:
+    """How to create a tracker.
 
     Attributes:
-        tracker: Its class.
-        arguments: The first arguments of its constructor: the project, and a folder where it takes one.
-        options: The others, by name.
+        tracker: The tracker's class.
+        arguments: The positional arguments of its constructor: the project, and the folder if it takes one.
+        options: The keyword arguments.
     """
 
     tracker: type[GeneralTracker]
@@ -49,120 +49,120 @@ class Making:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def make(self) -> GeneralTracker:
-        """Make it."""
+        """Create the tracker."""
         return self.tracker(*self.arguments, **self.options)
 
 
 class Delivery(Protocol):
-    """The way to a tracker."""
+    """How entries reach a tracker."""
 
     def start(self, timeout: float) -> None:
-        """Have the tracker begin."""
+        """Start the tracker."""
         ...
 
     def deliver(self, entries: list[Entry], timeout: float) -> None:
-        """Have it take entries."""
+        """Deliver entries."""
         ...
 
     def finish(self, outcome: str, timeout: float) -> None:
-        """Have it end."""
+        """Finish the tracker."""
         ...
 
     def computes(self, seconds: float) -> bool:
-        """Whether it is seen at work, if one looks for some time: what computes is slow, and what hangs does not."""
+        """Whether the tracker uses the CPU, measured over some seconds: then it is slow and does not hang."""
         ...
 
     def cut(self) -> None:
-        """Have nothing more to do with it."""
+        """Give the tracker up."""
         ...
 
 
 class LocalDelivery:
-    """A tracker in this program; a call that hangs holds up the thread that makes it."""
+    """A tracker in this process; a call that hangs blocks its thread."""
 
-    def __init__(self, making: Making | None, tracker: GeneralTracker | None = None) -> None:
-        self._making = making
+    def __init__(self, spec: TrackerSpec | None, tracker: GeneralTracker | None = None) -> None:
+        self._spec = spec
         self.tracker = tracker
 
     def start(self, timeout: float) -> None:
-        """Make and start it."""
+        """Create and start the tracker."""
         del timeout
         if self.tracker is None:
-            assert self._making is not None
-            tracker = self._making.make()
+            assert self._spec is not None
+            tracker = self._spec.make()
             tracker.start()
             self.tracker = tracker
         else:
             self.tracker.start()
 
     def deliver(self, entries: list[Entry], timeout: float) -> None:
-        """Call it."""
+        """Call the tracker."""
         del timeout
         assert self.tracker is not None
-        calls = HandOver(self.tracker, entries)
+        calls = EntryCalls(self.tracker, entries)
         try:
             calls.make()
         except Exception as error:
-            raise DeliveryError(told(error), calls.done) from error
+            raise DeliveryError(describe_error(error), calls.done) from error
 
     def computes(self, seconds: float) -> bool:
-        """Whether it is seen at work."""
+        """Always false: its CPU use cannot be told from the training's."""
         del seconds
         return False
 
     def finish(self, outcome: str, timeout: float) -> None:
-        """Call it."""
+        """Call the tracker."""
         del timeout
         if self.tracker is not None:
             self.tracker.outcome = outcome
             self.tracker.finish()
 
     def cut(self) -> None:
-        """Leave it where it is."""
+        """Do nothing: a thread cannot be killed."""
 
 
 class ChildDelivery:
-    """A tracker in a process of its own, which is killed when it does not answer in time.
+    """A tracker in a separate process, which is killed when it does not answer in time.
 
     Args:
-        making: How it is made.
-        log: A file for what it prints.
+        spec: How to create the tracker.
+        log: The file for the process's output.
     """
 
-    def __init__(self, making: Making, log: Path | None) -> None:
-        self._making, self._log = making, log
+    def __init__(self, spec: TrackerSpec, log: Path | None) -> None:
+        self._spec, self._log = spec, log
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a process, with the tracker in it."""
+        """Whether the tracker's process is running."""
         return self._connection is not None
 
     def start(self, timeout: float) -> None:
-        """Start the process and the tracker in it."""
+        """Start the process, and the tracker in it."""
         self.cut()
-        here, there = Pipe()
+        connection, child_end = Pipe()
         try:
-            self._process = self._popen(there)
+            self._process = self._popen(child_end)
         finally:
-            there.close()
-        self._connection = here
-        self._ask(("import", self._making.tracker.__module__, self._making.tracker.__qualname__), timeout)
+            child_end.close()
+        self._connection = connection
+        self._ask(("import", self._spec.tracker.__module__, self._spec.tracker.__qualname__), timeout)
         try:
-            self._ask(("start", self._making.arguments, dict(self._making.options)), timeout)
+            self._ask(("start", self._spec.arguments, dict(self._spec.options)), timeout)
         except DeliveryError:
             self.cut()
             raise
 
     def deliver(self, entries: list[Entry], timeout: float) -> None:
-        """Send entries, and wait until the tracker has taken them."""
+        """Send entries, and wait until the tracker has accepted them."""
         if self._connection is None:
             self.start(timeout)
         self._ask(("deliver", [tuple(entry) for entry in entries]), timeout)
 
     def finish(self, outcome: str, timeout: float) -> None:
-        """Have the tracker end, and then the process."""
+        """Finish the tracker, then end the process."""
         if self._connection is not None:
             try:
                 self._ask(("finish", outcome), timeout)
@@ -170,7 +170,7 @@ class ChildDelivery:
                 self.cut()
 
     def computes(self, seconds: float) -> bool:
-        """Whether the process uses the processor."""
+        """Whether the process uses the CPU."""
         process = self._process
         if process is None:
             return False
@@ -178,12 +178,12 @@ class ChildDelivery:
             watched = psutil.Process(process.pid)
             before = _work(watched)
             time.sleep(seconds)
-            return _work(watched) - before > _AT_WORK * seconds
+            return _work(watched) - before > _BUSY_SHARE * seconds
         except psutil.Error:
             return False
 
     def cut(self) -> None:
-        """Kill the process; whoever waits for it is told."""
+        """Kill the process; a thread that waits for its answer gets an error."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if process is not None:
@@ -192,24 +192,24 @@ class ChildDelivery:
         if connection is not None:
             connection.close()
 
-    def _popen(self, there: Connection) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "trainer_lib.tracking.delivery.tracker_process", str(there.fileno())]
+    def _popen(self, child_end: Connection) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "trainer_lib.tracking.delivery.tracker_process", str(child_end.fileno())]
         output: Any = subprocess.DEVNULL
-        variables = dict(getattr(self._making.tracker, "environment", {}))
+        variables = dict(getattr(self._spec.tracker, "environment", {}))
         variables = environment.with_defaults(variables)
-        # It imports what this program can import.
+        # The process can import whatever this program can.
         variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             output = self._log.open("ab")
         try:
-            # A session of its own: Ctrl-C is for the training, which then says what becomes of its trackers.
+            # A new session: Ctrl-C reaches only the training, which then finishes its trackers.
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=[there.fileno()],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,
                 env=variables,
             )
@@ -220,31 +220,31 @@ class ChildDelivery:
     def _ask(self, request: tuple[Any, ...], timeout: float) -> None:
         connection, process = self._connection, self._process
         if connection is None or process is None:
-            raise DeliveryError("its process is gone")
+            raise DeliveryError("its process is not running")
         until = time.monotonic() + timeout
         try:
             connection.send(request)
             while not connection.poll(0.5):
                 if time.monotonic() > until:
                     self.cut()
-                    raise DeliveryError(f"no answer in {timeout:.0f} s, so that its process was killed")
+                    raise DeliveryError(f"no answer in {timeout:.0f} s, so its process was killed")
                 if self._process is None:
                     raise DeliveryError("its process was killed")
-            done, complaint = connection.recv()
+            done, error_text = connection.recv()
         except (OSError, EOFError) as error:
-            told = process.poll()
+            exit_code = process.poll()
             self.cut()
-            raise DeliveryError(f"its process ended{_how(told)}") from error
-        if complaint is not None:
-            raise DeliveryError(complaint, done)
+            raise DeliveryError(f"its process ended{_cause(exit_code)}") from error
+        if error_text is not None:
+            raise DeliveryError(error_text, done)
 
 
 def _work(process: psutil.Process) -> float:
-    """Return what a process has done: seconds of a processor, and bytes written."""
+    """Return a measure of a process's work: CPU seconds plus bytes written."""
     return sum(process.cpu_times()[:2]) + process.io_counters().write_bytes / _BYTES
 
 
-def _how(code: int | None) -> str:
+def _cause(code: int | None) -> str:
     if code is None:
         return ""
     return f" by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"

@@ -1,4 +1,4 @@
-"""This file is what a tracker did not take yet: lines in a file, or in memory where there is no folder."""
+"""Undelivered tracker entries, in a file, or in memory without a folder."""
 
 import contextlib
 import itertools
@@ -12,24 +12,24 @@ from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.tracking.delivery.entries import Entry, from_line, to_line
 
-_IN_MEMORY = 10_000
+_MEMORY_LIMIT = 10_000
 
 
 class Spool:
-    """Entries that wait, in the order they came.
+    """Undelivered entries, in order.
 
     Args:
-        path: The file, which is there as long as something waits; `None` keeps them in memory, up to a number.
-        header: What is needed to send them from another program: the file's first line.
+        path: The file, which exists while it holds entries; `None` keeps a limited number in memory.
+        header: The file's first line: the facts that another program needs to send the entries.
     """
 
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self.path, self._header = path, dict(header)
-        self._lines: list[str] = []  # those that wait
+        self._lines: list[str] = []  # undelivered entries
         self._lock = threading.Lock()
         self.lost = 0
-        self._is_written = False  # whether the file has them
-        if path is not None and path.is_file() and path.stat().st_size:  # else a kill left it before its first line
+        self._is_written = False  # whether the file holds them
+        if path is not None and path.is_file() and path.stat().st_size:  # an empty file is left by a kill
             self._take_over(path)
 
     def __len__(self) -> int:
@@ -37,11 +37,11 @@ class Spool:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether there are no entries."""
         return not self._lines
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Keep entries."""
+        """Add entries."""
         lines: list[str] = []
         for entry in entries:
             line = to_line(entry)
@@ -55,19 +55,19 @@ class Spool:
                 try:
                     self._append(self.path, lines)
                     return
-                except OSError:  # a full disk: memory is what is left
+                except OSError:  # a full disk: continue in memory
                     self.path = None
-            excess = max(0, len(self._lines) - _IN_MEMORY) if self.path is None else 0
+            excess = max(0, len(self._lines) - _MEMORY_LIMIT) if self.path is None else 0
             self.lost += excess
             del self._lines[:excess]
 
     def first(self, count: int) -> list[Entry]:
-        """Return the entries that wait longest."""
+        """Return the oldest entries."""
         with self._lock:
             return [from_line(line) for line in self._lines[:count]]
 
     def drop(self, count: int) -> None:
-        """Forget those that wait longest: they have arrived."""
+        """Remove the oldest entries, which were delivered."""
         with self._lock:
             del self._lines[:count]
             if not self._lines and self.path is not None and self._is_written:
@@ -75,10 +75,10 @@ class Spool:
                 self._is_written = False
 
     def close(self) -> None:
-        """Leave what waits, and nothing else, in the file."""
+        """Rewrite the file with the undelivered entries only."""
         with self._lock:
             if self.path is not None and self._is_written:
-                with contextlib.suppress(OSError):  # then what has arrived is sent again, which does no harm
+                with contextlib.suppress(OSError):  # delivered entries are then sent twice, which is harmless
                     replace_file(self.path, self._write)
 
     def _append(self, path: Path, lines: list[str]) -> None:
@@ -87,7 +87,7 @@ class Spool:
                 file.write("".join(f"{line}\n" for line in lines))
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = _claimed(path)  # another tracker of this name may have taken it meanwhile
+        self.path = _claim(path)  # another tracker of this name may have created it
         self._write(self.path)
         self._is_written = True
 
@@ -96,19 +96,19 @@ class Spool:
         path.write_text(text, encoding="utf-8")
 
     def _take_over(self, path: Path) -> None:
-        """Go on with what an earlier program left, if it is of the same run; else leave it, and take another name."""
+        """Load the entries of an earlier program if they belong to this run; otherwise use another file name."""
         header, lines = read_spool(path)
         if header.get("token") == self._header.get("token"):
             self._lines, self._is_written = lines, True
             return
-        self.path = next(other for other in _names(path) if not other.exists())
+        self.path = next(name for name in _names(path) if not name.exists())
 
 
 def read_spool(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return a spool's header, and its lines; one that was cut off by the end of a program is left out.
+    """Return a spool's header and its complete lines.
 
     Raises:
-        StateError: If it is no such file.
+        StateError: If the file is not a spool file.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     try:
@@ -117,7 +117,7 @@ def read_spool(path: Path) -> tuple[dict[str, Any], list[str]]:
             raise KeyError("format")
     except (ValueError, LookupError, TypeError) as error:
         raise StateError(
-            f"{path} is no file of what a tracker did not take: its first line says so of others."
+            f"{path} is not a spool file of undelivered tracker values: its first line must be the spool's header."
         ) from error
     return header, [line for line in lines[1:] if _is_whole(line)]
 
@@ -128,14 +128,14 @@ def _names(path: Path) -> Iterator[Path]:
     yield from (path.with_name(f"{stem}-{number}.jsonl") for number in itertools.count(2))
 
 
-def _claimed(path: Path) -> Path:
-    """Return the first of the names that is free, and take it."""
+def _claim(path: Path) -> Path:
+    """Create the first file name that is free, and return it."""
     names = _names(path)
     while True:
-        one = next(names)
+        name = next(names)
         with contextlib.suppress(FileExistsError):
-            one.touch(exist_ok=False)
-            return one
+            name.touch(exist_ok=False)
+            return name
 
 
 def _is_whole(line: str) -> bool:

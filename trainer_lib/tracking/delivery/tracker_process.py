@@ -1,6 +1,6 @@
-"""This file is the process that a tracker lives in if it talks to a network: it is told what to do, and answers.
+"""The process of a tracker that uses the network: it receives requests over a pipe, and answers each.
 
-It knows nothing of torch and of the training's other processes. It ends when the training does.
+It does not import torch, and does not know the training's ranks. It ends when the training ends.
 """
 
 import importlib
@@ -12,51 +12,51 @@ from functools import reduce
 from multiprocessing.connection import Connection
 from typing import Any
 
-from trainer_lib.tracking.delivery.entries import Entry, HandOver, told
+from trainer_lib.tracking.delivery.entries import Entry, EntryCalls, describe_error
 
 _GRACE = 10.0
 
 
 def main(descriptor: int) -> None:
-    """Serve until the other end is closed."""
+    """Serve requests until the other end closes the pipe."""
     connection = Connection(descriptor)
     parent = os.getppid()
-    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
-    served = _Served()
+    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+    server = _TrackerServer()
     while True:
         try:
             while not connection.poll(1.0):
-                if os.getppid() != parent:  # those it forked may still hold the other end
+                if os.getppid() != parent:  # a fork of the parent may still hold the pipe
                     raise EOFError
             request = connection.recv()
         except (EOFError, OSError):
             break
-        complaint = None
+        error_text = None
         try:
-            served.do(*request)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the other side is told
-            complaint = told(error)
-        connection.send((served.done, complaint))
+            server.do(*request)
+        except Exception as error:  # noqa: BLE001  # any error is sent back
+            error_text = describe_error(error)
+        connection.send((server.done, error_text))
         if request[0] == "finish":
-            _end(0)
-    _leave(served)
+            _exit(0)
+    _abort(server)
 
 
-class _Served:
-    """The tracker."""
+class _TrackerServer:
+    """Carries out requests on the tracker."""
 
     def __init__(self) -> None:
         self._class: Any = None
         self.tracker: Any = None
-        self._calls: HandOver | None = None
+        self._calls: EntryCalls | None = None
 
     @property
     def done(self) -> int:
-        """How many entries of the last delivery are through."""
+        """The number of completed entries of the last delivery."""
         return 0 if self._calls is None else self._calls.done
 
     def do(self, request: str, *details: Any) -> None:
-        """Do what is asked for."""
+        """Carry out a request."""
         getattr(self, f"_{request}")(*details)
 
     def _import(self, module: str, name: str) -> None:
@@ -70,7 +70,7 @@ class _Served:
         self.tracker = tracker
 
     def _deliver(self, entries: list[Any]) -> None:
-        self._calls = HandOver(self.tracker, [Entry(*entry) for entry in entries])
+        self._calls = EntryCalls(self.tracker, [Entry(*entry) for entry in entries])
         self._calls.make()
 
     def _finish(self, outcome: str) -> None:
@@ -78,24 +78,24 @@ class _Served:
         self.tracker.finish()
 
 
-def _end_after(parent: int) -> None:
-    """End some time after the parent, whatever the tracker waits for."""
+def _exit_after(parent: int) -> None:
+    """Exit some time after the parent, whatever the tracker waits for."""
     while os.getppid() == parent:
         time.sleep(1.0)
     time.sleep(_GRACE)
-    _end(1)
+    _exit(1)
 
 
-def _leave(served: _Served) -> None:
-    """End in an orderly way what was left without a word, within a time."""
-    threading.Timer(_GRACE, _end, [1]).start()
-    if served.tracker is not None:
-        served.tracker.abort()
-    _end(0)
+def _abort(server: _TrackerServer) -> None:
+    """Finish the tracker of a training program that was killed, within a time limit."""
+    threading.Timer(_GRACE, _exit, [1]).start()
+    if server.tracker is not None:
+        server.tracker.abort()
+    _exit(0)
 
 
-def _end(code: int) -> None:
-    # At once: packages leave threads and exit hooks that wait for a network.
+def _exit(code: int) -> None:
+    # Immediately: packages leave threads and exit hooks that wait for a network.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
