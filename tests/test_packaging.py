@@ -1,4 +1,4 @@
-"""This file is the tests of what ships: the package list, the callbacks folder, the wheel and the sdist."""
+"""What ships: the package list, the callbacks folder, the wheel and the sdist."""
 
 import importlib
 import os
@@ -94,7 +94,21 @@ def test_wheel_holds_the_callbacks_and_the_type_marker_once(wheel: Path) -> None
 
 
 @pytest.mark.launch
-def test_wheel_holds_what_reports_are_made_of(wheel: Path) -> None:
+def test_wheel_and_sdist_hold_the_stubs_with_the_public_names(wheel: Path, sdist: Path) -> None:
+    stubs = {f"trainer_lib/{path.relative_to(ROOT / 'trainer_lib')}" for path in ROOT.glob("trainer_lib/**/*.pyi")}
+    stubs.add("trainer_lib/callbacks/__init__.pyi")
+    assert "trainer_lib/__init__.pyi" in stubs
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if name.endswith(".pyi")} == stubs
+    with tarfile.open(sdist) as archive:
+        shipped = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in shipped if name.endswith(".pyi")} == {
+        name.replace("trainer_lib/callbacks", "callbacks") for name in stubs
+    }
+
+
+@pytest.mark.launch
+def test_wheel_holds_the_files_of_reports(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith("trainer_lib/runs/report/page/")}
     assert names == {
@@ -108,8 +122,8 @@ def test_wheel_holds_what_reports_are_made_of(wheel: Path) -> None:
 def test_unpacked_wheel_imports_the_callbacks(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    where = run_python("import trainer_lib.callbacks as callbacks; print(callbacks.__file__)", tmp_path)
-    assert Path(where) == tmp_path / "trainer_lib" / "callbacks" / "__init__.py"
+    code = "import trainer_lib.callbacks as callbacks; callbacks.EarlyStopping; print(callbacks.__file__)"
+    assert Path(run_python(code, tmp_path)) == tmp_path / "trainer_lib" / "callbacks" / "__init__.py"
 
 
 @pytest.mark.slow

@@ -1,38 +1,10 @@
-"""The face that people who know Accelerate import from."""
-
-import ast
-from pathlib import Path
+"""The names that Accelerate's users import from `accelerate.utils`."""
 
 import pytest
 
 import trainer_lib.utils
 from trainer_lib import collectives, seeding
 from trainer_lib.state import PartialState
-
-SOURCE = Path(trainer_lib.utils.__file__)
-
-
-def imported_for_type_checkers() -> dict[str, str]:
-    """Return the names in the block that only type checkers read, and their modules."""
-    tree = ast.parse(SOURCE.read_text())
-    return {
-        alias.asname or alias.name: str(statement.module)
-        for block in tree.body
-        if isinstance(block, ast.If)
-        for statement in block.body
-        if isinstance(statement, ast.ImportFrom)
-        for alias in statement.names
-    }
-
-
-def test_every_name_resolves() -> None:
-    for name in trainer_lib.utils.__all__:
-        assert getattr(trainer_lib.utils, name) is not None
-
-
-def test_type_checkers_see_the_same_names_from_the_same_modules() -> None:
-    assert imported_for_type_checkers() == trainer_lib.utils._HOMES
-    assert sorted(trainer_lib.utils._HOMES) == dir(trainer_lib.utils)
 
 
 def test_the_names_are_the_librarys_own_objects() -> None:

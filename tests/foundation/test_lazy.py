@@ -1,34 +1,66 @@
 """Names that are imported when they are first used."""
 
+import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from trainer_lib.foundation.lazy_imports import lazy_names
 
+STUB = """
+from json import dumps as dumps
+from json import (
+    loads as loads,
+)
+from no_such_module import gone as gone
+
+__version__: str
+"""
+LAZY_PACKAGES = ["", ".callbacks", ".launchers", ".tracking", ".utils"]
+
 
 @pytest.fixture
-def package() -> Iterator[ModuleType]:
-    made = ModuleType("lazy_package")
-    made.__getattr__, made.__dir__ = lazy_names("lazy_package", {"dumps": "json", "gone": "no_such_module"})  # type: ignore[method-assign]
-    sys.modules["lazy_package"] = made
-    yield made
+def package(tmp_path: Path) -> Iterator[ModuleType]:
+    (tmp_path / "__init__.pyi").write_text(STUB)
+    module = ModuleType("lazy_package")
+    names = lazy_names("lazy_package", str(tmp_path / "__init__.py"))
+    module.__getattr__, module.__dir__, module.__all__ = names  # type: ignore[method-assign]
+    sys.modules["lazy_package"] = module
+    yield module
     del sys.modules["lazy_package"]
 
 
 def test_a_name_is_resolved_once(package: ModuleType) -> None:
     assert "dumps" not in vars(package)
     assert package.dumps([1]) == "[1]"
+    assert package.loads("[1]") == [1]
     assert "dumps" in vars(package)
 
 
-def test_the_names_are_listed(package: ModuleType) -> None:
-    assert dir(package) == ["dumps", "gone"]
+def test_the_stub_lists_the_names(package: ModuleType) -> None:
+    assert dir(package) == package.__all__ == ["dumps", "gone", "loads"]
 
 
 def test_an_unknown_name_is_an_attribute_error_with_the_nearest(package: ModuleType) -> None:
     assert not hasattr(package, "other")
     with pytest.raises(AttributeError, match=r"module 'lazy_package' has no attribute 'dump'. Did you mean 'dumps'?"):
         package.dump  # noqa: B018
+
+
+@pytest.mark.parametrize("name", LAZY_PACKAGES)
+def test_every_public_name_of_a_lazy_package_resolves(name: str) -> None:
+    package = importlib.import_module(f"trainer_lib{name}")
+    assert package.__file__ is not None
+    assert Path(package.__file__).with_suffix(".pyi").exists()
+    assert set(package.__all__) <= set(dir(package))
+    for public in dir(package):
+        assert getattr(package, public) is not None
+
+
+def test_a_star_import_leaves_out_the_estimators_of_scikit_learn() -> None:
+    import trainer_lib
+
+    assert set(dir(trainer_lib)) - set(trainer_lib.__all__) == {"TrainerClassifier", "TrainerRegressor"}
