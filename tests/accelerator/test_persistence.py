@@ -713,7 +713,7 @@ def test_arguments_that_nobody_knows(tmp_path: Path) -> None:
     accelerator = engine()
     with pytest.raises(ConfigurationError, match=r"argument of save_state 'max_shard_sise'.*mean 'max_shard_size'"):
         accelerator.save_state(tmp_path / "state", max_shard_sise=3)
-    with pytest.raises(ConfigurationError, match="'much' is no size"):
+    with pytest.raises(ConfigurationError, match="'much' is not a size"):
         accelerator.save_state(tmp_path / "state", max_shard_size="much")
     with pytest.raises(ConfigurationError, match=r"A checkpoint folder must be a path \(got 3\)"):
         accelerator.save_state(3)  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ def test_a_metric_of_its_own_asks_by_itself() -> None:
 
 
 def test_a_metric_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"Checkpoint goes by the metric 'eval_f2'.*It has: eval_f1"):
+    with pytest.raises(ConfigurationError, match=r"Checkpoint uses the metric 'eval_f2'.*It has: eval_f1"):
         Checkpoint(metric="eval_f2", greater_is_better=True).on_evaluate_end(running(), {"eval_f1": 1.0})
 
 
@@ -322,7 +322,7 @@ def test_one_process_deletes_and_all_keep_the_same_list(tmp_path: Path) -> None:
         ({"every": "3 stps"}, "every='3 stps': unknown unit"),
         ({"keep_every": "3 stps"}, "keep_every='3 stps': unknown unit"),
         ({"keep_every": 3, "keep_last": None}, "keep_every=3 has no effect: keep_last=None keeps all"),
-        ({"metric": "eval_harmony"}, "Whether more of the metric 'eval_harmony' is better"),
+        ({"metric": "eval_harmony"}, "cannot be inferred from the name of the metric 'eval_harmony'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:

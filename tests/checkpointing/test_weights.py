@@ -167,7 +167,7 @@ def test_a_place_that_is_no_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="is a file, and weights are saved to a folder"):
         saved(tmp_path / "file")
-    with pytest.raises(ConfigurationError, match="'much' is no size"):
+    with pytest.raises(ConfigurationError, match="'much' is not a size"):
         saved(tmp_path / "weights", max_shard_size="much")
     with pytest.raises(CheckpointError, match=r"the weights \(.*\) could not be written: .*Not a directory"):
         saved(tmp_path / "file" / "weights")

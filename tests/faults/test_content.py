@@ -351,8 +351,8 @@ def test_whatever_json_says_is_taken_up_or_refused(
         ("C:\\secret", r"which leads out of"),
         ("link", r"names 'link', a link out of"),
         ("folder/secret", r"names 'folder/secret', a link out of"),
-        ("", r"names a file '', which is no name"),
-        ("a\0b", r"which is no name"),
+        ("", r"names a file '', which is not a valid name"),
+        ("a\0b", r"which is not a valid name"),
     ],
 )
 def test_no_name_leads_out_of_the_folder(state: Path, name: str, words: str, ledger: Ledger) -> None:
@@ -386,7 +386,7 @@ def test_no_index_of_weights_leads_out_of_the_folder(
     index.write_text(json.dumps(content))
     reseal(state)
     (state / "link.safetensors").symlink_to(secret)
-    words = r"leads out of|a link out of|which is no name"
+    words = r"leads out of|a link out of|which is not a valid name"
     for read in (lambda: training.load_state(state), lambda: load_checkpoint_in_model(toy.model(), state, strict=True)):
         with pytest.raises(CheckpointError, match=words):
             read()

@@ -233,7 +233,7 @@ def test_settings_of_the_launcher() -> None:
 def test_engines_that_are_not_there_are_refused_by_name(engine: str) -> None:
     with (
         patch_environment(**{f"ACCELERATE_USE_{engine}": "true"}),
-        pytest.raises(UnsupportedError, match=f"ACCELERATE_USE_{engine} asks for .* Unset ACCELERATE_USE_{engine}"),
+        pytest.raises(UnsupportedError, match=f"ACCELERATE_USE_{engine} requests .* Unset ACCELERATE_USE_{engine}"),
     ):
         environment.refuse_unsupported_engines()
     with patch_environment(**{f"ACCELERATE_USE_{engine}": "false", "ACCELERATE_DYNAMO_BACKEND": "NO"}):

@@ -90,7 +90,7 @@ def test_what_is_read(given: Any, amount: float, unit: str) -> None:
     ],
 )
 def test_what_is_no_amount(given: Any) -> None:
-    message = f"save_every={given!r} is no amount of training. Give a number and a unit, such as "
+    message = f"save_every={given!r} is not a duration. Give a number and a unit, such as "
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         Every.parse(given, "save_every")
 
@@ -99,13 +99,13 @@ def test_what_is_no_amount(given: Any) -> None:
     "given", [0, -1, "0 steps", "-5 steps", "0:00:00", "1e999 steps", timedelta(0), timedelta(-1), float("nan")]
 )
 def test_nothing_and_less_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(f"log_every={given!r} must be more than nothing")):
+    with pytest.raises(ConfigurationError, match=re.escape(f"log_every={given!r} must be more than 0")):
         Every.parse(given, "log_every")
 
 
 @pytest.mark.parametrize("given", [0.5, "1.5 steps", "0.3 samples"])
 def test_there_are_no_parts_of_steps_and_samples(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(f"log_every={given!r}: there are no parts of s")):
+    with pytest.raises(ConfigurationError, match=re.escape(f"log_every={given!r} must be a whole number of s")):
         Every.parse(given, "log_every")
 
 
@@ -148,9 +148,9 @@ def test_it_is_written_as_it_is_read(given: Any, text: str) -> None:
 
 def test_made_by_hand_it_is_checked_as_well() -> None:
     assert str(Every(2.0, "steps")) == "2 steps"
-    with pytest.raises(ConfigurationError, match="amount=-1 must be more than nothing"):
+    with pytest.raises(ConfigurationError, match="amount=-1 must be more than 0"):
         Every(-1, "steps")
-    with pytest.raises(ConfigurationError, match=r"amount=0\.5: there are no parts of steps"):
+    with pytest.raises(ConfigurationError, match=r"amount=0\.5 must be a whole number of steps"):
         Every(0.5, "steps")
     with pytest.raises(ConfigurationError, match=r"unknown unit 'step'. Known: .* Did you mean 'steps'\?"):
         Every(1, "step")  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def test_what_was_given_counts_more_than_the_name() -> None:
 
 @pytest.mark.parametrize("metric", ["eval_harmony", "eval_loss_ratio", "macro", "lossy", "", "2"])
 def test_other_names_are_asked_for(metric: str) -> None:
-    with pytest.raises(ConfigurationError, match="Say greater_is_better=True or greater_is_better=False"):
+    with pytest.raises(ConfigurationError, match="Give greater_is_better=True or greater_is_better=False"):
         greater_is_better_for(metric)
 
 
@@ -53,7 +53,7 @@ def test_what_is_no_answer_is_refused() -> None:
 def test_a_metric_that_is_not_there_names_those_that_are() -> None:
     metrics = {"eval_loss": 0.5, "eval_accuracy": 0.25}
     assert read_metric("eval_accuracy", metrics, "EarlyStopping") == 0.25
-    with pytest.raises(ConfigurationError, match=r"EarlyStopping goes .* 'acuracy'.*It has: eval_accuracy, eval_loss"):
+    with pytest.raises(ConfigurationError, match=r"EarlyStopping uses .* 'acuracy'.*It has: eval_accuracy, eval_loss"):
         read_metric("acuracy", metrics, "EarlyStopping")
     assert read_metric("accuracy", metrics, "EarlyStopping") == 0.25
     with pytest.raises(ConfigurationError, match=r"Did you mean 'eval_accuracy'\?"):

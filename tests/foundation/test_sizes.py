@@ -36,5 +36,5 @@ def test_sizes_as_people_write_them(text: int | str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", -1, True, "1 XB", "1e3", None, 1.5])
 def test_what_is_no_size(text: Any) -> None:
-    with pytest.raises(ConfigurationError, match="is no size"):
+    with pytest.raises(ConfigurationError, match="is not a size"):
         convert_file_size_to_int(text)

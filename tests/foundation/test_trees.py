@@ -104,7 +104,7 @@ def test_recursively_apply() -> None:
     tree = {"a": one(), "b": "text"}
     assert pytree.recursively_apply(torch.add, tree, 1)["a"].tolist() == [2.0, 3.0]
     assert pytree.recursively_apply(len, tree, test_type=lambda leaf: isinstance(leaf, str))["b"] == 4
-    with pytest.raises(TypeError, match=r"add got a str inside a dict. Only tensors"):
+    with pytest.raises(TypeError, match=r"add got a str inside a dict. Give only tensors"):
         pytree.recursively_apply(torch.add, tree, 1, error_on_other_type=True)
 
 

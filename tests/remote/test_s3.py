@@ -194,7 +194,7 @@ def test_a_load_that_is_cut_damages_nothing(line: Line) -> None:
     saved, before = weights(big), files(state)
     train(accelerator, model, optimizer, 1)
     line.cut_after(3 << 20, "down")
-    with pytest.raises(CheckpointError, match=rf"{state}/.* cannot be reached, in 3 attempts"):
+    with pytest.raises(CheckpointError, match=rf"{state}/.* cannot be reached, after 3 attempts"):
         accelerator.load_state()
     line.mend()
     assert files(state) == before

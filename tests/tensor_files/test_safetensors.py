@@ -87,7 +87,7 @@ def test_what_the_formats_own_library_ties_is_tied_here(tmp_path: Path) -> None:
     [
         (torch.empty(2, device="meta"), "'it' is on the meta device and has no values"),
         (torch.eye(2).to_sparse(), "'it' is not a dense tensor"),
-        (torch.zeros(2, dtype=torch.complex128), "'it' has the type torch.complex128"),
+        (torch.zeros(2, dtype=torch.complex128), "'it' has the dtype torch.complex128"),
         (nn.UninitializedParameter(), "'it' is a UninitializedParameter"),
     ],
 )

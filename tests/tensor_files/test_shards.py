@@ -63,7 +63,7 @@ def test_torchs_reader_reads_the_files(tmp_path: Path) -> None:
 def test_a_part_that_is_missing_is_told(tmp_path: Path) -> None:
     (written(tmp_path) / shard_file(0)).unlink()
     saved = read_shards(tmp_path)["grid"]
-    with pytest.raises(CheckpointError, match=r"Of 'grid', the files in .* hold 20 of 35 values"):
+    with pytest.raises(CheckpointError, match=r"'grid' is incomplete: the files in .* hold 20 of 35 values"):
         saved.read()
     assert torch.equal(saved.read((3, 0), (4, 5)), GRID[3:])
 

@@ -1,4 +1,4 @@
-"""This file is writing files so that they are there, whole, after a crash; and staying inside a folder."""
+"""Writing files atomically, and paths that must stay inside a folder."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _Path = TypeVar("_Path", bound=AnyPath)
 
 
 def sync(path: Path) -> None:
-    """Have the disk take a file, or the names in a folder."""
+    """Flush a file, or the entries of a folder, to the disk (`fsync`)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -21,7 +21,7 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` make a file beside `path`, and put it there at once: readers see the old one or the new one."""
+    """Replace a file atomically: `write` writes a temporary file beside `path`, which is then renamed."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         write(partial)
@@ -33,29 +33,27 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         raise
 
 
-def inside(folder: _Path, name: object, told_by: str) -> _Path:
+def path_inside(folder: _Path, name: object, source: str) -> _Path:
     """Return the path of `name` in `folder`.
 
     Args:
         folder: The folder.
-        name: What a file says is in it.
-        told_by: The file that says so.
+        name: The name, which comes from a file that may be damaged or malicious.
+        source: The file that the name comes from.
 
     Raises:
-        CheckpointError: If the name leads out of the folder, on its own or by a link.
+        CheckpointError: If the name leads out of the folder, directly or by a link.
     """
     if not isinstance(name, str) or not name or "\0" in name:
-        raise CheckpointError(f"{told_by} names a file {name!r}, which is no name.")
+        raise CheckpointError(f"{source} names a file {name!r}, which is not a valid name.")
     pure = PurePosixPath(name)
     if pure.is_absolute() or PureWindowsPath(name).drive or ".." in pure.parts or "\\" in name:
-        raise CheckpointError(f"{told_by} names {name!r}, which leads out of {folder}. It will not be read.")
+        raise CheckpointError(f"{source} names {name!r}, which leads out of {folder}. It is not read.")
     path: Any = folder / pure
     root: Any = folder.resolve()
     # The Hugging Face cache keeps the files of all versions in one folder, and links to them.
     if root.parent.name == "snapshots":
         root = root.parent.parent
     if not path.resolve().is_relative_to(root):
-        raise CheckpointError(
-            f"{told_by} names {name!r}, a link out of {folder} to {path.resolve()}. It will not be read."
-        )
+        raise CheckpointError(f"{source} names {name!r}, a link out of {folder} to {path.resolve()}. It is not read.")
     return path

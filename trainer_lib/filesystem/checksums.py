@@ -1,4 +1,4 @@
-"""This file is checksums of files, taken while they are written, or by reading them: what `xxhsum -H2` prints."""
+"""Checksums of files, computed while they are written or by reading them; `xxhsum -H2` prints the same."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -6,21 +6,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
-# xxh3 keeps up with memory, where the checksums of the standard library take longer than the writing.
+# xxh3 is as fast as memory; the checksums of the standard library take longer than the writing.
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 
 _BLOCK = 1 << 20  # small enough to be in the cache when it is hashed
 _MOST_AT_ONCE = 8
-_LARGE = 1 << 20  # bytes that are worth another thread
+_LARGE = 1 << 20  # bytes from which another thread pays off
 
 _One = TypeVar("_One")
 _Result = TypeVar("_Result")
 
 
 class ChecksummedFile:
-    """A file that is written from its beginning to its end, and the checksum of what was written.
+    """A file that is written sequentially, and its checksum.
 
     Args:
         path: The file.
@@ -33,11 +33,11 @@ class ChecksummedFile:
 
     @property
     def checksum(self) -> str:
-        """The checksum of what was written so far."""
+        """The checksum of the bytes written so far."""
         return self._hash.hexdigest()
 
     def write(self, data: Any) -> int:
-        """Write bytes, and hash them meanwhile."""
+        """Write bytes, and hash them at the same time."""
         hashing = self._hashing(data)
         try:
             return self._file.write(data)
@@ -46,7 +46,7 @@ class ChecksummedFile:
                 hashing.result()
 
     def flush(self) -> None:
-        """Hand what was written to the system."""
+        """Flush the bytes written so far to the system."""
         self._file.flush()
 
     def __enter__(self) -> "ChecksummedFile":
@@ -62,7 +62,7 @@ class ChecksummedFile:
         if len(data) >= _LARGE:
             try:
                 return self._beside.submit(self._hash.update, data)
-            except RuntimeError:  # the interpreter ends, and a save in the background has still to be written
+            except RuntimeError:  # the interpreter is ending while a background save is still writing
                 pass
         self._hash.update(data)
         return None
@@ -74,22 +74,22 @@ def checksum_of_bytes(data: bytes) -> str:
 
 
 def checksum_of(path: AnyPath) -> str:
-    """Return the checksum of a file, which is read for it.
+    """Read a file and return its checksum.
 
-    It is not mapped into memory: a disk that fails would then end the process, where reading raises an error.
+    It is not memory-mapped: a failing disk would then kill the process (SIGBUS), where reading raises an error.
     """
-    found = xxh3_128()
+    checksum = xxh3_128()
     block = bytearray(min(_BLOCK, max(path.stat().st_size, 1)))
     view = memoryview(block)
     file: Any
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
-            found.update(view[:count])
-    return found.hexdigest()
+            checksum.update(view[:count])
+    return checksum.hexdigest()
 
 
 def for_each_file(work: Callable[[_One], _Result], paths: Iterable[_One]) -> list[_Result]:
-    """Return what `work` makes of each file, several at once: reading and hashing need no Python."""
+    """Return the results of `work` for each file, several in parallel: reading and hashing release the GIL."""
     paths = list(paths)
     at_once = min(len(paths), len(os.sched_getaffinity(0)), _MOST_AT_ONCE)
     if at_once < 2:

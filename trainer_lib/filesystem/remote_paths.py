@@ -1,6 +1,6 @@
-"""This file is paths on other machines, given by URL (`s3://`, `gs://`, `memory://` …), with the verbs of `pathlib`.
+"""Paths of URLs (`s3://`, `gs://`, `memory://` …), with the methods of `pathlib.Path`.
 
-What is behind them is fsspec's, which is imported with the first question that is asked of one.
+They use fsspec, which is imported on the first access.
 """
 
 import errno
@@ -30,21 +30,21 @@ _Result = TypeVar("_Result")
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 _LOCAL = ("file", "local")
-# Seconds between attempts; the file systems themselves try again too, sooner and more often.
+# Seconds between attempts. The file systems retry too, sooner and more often.
 PAUSES = (0.5, 2.0)
-_PIECE = 64 << 20  # bytes that are handed over at a time, so that no file is in memory as a whole
+_PIECE = 64 << 20  # bytes that are passed on at a time, so that no whole file is in memory
 _ANSWERS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """A file or folder on another machine, as far as it is used here like a `pathlib.Path`.
+    """A file or folder behind a URL, with the methods of `pathlib.Path` that this library needs.
 
-    Folders need not be made: there is one where there are files.
+    Folders need not be created: a folder exists if there are files in it.
 
     Args:
-        scheme: What stands before `://`.
-        key: What stands after it.
+        scheme: The part before `://`.
+        key: The part after it.
     """
 
     scheme: str
@@ -67,20 +67,20 @@ class RemotePath:
 
     @property
     def suffix(self) -> str:
-        """The ending of the last part."""
+        """The file extension of the last part."""
         return self._pure.suffix
 
     @property
     def parent(self) -> "RemotePath":
-        """The folder that it is in."""
+        """The folder that contains it."""
         return self._at(self._pure.parent)
 
     def __truediv__(self, name: str | os.PathLike[str]) -> "RemotePath":
-        """Return what is called so in this folder."""
+        """Return the path of `name` in this folder."""
         return self._at(self._pure / name)
 
     def with_name(self, name: str) -> "RemotePath":
-        """Return what is called so beside this."""
+        """Return the path of `name` beside this one."""
         return self._at(self._pure.with_name(name))
 
     def is_relative_to(self, folder: "RemotePath") -> bool:
@@ -88,7 +88,7 @@ class RemotePath:
         return self.scheme == folder.scheme and self._pure.is_relative_to(folder._pure)
 
     def relative_to(self, folder: "RemotePath") -> PurePosixPath:
-        """Return its name as seen from a folder."""
+        """Return its path relative to a folder."""
         return self._pure.relative_to(folder._pure)
 
     def expanduser(self) -> "RemotePath":
@@ -106,7 +106,7 @@ class RemotePath:
     # -- questions -----------------------------------------------------------------------------------------------
 
     def exists(self) -> bool:
-        """Whether there is a file, or a folder with files."""
+        """Whether it is a file, or a folder with files."""
         return bool(self._facts())
 
     def is_file(self) -> bool:
@@ -118,55 +118,57 @@ class RemotePath:
         return self._facts().get("type") == "directory"
 
     def stat(self) -> "Facts":
-        """Return size and time of a file."""
+        """Return the size and modification time of a file."""
         facts = self._ask(lambda files, root: dict(files.info(root)))
         return Facts(int(facts.get("size") or 0), _written(facts))
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """Return what is in a folder."""
+        """Return the files and folders in a folder."""
         return iter(self._named(lambda files, root: files.ls(root, detail=False)))
 
     def glob(self, pattern: str) -> list["RemotePath"]:
-        """Return what is called so in a folder."""
+        """Return the files and folders in this folder that match a pattern."""
         return self._named(lambda files, root: files.glob(f"{root.rstrip('/')}/{pattern}"))
 
     def rglob(self, pattern: str) -> list["RemotePath"]:
-        """Return the files in a folder and those in it that are called so."""
+        """Return the files in this folder and its subfolders that match a pattern."""
         return [path for path in map(self.__truediv__, self.sizes()) if path._pure.match(pattern)]
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of all files in a folder and those in it, by name; one question, however many there are."""
+        """Return the sizes of all files in this folder and its subfolders, by name, from one listing."""
 
-        def found(files: Any, root: str) -> dict[str, int]:
-            there = files.find(root, detail=True).values()
-            sizes = {_inside(root, facts["name"]): int(facts["size"] or 0) for facts in there if _is_file(facts)}
+        def list_sizes(files: Any, root: str) -> dict[str, int]:
+            entries = files.find(root, detail=True).values()
+            sizes = {
+                _relative_name(root, entry["name"]): int(entry["size"] or 0) for entry in entries if _is_file(entry)
+            }
             return {name: size for name, size in sizes.items() if name}
 
-        return self._ask(found)
+        return self._ask(list_sizes)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
     def open(self, mode: str = "rb", buffering: int = 0) -> Any:
-        """Open a file, for reading ("rb") or to be written anew ("wb"); `buffering` is the file system's."""
+        """Open a file for reading ("rb") or writing ("wb"); `buffering` is ignored: the file system chooses."""
         del buffering
         files, root = _file_system(str(self))
         return files.open(root, "rb") if mode == "rb" else _Upload(files.open(root, mode))
 
     def read_bytes(self) -> bytes:
-        """Return what is in a file."""
+        """Return the contents of a file."""
         return self._ask(lambda files, root: bytes(files.cat_file(root)))
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """Return what is in a file."""
+        """Return the contents of a text file."""
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, data: bytes) -> int:
-        """Write a file, at once: readers see the old one or the new one."""
+        """Write a file atomically: readers see the old contents or the new."""
         self._ask(lambda files, root: files.pipe_file(root, data))
         return len(data)
 
     def create(self, data: bytes) -> bool:
-        """Write a file unless there is one, by a conditional write; return whether it was written."""
+        """Write a file unless it exists, by a conditional write; return whether it was written."""
         try:
             self._ask(lambda files, root: files.pipe_file(root, data, mode="create"))
         except FileExistsError:
@@ -174,7 +176,7 @@ class RemotePath:
         return True
 
     def write_text(self, text: str, encoding: str = "utf-8") -> int:
-        """Write a file, at once."""
+        """Write a text file atomically."""
         return self.write_bytes(text.encode(encoding))
 
     def fetch(self, to: Path) -> None:
@@ -186,23 +188,23 @@ class RemotePath:
         self._ask(lambda files, root: files.put_file(str(source), root))
 
     def copy(self, to: "RemotePath") -> None:
-        """Copy a file, on the other side where that can be done."""
+        """Copy a file, within the storage if it can."""
         self._ask(lambda files, root: files.cp_file(root, _file_system(str(to))[1]))
 
     def replace(self, target: "RemotePath") -> "RemotePath":
-        """Give a file another name."""
+        """Rename a file."""
         self.copy(target)
         self.unlink()
         return target
 
     def delete_files(self, names: Collection[str]) -> None:
-        """Delete files in a folder, many at once; they may not be there."""
+        """Delete files in a folder, many per request; missing files are no error."""
 
         def delete(files: Any, root: str) -> None:
             with suppress(FileNotFoundError):
                 files.rm([f"{root}/{name}" for name in plain])
 
-        plain = [name for name in names if not any(letter in name for letter in "*?[")]  # which fsspec would look for
+        plain = [name for name in names if not any(letter in name for letter in "*?[")]  # fsspec would expand the rest
         if plain:
             self._ask(delete)
         for name in set(names) - set(plain):
@@ -224,28 +226,28 @@ class RemotePath:
     def _ask(self, question: Callable[[Any, str], _Result]) -> _Result:
         def asked() -> _Result:
             files, root = _file_system(str(self))
-            files.invalidate_cache()  # others write there too
+            files.invalidate_cache()  # other ranks and programs write there too
             return question(files, root)
 
         return with_retries(str(self), asked)
 
     def _facts(self) -> dict[str, Any]:
-        """Return what is known of it; nothing if it is not there."""
-        # fsspec's own `exists` takes any error for a no.
+        """Return the facts of a file or folder; nothing if it does not exist."""
+        # fsspec's own `exists` returns False for any error.
         try:
             return self._ask(lambda files, root: dict(files.info(root)))
         except FileNotFoundError:
             return {}
 
     def _named(self, question: Callable[[Any, str], list[str]]) -> list["RemotePath"]:
-        def found(files: Any, root: str) -> list[str]:
-            return [_inside(root, name) for name in question(files, root)]
+        def relative_names(files: Any, root: str) -> list[str]:
+            return [_relative_name(root, name) for name in question(files, root)]
 
-        return [self / name for name in sorted(self._ask(found)) if name]
+        return [self / name for name in sorted(self._ask(relative_names)) if name]
 
 
 class Facts(NamedTuple):
-    """What is known of a file, by the names of `os.stat_result`."""
+    """The size and modification time of a file, under the names of `os.stat_result`."""
 
     st_size: int
     st_mtime: float
@@ -254,73 +256,73 @@ class Facts(NamedTuple):
 AnyPath = Path | RemotePath
 
 
-def is_url(given: object) -> bool:
-    """Whether this is a URL of another machine."""
-    found = _URL.match(given) if isinstance(given, str) else None
-    return isinstance(given, RemotePath) or (found is not None and found[1].lower() not in _LOCAL)
+def is_url(location: object) -> bool:
+    """Whether a location is a URL, other than one of a local file."""
+    match = _URL.match(location) if isinstance(location, str) else None
+    return isinstance(location, RemotePath) or (match is not None and match[1].lower() not in _LOCAL)
 
 
-def path_at(given: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Return the path that a text means: on this machine, or behind a URL.
+def path_at(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
+    """Return the path of a location: on this machine, or behind a URL.
 
     Raises:
-        ConfigurationError: If it is a URL that cannot be taken.
+        ConfigurationError: If the URL has a password, a query or `..`, or its scheme is unknown.
         MissingPackageError: If the package for such URLs is not installed.
 
     Example:
         >>> path_at("file:///tmp/runs"), str(path_at("memory://runs/first") / "run.json")
         (PosixPath('/tmp/runs'), 'memory://runs/first/run.json')
     """
-    if isinstance(given, RemotePath):
-        return given
-    found = _URL.fullmatch(os.fspath(given))
-    if found is None:
-        _refuse_cut_url(Path(given))
-        return Path(given).expanduser()
-    scheme, rest = found[1].lower(), found[2]
+    if isinstance(location, RemotePath):
+        return location
+    match = _URL.fullmatch(os.fspath(location))
+    if match is None:
+        _refuse_cut_url(Path(location))
+        return Path(location).expanduser()
+    scheme, rest = match[1].lower(), match[2]
     if scheme in _LOCAL:
         return Path(rest).expanduser()
-    url = masked(str(given))
+    url = masked(str(location))
     if re.match(r"[^/@]*:[^/@]*@", rest):
         raise ConfigurationError(
-            f"{url} has a password in it, and URLs get into logs and manifests. Leave it out, and give it as the file "
-            "system takes it: in its configuration or the environment."
+            f"{url} contains a password, and URLs are written to logs and manifests. Remove it, and set the password "
+            "in the configuration of the file system or in the environment."
         )
     if "?" in rest:
         raise ConfigurationError(
-            f"{url}: what stands behind a '?' may be a secret, and URLs get into logs. Leave it out."
+            f"{url} contains a query after '?', which may be a secret, and URLs are written to logs. Remove it."
         )
     if not rest.strip("/"):
         raise ConfigurationError(f"{url} names no bucket or folder. Give {scheme}://bucket/folder.")
     if ".." in PurePosixPath(rest).parts:
-        raise ConfigurationError(f"{url}: behind a URL there is no '..'. Give the whole one.")
+        raise ConfigurationError(f"{url} contains '..', which URLs do not support. Give the full URL.")
     _check_scheme(scheme)
     return RemotePath(scheme, str(PurePosixPath(rest)))
 
 
-def local_path(given: str | os.PathLike[str] | RemotePath, doing: str) -> Path:
+def local_path(location: str | os.PathLike[str] | RemotePath, operation: str) -> Path:
     """Return a path on this machine.
 
     Raises:
-        UnsupportedError: If it is behind a URL.
+        UnsupportedError: If the location is a URL.
     """
-    path = path_at(given)
+    path = path_at(location)
     if isinstance(path, RemotePath):
-        raise UnsupportedError(f"{doing} writes to this machine, and {path} is another one. Give a path here.")
+        raise UnsupportedError(f"{operation} needs a local path (got the URL {path}). Give a path on this machine.")
     return path
 
 
 def masked(text: str) -> str:
-    """Return a text without what URLs in it may keep secret: users, passwords, and signatures behind a `?`."""
+    """Return a text with the secrets in its URLs masked: users, passwords, and queries such as signatures."""
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1?…", re.sub(r"://[^/\s@]*@", "://…@", text))
 
 
 def with_retries(url: str, work: Callable[[], _Result]) -> _Result:
-    """Do something, again if it fails in a way that may pass, and tell of a failure by the URL and the reason.
+    """Call `work`, and retry it after errors that may be temporary.
 
     Raises:
-        OSError: If it is not there or not allowed; at once.
-        UnreachableError: If it failed each time.
+        OSError: At once, if the file does not exist or access is denied.
+        UnreachableError: If every attempt failed, with the URL and the reason.
     """
     for pause in (*PAUSES, None):
         try:
@@ -329,19 +331,19 @@ def with_retries(url: str, work: Callable[[], _Result]) -> _Result:
             raise type(error)(error.errno or errno.EIO, _reason(error), url) from error
         except TrainerLibError:
             raise
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system raises its own errors
             if "Credential" in type(error).__name__:
                 raise PermissionError(errno.EACCES, _reason(error), url) from error
             if pause is None:
                 raise UnreachableError(
-                    f"{url} cannot be reached, in {len(PAUSES) + 1} attempts: {_reason(error)}."
+                    f"{url} cannot be reached, after {len(PAUSES) + 1} attempts: {_reason(error)}."
                 ) from error
             time.sleep(pause)
     raise AssertionError("unreachable")
 
 
 class _Upload:
-    """A file that is being written; it is there once it is closed, and what an error cut short is dropped."""
+    """A file that is being written: it exists once it is closed, and an error discards it."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -353,7 +355,7 @@ class _Upload:
         return len(view)
 
     def flush(self) -> None:
-        """Leave it to the file system, which sends parts of a size of its own."""
+        """Do nothing: the file system sends parts of the size it chooses."""
         del self
 
     def __enter__(self) -> "_Upload":
@@ -365,12 +367,12 @@ class _Upload:
         if error is None:
             self._file.close()
         elif hasattr(self._file, "forced"):
-            # Closing it, or the garbage collector, would send the rest of what is torn.
+            # Otherwise closing it, or the garbage collector, would upload the incomplete file.
             self._file.forced, self._file.closed, self._file.buffer = True, True, io.BytesIO()
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, which it keeps, anew after a fork, and the path there."""
+    """Return fsspec's file system of a URL, which it caches in each process, and the path in it."""
     from fsspec.core import url_to_fs
 
     return cast(tuple[Any, str], url_to_fs(url))
@@ -386,33 +388,33 @@ def _check_scheme(scheme: str) -> None:
         raise ConfigurationError(unknown("kind of URL", scheme, available_protocols())) from error
     except ImportError as error:
         extra = " or `pip install trainer-lib[s3]`" if scheme in ("s3", "s3a") else ""
-        raise MissingPackageError(f"For {scheme}:// a package is missing: {error}{extra}.") from error
+        raise MissingPackageError(f"{scheme}:// needs a package that is not installed: {error}{extra}.") from error
 
 
 def _refuse_cut_url(path: Path) -> None:
     first = path.parts[0] if path.parts else ""
     if len(first) > 2 and first.endswith(":") and len(path.parts) > 1:
         raise ConfigurationError(
-            f"{str(path)!r} was a URL before it was made a Path, which takes a slash away. Give it as a text."
+            f"{str(path)!r} was a URL before it became a Path, which removes a slash. Give it as a string."
         )
 
 
-def _inside(root: str, name: str) -> str:
-    """Return the name of what a file system found, as seen from the folder that it was asked about."""
+def _relative_name(root: str, name: str) -> str:
+    """Return the name of an entry relative to the folder that was listed."""
     return name.strip("/").removeprefix(root.strip("/")).strip("/")
 
 
 def _is_file(facts: dict[str, Any]) -> bool:
-    return facts["type"] == "file" and not facts["name"].endswith("/")  # which marks a folder
+    return facts["type"] == "file" and not facts["name"].endswith("/")  # a name with "/" marks a folder
 
 
 def _written(facts: dict[str, Any]) -> float:
-    found = next((facts[name] for name in ("LastModified", "mtime", "updated", "created") if name in facts), 0.0)
-    if isinstance(found, str):
-        found = datetime.fromisoformat(found)
-    return found.timestamp() if isinstance(found, datetime) else float(found or 0.0)
+    modified = next((facts[name] for name in ("LastModified", "mtime", "updated", "created") if name in facts), 0.0)
+    if isinstance(modified, str):
+        modified = datetime.fromisoformat(modified)
+    return modified.timestamp() if isinstance(modified, datetime) else float(modified or 0.0)
 
 
 def _reason(error: BaseException) -> str:
-    told = masked(str(error)).strip().splitlines()
-    return f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
+    lines = masked(str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

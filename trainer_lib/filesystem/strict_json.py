@@ -1,14 +1,14 @@
-"""This file is reading JSON of which nothing is left to guess: a key comes once, a number is one, depth has an end."""
+"""Reading JSON strictly: no duplicate keys, no NaN or Infinity, no unlimited nesting."""
 
 import json
 from typing import Any, NoReturn
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return what a text says.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: If it is no JSON, says something twice, has a number that is none, or is too deep.
+        ValueError: If it is not valid JSON, has a duplicate key, NaN or Infinity, or is nested too deeply.
 
     Example:
         >>> read_json('{"step": 1, "step": 2}')
@@ -19,7 +19,7 @@ def read_json(text: str | bytes) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse)
     except RecursionError as error:
-        raise ValueError("it is too deep") from error
+        raise ValueError("it is nested too deeply") from error
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -31,4 +31,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a valid number")

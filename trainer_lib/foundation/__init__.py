@@ -1,1 +1,1 @@
-"""This package is the ground floor: it knows Python, the environment and tensors, and nothing of training."""
+"""The lowest layer: errors, the environment, imports, nested tensors and durations."""

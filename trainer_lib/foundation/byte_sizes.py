@@ -1,4 +1,4 @@
-"""This file is sizes in bytes as people read and write them."""
+"""Sizes in bytes as strings: formatting and parsing "10GB"."""
 
 import re
 
@@ -12,7 +12,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes in the largest unit that leaves at least one.
+    """Return a number of bytes in the largest unit in which it is at least 1.
 
     Example:
         >>> convert_bytes(123_456_789)
@@ -26,9 +26,9 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Return the bytes that a text such as "10GB", "5MiB" or "512" stands for; a number is bytes already.
+    """Return the bytes of a size such as "10GB", "5MiB" or "512"; an integer is returned as it is.
 
-    Powers of 1000, and of 1024 with an "i"; "Gb" with a small b is bits.
+    Units are powers of 1000, or of 1024 with an "i"; "Gb" with a lower-case b is bits.
 
     Example:
         >>> convert_file_size_to_int("5MB"), convert_file_size_to_int("1MiB")
@@ -39,7 +39,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if parts is None or parts[2].upper() not in _UNITS:
         raise ConfigurationError(
-            f"{size!r} is no size. Give bytes as a whole number, or a text such as '10GB', '500MB' or '5GiB'."
+            f"{size!r} is not a size. Give bytes as a whole number, or a string such as '10GB', '500MB' or '5GiB'."
         )
     in_bits = len(parts[2]) == 2 and parts[2].endswith("b")
     return int(float(parts[1]) * _UNITS[parts[2].upper()]) // (8 if in_bits else 1)

@@ -1,11 +1,11 @@
-"""This file is names, attributes and dictionaries, of whatever object."""
+"""Functions of Accelerate's utilities: names of objects, nested attributes, and merged dictionaries."""
 
 from functools import reduce
 from typing import Any
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function, or that of the class of anything else."""
+    """Return the name of a class or function; of any other object, the name of its class."""
     return getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or type(obj).__qualname__
 
 
@@ -20,16 +20,16 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Write `source` into `destination`, dictionaries inside them likewise, and return it.
+    """Merge `source` into `destination` recursively, and return `destination`.
 
     Example:
         >>> merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}})
         {'a': {'c': 2, 'b': 1}}
     """
     for key, value in source.items():
-        inside = destination.get(key)
+        current = destination.get(key)
         if isinstance(value, dict):
-            destination[key] = merge_dicts(value, inside if isinstance(inside, dict) else {})
+            destination[key] = merge_dicts(value, current if isinstance(current, dict) else {})
         else:
             destination[key] = value
     return destination

@@ -1,4 +1,4 @@
-"""This file is time as people say it: "500 steps", "1 epoch", "10 minutes"."""
+"""Durations such as "500 steps", "1 epoch" or "10 minutes"."""
 
 import re
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ _UNITS: dict[str, tuple[Unit, int]] = {
     "day": ("seconds", 86400),
 }
 _SHORT = {"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "d": "day"}
-# Commas stand between thousands only: "1,5 epochs" is one and a half to many people, and is refused.
+# Commas separate thousands only: "1,5 epochs" means one and a half in many countries, and is refused.
 _NUMBER = r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)?(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?"
-# "1M tokens", with a space behind the letter: "10m" is minutes to some people.
+# "1M tokens" needs the space after the letter, because "10m" could mean minutes.
 _SPELLED = re.compile(rf"({_NUMBER})\s*(?:([kKMGBT])\s+)?([a-zA-Z]+)")
 _THOUSANDS = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _WHOLE = ("steps", "samples", "tokens")
@@ -36,8 +36,8 @@ class Every:
     """An amount of training, of one unit.
 
     Args:
-        amount: How much; more than nothing, and whole for steps, samples and tokens.
-        unit: Of what: "steps", "epochs", "samples", "tokens" or "seconds".
+        amount: The amount; more than 0, and whole for steps, samples and tokens.
+        unit: The unit: "steps", "epochs", "samples", "tokens" or "seconds".
 
     Example:
         >>> Every.parse("500 steps"), Every.parse("10 minutes")
@@ -60,16 +60,16 @@ class Every:
 
     @classmethod
     def parse(cls, value: Any, field: str = "every") -> "Every":
-        """Return what `value` means: a text, a number of steps, a `timedelta`, or an `Every` as it is.
+        """Return the duration of a string, a number of steps, a `timedelta` or an `Every`.
 
-        Times may also be given as a scheduler writes them: "02:30:00", "1-02:30:00".
+        Times may also have the format of SLURM: "02:30:00", "1-02:30:00".
 
         Args:
-            value: What was given.
-            field: The name of the option, for the error.
+            value: The value to parse.
+            field: The name of the option, for errors.
 
         Raises:
-            ConfigurationError: If it is none of these, or not more than nothing.
+            ConfigurationError: If it is not a duration, or not more than 0.
         """
         if isinstance(value, cls):
             return value
@@ -79,7 +79,7 @@ class Every:
             return cls(_amount(float(value), "steps", value, field), "steps")
         if isinstance(value, str):
             return cls._read(value, field)
-        raise _no_amount(value, field)
+        raise _not_a_duration(value, field)
 
     @classmethod
     def _read(cls, text: str, field: str) -> "Every":
@@ -89,30 +89,30 @@ class Every:
             return cls(_amount(total, "seconds", text, field), "seconds")
         spelled = _SPELLED.fullmatch(text.strip())
         if spelled is None:
-            raise _no_amount(text, field)
+            raise _not_a_duration(text, field)
         number, thousands, word = spelled.groups()
         try:
             amount = float(number.replace(",", ""))
         except ValueError:  # no digits, as in "epochs", or "1__0 steps"
-            raise _no_amount(text, field) from None
+            raise _not_a_duration(text, field) from None
         unit, factor = _unit(word, text, field)
-        if thousands:  # 1.1 times a million is a little more than that
+        if thousands:  # 1.1 * 10**6 is not exactly 1100000
             amount = round(amount * _THOUSANDS[thousands], 6)
         return cls(_amount(amount * factor, unit, text, field), unit)
 
     def __str__(self) -> str:
-        """Return it as `parse` reads it."""
+        """Return the string that `parse` reads."""
         return f"{self.amount} {self.unit[:-1] if self.amount == 1 else self.unit}"
 
 
 def _amount(amount: float, unit: Unit, given: Any, field: str) -> float:
-    """Return the amount, whole where it is, or say why it is none."""
+    """Return the amount, as an integer if it is whole, or raise if it is not valid."""
     if not 0 < amount < float("inf"):
-        raise ConfigurationError(f"{field}={shown(given)} must be more than nothing, and finite.")
+        raise ConfigurationError(f"{field}={shown(given)} must be more than 0, and finite.")
     if amount == int(amount):
         return int(amount)
     if unit in _WHOLE:
-        raise ConfigurationError(f"{field}={shown(given)}: there are no parts of {unit}. Give a whole number.")
+        raise ConfigurationError(f"{field}={shown(given)} must be a whole number of {unit}.")
     return amount
 
 
@@ -121,15 +121,15 @@ def _unit(word: str, given: str, field: str) -> tuple[Unit, int]:
     singular = lower if lower in _SHORT else lower.removesuffix("s")
     name = _SHORT.get(singular, singular)
     if name not in _UNITS:
-        known = [f"{one}s" for one in _UNITS]
+        known = [f"{unit}s" for unit in _UNITS]
         raise ConfigurationError(
             f"{field}={shown(given)}: unknown unit {word!r}. Known: {', '.join(known)}.{did_you_mean(word, known)}"
         )
     return _UNITS[name]
 
 
-def _no_amount(value: Any, field: str) -> ConfigurationError:
+def _not_a_duration(value: Any, field: str) -> ConfigurationError:
     return ConfigurationError(
-        f'{field}={shown(value)} is no amount of training. Give a number and a unit, such as "500 steps", "1 epoch", '
+        f'{field}={shown(value)} is not a duration. Give a number and a unit, such as "500 steps", "1 epoch", '
         '"100_000 samples", "1M tokens" or "10 minutes".'
     )

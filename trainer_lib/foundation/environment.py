@@ -1,7 +1,7 @@
-"""This file is the only reader of the process environment.
+"""The environment variables of launchers and schedulers; no other module reads the environment.
 
-Launchers speak to the processes they start through variables: torchrun's, SLURM's, MPI's, and the `ACCELERATE_*`
-ones of Accelerate's launcher. What they mean is settled here and nowhere else.
+Launchers pass settings to the processes they start in variables: those of torchrun, SLURM and MPI, and the
+`ACCELERATE_*` variables of Accelerate's launcher.
 """
 
 import functools
@@ -39,13 +39,13 @@ _SHARDING_FLAGS = {
     "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
 }
-# Launchers set the number for every policy; it says which of them means it.
+# Launchers set FSDP_MIN_NUM_PARAMS for every auto-wrap policy; only the size-based policy uses it.
 _SHARDING_COUNTS = {"fsdp_version": "FSDP_VERSION", "size_from": "FSDP_MIN_NUM_PARAMS"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process among those started with it, as its launcher described it."""
+    """The rank and world size of this process, as its launcher set them."""
 
     rank: int
     size: int
@@ -57,7 +57,7 @@ class World:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a yes or no as people write it: y, yes, t, true, on, 1 and their opposites.
+    """Return whether a string means yes (y, yes, t, true, on, 1) or no (n, no, f, false, off, 0).
 
     Returns 1 or 0, or a `bool` with `to_bool`.
     """
@@ -78,17 +78,17 @@ def get_int_from_env(env_keys: list[str] | tuple[str, ...], default: int) -> int
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the yes or no in variable `key`, else `default`."""
+    """Return the yes or no in the variable `key`, or `default`."""
     return bool(str_to_bool(os.environ[key])) if os.environ.get(key) else default
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the text in variable `key`, else `default`."""
+    """Return the string in the variable `key`, or `default`."""
     return os.environ.get(key, default)
 
 
 def debug_mode() -> bool:
-    """Whether collectives verify first that all processes hand in the same shapes."""
+    """Whether collectives first check that all ranks have the same shapes."""
     return parse_flag_from_env("ACCELERATE_DEBUG_MODE")
 
 
@@ -118,22 +118,22 @@ def uses_sharding() -> bool:
 
 
 def uses_parallelism_config() -> bool:
-    """Whether the launcher said how many processes replicate and how many shard."""
+    """Whether the launcher set the sizes of replication and sharding."""
     return parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
 def sharding_requested() -> dict[str, Any]:
     """The options of FSDP that the launcher named, by the names of the plugin's fields."""
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         field: text for field, key in _SHARDING_TEXTS.items() if (text := os.environ.get(key)) not in (None, "", "None")
     }
     for field, key in _SHARDING_FLAGS.items():
         if os.environ.get(key):
-            found[field] = parse_flag_from_env(key)
+            options[field] = parse_flag_from_env(key)
     for field, key in _SHARDING_COUNTS.items():
         if os.environ.get(key):
-            found[field] = _whole_number(key, os.environ[key])
-    return found
+            options[field] = _whole_number(key, os.environ[key])
+    return options
 
 
 def parallelism_requested() -> dict[str, int]:
@@ -144,14 +144,14 @@ def parallelism_requested() -> dict[str, int]:
 
 
 def processes_per_machine() -> int | None:
-    """The processes of each machine, if a launcher said how many."""
+    """The number of processes on each machine, if a launcher set it."""
     world = read_world()
     return None if world is None else world.local_size
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
     """Let transformers load the weights of models that will be sharded in the main process only."""
-    os.environ["ACCELERATE_USE_FSDP"] = "true"  # it asks for both
+    os.environ["ACCELERATE_USE_FSDP"] = "true"  # transformers checks both variables
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
 
 
@@ -161,12 +161,12 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def threads_requested() -> str | None:
-    """The OpenMP threads a process was told to use, if any."""
+    """The number of OpenMP threads in `OMP_NUM_THREADS`, if set."""
     return os.environ.get("OMP_NUM_THREADS") or None
 
 
 def refuse_unsupported_engines() -> None:
-    """Raise if a launcher asks for an engine this version does not have, so that it is not silently left out."""
+    """Raise if a launcher requests an engine that this version does not support, rather than ignore it."""
     engines = {
         "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
         "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -174,16 +174,16 @@ def refuse_unsupported_engines() -> None:
     }
     for key, engine in engines.items():
         if parse_flag_from_env(key):
-            raise UnsupportedError(f"{key} asks for {engine}, which this version does not support. Unset {key}.")
+            raise UnsupportedError(f"{key} requests {engine}, which this version does not support. Unset {key}.")
 
 
 def dynamo_setting(name: str) -> str | None:
-    """What the launcher says about torch.compile: `BACKEND` or `MODE`."""
+    """The launcher's setting of torch.compile: `BACKEND` or `MODE`."""
     return os.environ.get(f"ACCELERATE_DYNAMO_{name}") or None
 
 
 def dynamo_flag(name: str) -> bool | None:
-    """What the launcher says about torch.compile with yes or no: `USE_FULLGRAPH`, `USE_DYNAMIC` and others."""
+    """The launcher's flag for torch.compile: `USE_FULLGRAPH`, `USE_DYNAMIC` and others."""
     value = dynamo_setting(name)
     return None if value is None else bool(str_to_bool(value))
 
@@ -194,21 +194,21 @@ def log_level_requested() -> str | None:
 
 
 def make_cublas_deterministic() -> None:
-    """Ask cuBLAS for workspaces of a fixed size, without which its sums may differ between runs.
+    """Give cuBLAS workspaces of a fixed size, without which its sums may differ between runs.
 
-    It has to come before the first use of cuBLAS; a choice made already stays.
+    Call it before the first use of cuBLAS. A value that is already set stays.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def expected_world_size() -> int | None:
-    """The number of processes our launcher started, for comparison with the world that formed."""
+    """The number of processes that `trainer-lib launch` started, to compare with the world that formed."""
     size = get_int_from_env(["TRAINER_LIB_WORLD_SIZE"], 0)
     return size or None
 
 
 def store_file() -> str | None:
-    """The file through which the processes of one machine find one another, if their launcher named one."""
+    """The file of the rendezvous of the processes of one machine, if their launcher set one."""
     return os.environ.get("TRAINER_LIB_STORE_FILE") or None
 
 
@@ -218,30 +218,30 @@ def launched_by_fork() -> bool:
 
 
 def error_file() -> Path | None:
-    """Return where the launcher of this process looks for the reason why it failed, if there is a launcher."""
+    """Return the file where the launcher looks for the reason of a failure, if there is a launcher."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path else None
 
 
 def elastic_attempt() -> str | None:
-    """The number of the restart under torch's elastic agent if it lends its store, else `None`."""
+    """The number of the restart under torch's elastic agent if it provides its store; otherwise `None`."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def read_world() -> World | None:
-    """Return this process's place in the world its launcher made, or `None` if it runs alone.
+    """Return the rank and world size that the launcher set, or `None` without a launcher.
 
-    torchrun's variables beat SLURM's, which beat MPI's.
+    torchrun's variables take precedence over SLURM's, and SLURM's over MPI's.
     """
     return _torchrun_world(os.environ) or _slurm_world(os.environ) or _mpi_world(os.environ)
 
 
 def job_end_time() -> float | None:
-    """When the scheduler ends this job, in seconds since 1970, if there is one that tells (SLURM, from 22.05 on)."""
-    told = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(told) if told.isdigit() and int(told) else None  # 0: a job without a limit
+    """When the scheduler ends this job, in seconds since 1970, if it sets a variable (SLURM 22.05 and later)."""
+    end_time = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(end_time) if end_time.isdigit() and int(end_time) else None  # 0: a job without a limit
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
@@ -250,12 +250,12 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def variable(name: str) -> str | None:
-    """A variable of another package, which says where to report and as whom; `None` if it is empty, or not set."""
+    """A variable of another package, such as a tracker's; `None` if it is empty or not set."""
     return os.environ.get(name) or None
 
 
 def with_defaults(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of this process for one that it starts, with others where they are not set."""
+    """Return the environment of this process for a child process, with `variables` as defaults."""
     return {**variables, **os.environ}
 
 
@@ -282,7 +282,7 @@ def patch_environment(**kwargs: Any) -> Generator[None]:
 
 @contextmanager
 def clear_environment() -> Generator[None]:
-    """Empty the environment for the length of a `with` block; what is set inside is gone after it."""
+    """Empty the environment for the length of a `with` block, and restore it afterwards."""
     before = os.environ.copy()
     os.environ.clear()
     try:
@@ -293,7 +293,7 @@ def clear_environment() -> Generator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or every test of a class, so that no `ACCELERATE_*` variable it sets outlives it."""
+    """Decorate a function, or every test of a class, to restore the `ACCELERATE_*` variables afterwards."""
     if isinstance(func_or_cls, type):
         for name, member in list(vars(func_or_cls).items()):
             if callable(member) and name.startswith("test"):
@@ -349,7 +349,7 @@ def _slurm_world(env: Mapping[str, str]) -> World | None:
     if master["master_addr"] is None and nodes:
         master["master_addr"] = first_slurm_node(nodes)
     if master["master_port"] is None:
-        # All tasks of a job derive the same port, and two jobs on one node rarely meet.
+        # All tasks of a job derive the same port, and two jobs on one node rarely derive the same.
         master["master_port"] = 15000 + _whole_number("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0")) % 20000
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE"))
     node = _whole_number("SLURM_NODEID", env.get("SLURM_NODEID", "0"))
@@ -364,15 +364,15 @@ def _slurm_world(env: Mapping[str, str]) -> World | None:
 
 
 def _tasks_of_node(tasks: str, node: int) -> int:
-    """Return how many tasks a node has, by SLURM's list for all nodes: "4,2" or "2(x3),1"."""
+    """Return the number of tasks on a node, from SLURM's list for all nodes: "4,2" or "2(x3),1"."""
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", tasks)
-    each = [int(count) for count, repeats in counts for _ in range(int(repeats or 1))]
-    if node >= len(each):
+    tasks_by_node = [int(count) for count, repeats in counts for _ in range(int(repeats or 1))]
+    if node >= len(tasks_by_node):
         raise ConfigurationError(
             f"SLURM_NODEID={node} is not among the nodes of SLURM_STEP_TASKS_PER_NODE={tasks!r}. Start the processes "
             "with srun, which sets both."
         )
-    return each[node]
+    return tasks_by_node[node]
 
 
 def first_slurm_node(nodes: str) -> str:

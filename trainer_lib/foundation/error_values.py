@@ -1,4 +1,4 @@
-"""Values as error messages show them: on one line, short, tensors and arrays by their shape."""
+"""Values formatted for error messages: short, on one line, tensors and arrays by their shape."""
 
 from itertools import islice
 from math import prod
@@ -21,7 +21,7 @@ class _Short(Repr):
             return super().repr1(x, level)
         if isinstance(shape, tuple) and prod(shape) > 4:
             return f"<{kind.__name__} of shape {tuple(shape)}>"
-        # Modules print all that they hold; an object without a text of its own prints its address.
+        # The representation of a module is long; the default representation of an object is an address.
         if hasattr(x, "named_parameters") or kind.__repr__ is object.__repr__:
             return f"<{kind.__name__}>"
         return super().repr1(x, level)
@@ -48,6 +48,6 @@ def shown(value: object) -> str:
     """
     try:
         text = " ".join(_SHORT.repr(value).splitlines())
-    except Exception:  # noqa: BLE001 - a message about a value is worth more than the value
+    except Exception:  # noqa: BLE001 - the error message must appear even if the value has no representation
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

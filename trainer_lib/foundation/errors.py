@@ -1,6 +1,6 @@
-"""This file is every error the library raises in its own words.
+"""The error classes of the library.
 
-Each is also the built-in error a caller would expect, so `except ValueError` keeps working.
+Each is also a subclass of the built-in error that you would expect, so `except ValueError` keeps working.
 """
 
 from collections.abc import Iterable
@@ -19,19 +19,19 @@ class ConfigurationError(TrainerLibError, ValueError):
 
 
 class UnsupportedError(TrainerLibError, NotImplementedError):
-    """Something asked for that this version or this machine cannot do."""
+    """A request that this version or this machine does not support."""
 
 
 class PreparationError(TrainerLibError, ValueError):
-    """An object that cannot be prepared: prepared already, or unrelated to what it is prepared with."""
+    """An object that cannot be prepared: it is prepared already, or unrelated to the objects prepared with it."""
 
 
 class WorldError(TrainerLibError, RuntimeError):
-    """A world of processes that does not form, or is not the one asked for."""
+    """A distributed world that cannot be formed, or is not the requested one."""
 
 
 class DistributedOperationException(TrainerLibError, RuntimeError):  # noqa: N818
-    """A collective whose inputs disagree between processes (the name Accelerate's users know)."""
+    """A collective whose inputs differ between ranks (the class name is Accelerate's)."""
 
 
 class StateError(TrainerLibError, RuntimeError):
@@ -39,23 +39,23 @@ class StateError(TrainerLibError, RuntimeError):
 
 
 class CheckpointError(StateError):
-    """A state on disk that is not there, not whole, of something else, or that could not be written."""
+    """A checkpoint that is missing, incomplete, of another format, or that could not be written."""
 
 
 class DamagedError(CheckpointError):
-    """A state on disk that is not as it was written: a file of it is missing, has other bytes, or cannot be read."""
+    """A damaged checkpoint: a file is missing, has other bytes, or cannot be read."""
 
 
 class UnwritableError(CheckpointError):
-    """A state that the disk does not take: it is full, read-only, failing or not there."""
+    """A checkpoint that the disk cannot store: the disk is full, read-only, failing or missing."""
 
 
 class OccupiedError(UnwritableError, ConfigurationError):
-    """A state that cannot be written to its folder because a plain file has that name."""
+    """A checkpoint that cannot be written because a file has the name of its folder."""
 
 
 class UnsavedError(UnwritableError):
-    """A run that trained to its end and whose last checkpoint could not be written, so that it is not finished.
+    """A run that trained to its end, but is not finished because its last checkpoint could not be written.
 
     Attributes:
         result: The result of the run.
@@ -65,27 +65,27 @@ class UnsavedError(UnwritableError):
 
 
 class UnreachableError(CheckpointError):
-    """A file on another machine that could not be read, listed or written, in several attempts."""
+    """A file behind a URL that could not be read, listed or written in several attempts."""
 
 
 class RunInUseError(TrainerLibError, RuntimeError):
-    """A run that another program trains, and writes into the folder of."""
+    """A run that another program is training."""
 
 
 class HubError(TrainerLibError, OSError):
-    """The Hugging Face Hub, which could not be reached, or refused what it was asked for."""
+    """A request that the Hugging Face Hub refused, or that could not reach it."""
 
 
 class NonFiniteError(TrainerLibError, ArithmeticError):
-    """A loss or gradients that are not finite, or a loss far beyond the usual, before they change a weight."""
+    """A loss or gradients with NaN or Inf, or a loss spike, detected before they change a weight."""
 
 
 class BadSampleError(TrainerLibError, RuntimeError):
-    """More samples that cannot be read than a run may leave out."""
+    """More unreadable samples than a run may skip."""
 
 
 class SignatureError(TrainerLibError, TypeError):
-    """A function that cannot be called with what it would be given."""
+    """A function that cannot be called with the arguments it would get."""
 
 
 class UnknownMemberError(TrainerLibError, AttributeError):
@@ -93,40 +93,40 @@ class UnknownMemberError(TrainerLibError, AttributeError):
 
 
 class NoExecutableBatchSizeError(TrainerLibError, RuntimeError):
-    """No batch size fits into memory, not even 1."""
+    """No batch size fits into memory, not even a batch size of 1."""
 
 
 class MissingPackageError(TrainerLibError, ImportError):
-    """An optional package that is needed here and not installed."""
+    """An optional package that is needed and not installed."""
 
 
-def did_you_mean(given: object, known: Iterable[object]) -> str:
-    """Return ` Did you mean 'x'?` for the known name nearest to `given`, or an empty string."""
-    given = str(given) if len(str(given)) <= 100 else ""  # what is longer is no name
-    names = [str(name) for name in known]
-    in_small = {name.lower(): name for name in names}
-    nearest = get_close_matches(given, names, n=1) or [
-        in_small[name] for name in get_close_matches(given.lower(), list(in_small), n=1)
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """Return ` Did you mean 'x'?` for the known name nearest to `name`, or an empty string."""
+    name = str(name) if len(str(name)) <= 100 else ""  # a longer value is not a misspelt name
+    names = [str(known_name) for known_name in known]
+    by_lower_case = {known_name.lower(): known_name for known_name in names}
+    nearest = get_close_matches(name, names, n=1) or [
+        by_lower_case[match] for match in get_close_matches(name.lower(), list(by_lower_case), n=1)
     ]
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def unknown(kind: str, given: object, known: Iterable[object]) -> str:
-    """Say that `given` is not a known `kind`, what is, and what it may have been.
+def unknown(kind: str, name: object, known: Iterable[object]) -> str:
+    """Return the message that `name` is not a known `kind`, with the known names and the nearest one.
 
     Example:
         >>> unknown("precision", "bf61", ["no", "fp16", "bf16"])
         "Unknown precision 'bf61'. Known: bf16, fp16, no. Did you mean 'bf16'?"
     """
-    names = sorted(str(name) for name in known)
-    return f"Unknown {kind} {shown(given)}. Known: {', '.join(names)}.{did_you_mean(given, names)}"
+    names = sorted(str(known_name) for known_name in known)
+    return f"Unknown {kind} {shown(name)}. Known: {', '.join(names)}.{did_you_mean(name, names)}"
 
 
-def nearest(given: object, known: Iterable[object], count: int = 3) -> list[str]:
-    """Return the known names that are most like `given`, the nearest first, however far they are.
+def nearest(name: object, known: Iterable[object], count: int = 3) -> list[str]:
+    """Return the known names that are most similar to `name`, the nearest first, without a lower limit.
 
     Example:
         >>> nearest("gradient_norm", ["seed", "max_grad_norm", "gradient_checkpointing"], 2)
         ['max_grad_norm', 'gradient_checkpointing']
     """
-    return get_close_matches(str(given), [str(name) for name in known], n=count, cutoff=0.0)
+    return get_close_matches(str(name), [str(known_name) for known_name in known], n=count, cutoff=0.0)

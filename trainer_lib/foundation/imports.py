@@ -1,4 +1,4 @@
-"""This file is the questions about optional packages: is it installed, and if not, how to get it."""
+"""Optional packages: whether they are installed, and errors that say how to install them."""
 
 import functools
 import importlib
@@ -28,14 +28,14 @@ def is_package_available(module: str, distribution: str | None = None) -> bool:
 
     Args:
         module: The name in the import statement.
-        distribution: The name it is installed under, if a folder of that module name may lie about without it.
+        distribution: The name it is installed under, if a folder may have the module's name without the package.
     """
     try:
-        found = importlib.util.find_spec(module) is not None
+        is_importable = importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-    if not found or distribution is None:
-        return found
+    if not is_importable or distribution is None:
+        return is_importable
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -44,12 +44,12 @@ def is_package_available(module: str, distribution: str | None = None) -> bool:
 
 
 def require(module: str, extra: str, distribution: str | None = None) -> ModuleType:
-    """Import an optional package, or say which extra brings it.
+    """Import an optional package, or raise with the extra that installs it.
 
     Args:
         module: The name in the import statement.
-        extra: The extra.
-        distribution: The name it is installed under, if that is another one.
+        extra: The extra of this library that installs it.
+        distribution: The name it is installed under, if that differs.
     """
     try:
         return importlib.import_module(module)
@@ -61,7 +61,7 @@ def require(module: str, extra: str, distribution: str | None = None) -> ModuleT
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether the version of an installed library (or a version) stands in `operation` to another.
+    """Whether `library_or_version operation requirement_version` is true, for an installed library or a version.
 
     Example:
         >>> compare_versions("torch", ">=", "2.0")
@@ -75,7 +75,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the installed torch stands in `operation` to `version`."""
+    """Whether `torch.__version__ operation version` is true."""
     return compare_versions("torch", operation, version)
 
 
@@ -91,11 +91,11 @@ def _accelerator(kind: str) -> Callable[..., bool]:
     def is_available(check_device: bool = False) -> bool:
         import torch
 
-        del check_device  # a device is what is asked for, always
+        del check_device  # a device is always required
         device = torch.accelerator.current_accelerator(check_available=True)
         return device is not None and device.type == kind
 
-    is_available.__doc__ = f"Whether a device of the kind {kind} is there."
+    is_available.__doc__ = f"Whether a device of the type {kind} is available."
     return is_available
 
 
@@ -148,23 +148,23 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether a device of the kind hpu is there."""
-    del init_hccl  # the backend is made with the process group
+    """Whether a device of the type hpu is available."""
+    del init_hccl  # the process group initializes the backend
     return _accelerator("hpu")()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether a device of the kind mps is there, and torch is of at least `min_version`."""
+    """Whether a device of the type mps is available, and the version of torch is at least `min_version`."""
     return is_torch_version(">=", min_version) and _accelerator("mps")()
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether the package torch_xla is installed; never with a TPU or GPU, which this version does not drive by it."""
+    """Whether torch_xla is installed; False if you ask for a TPU or GPU, which this version does not use with it."""
     return is_package_available("torch_xla") and not (check_is_tpu or check_is_gpu)
 
 
 def is_weights_only_available() -> bool:
-    """Whether `torch.load` knows `weights_only`: in every torch that this library works with."""
+    """Whether `torch.load` has `weights_only`: True for every supported version of torch."""
     return True
 
 
@@ -176,15 +176,15 @@ def is_rocm_available() -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether bf16 can be computed with here: on any CPU, and on accelerators that say so."""
+    """Whether this machine supports bf16: every CPU does, and accelerators that report it."""
     import torch
 
-    del ignore_tpu  # there is no TPU in this version
+    del ignore_tpu  # this version does not support TPUs
     return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
 
 
 def is_fp16_available() -> bool:
-    """Whether fp16 can be computed with here: torch can everywhere."""
+    """Whether this machine supports fp16: torch does everywhere."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""This file is the names of metrics: whether more of one is better, and which one is meant."""
+"""The names of metrics: whether higher is better, and which evaluation set and value a name refers to."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -21,19 +21,19 @@ _KNOWN = {
     **dict.fromkeys(_MORE_IS_BETTER.split(), True),
     **dict.fromkeys(_LESS_IS_BETTER.split(), False),
 }
-# What comes after a metric's name and does not turn it round: `f1_macro`, `recall@10`, `accuracy_top5`.
+# Suffixes of a metric's name that do not change its direction: `f1_macro`, `recall@10`, `accuracy_top5`.
 _QUALIFIER = re.compile(r"macro|micro|weighted|samples|mean|avg|average|overall|score|at|top|top\d+|\d+")
 
 
 def greater_is_better_for(metric: str, given: bool | None = None) -> bool:
-    """Return whether more of a metric is better: as was given, else as its name tells.
+    """Return whether a higher value of a metric is better: as given, or inferred from its name.
 
     Args:
         metric: Its name, such as `eval_loss`, `eval_test_accuracy` or `f1_macro`.
-        given: What the user said; `None` goes by the name.
+        given: The value of the option; `None` infers it from the name.
 
     Raises:
-        ConfigurationError: If nothing was given and the name is not a well-known one.
+        ConfigurationError: If nothing was given and the name is not a common metric.
 
     Example:
         >>> greater_is_better_for("eval_loss"), greater_is_better_for("eval_news_f1_macro")
@@ -42,12 +42,12 @@ def greater_is_better_for(metric: str, given: bool | None = None) -> bool:
     if given is not None:
         if not isinstance(given, bool):
             raise ConfigurationError(
-                f"greater_is_better={shown(given)} must be True, False, or None to go by the name."
+                f"greater_is_better={shown(given)} must be True, False, or None to infer it from the name."
             )
         return given
     words = re.findall(r"[a-z0-9]+", metric.lower())
     while words:
-        # The longest known ending counts: `negative_log_likelihood` ends with a metric of which more is better.
+        # The longest known ending counts: `negative_log_likelihood` ends with `log_likelihood`, where higher is better.
         for start in range(len(words)):
             name = "_".join(words[start:])
             known = _KNOWN.get(name, _KNOWN.get(name.rstrip("0123456789")))
@@ -56,45 +56,45 @@ def greater_is_better_for(metric: str, given: bool | None = None) -> bool:
         if not _QUALIFIER.fullmatch(words.pop()):
             break
     raise ConfigurationError(
-        f"Whether more of the metric {metric!r} is better cannot be told from its name. "
-        "Say greater_is_better=True or greater_is_better=False."
+        f"Whether higher is better cannot be inferred from the name of the metric {metric!r}. "
+        "Give greater_is_better=True or greater_is_better=False."
     )
 
 
 def sets_of_metric(metric: str, sets: Collection[str]) -> list[str]:
-    """Return the evaluation sets that a metric is computed on: one, all for a mean, none if its name has no set.
+    """Return the evaluation sets that a metric is computed on: one, all for a mean, or none if its name has no set.
 
     Args:
-        metric: Its name, also without the "eval_" that it begins with.
-        sets: The names of all sets.
+        metric: Its name, with or without "eval_".
+        sets: The names of all evaluation sets.
 
     Example:
         >>> sets_of_metric("eval_dev_hard_loss", ["dev", "dev_hard"]), sets_of_metric("mean_loss", ["dev", "test"])
         (['dev_hard'], ['dev', 'test'])
     """
     name = metric.removeprefix("eval_")
-    owners = [one for one in sets if one and name.startswith(f"{one}_")]
-    if owners:
-        return [max(owners, key=len)]
+    prefixes = [eval_set for eval_set in sets if eval_set and name.startswith(f"{eval_set}_")]
+    if prefixes:
+        return [max(prefixes, key=len)]
     return list(sets) if name.startswith("mean_") else []
 
 
-def read_metric(metric: str, metrics: Mapping[str, float], told_by: str) -> float:
+def read_metric(metric: str, metrics: Mapping[str, float], user: str) -> float:
     """Return the value of a metric.
 
     Args:
-        metric: Its name, also without the "eval_" that it begins with.
-        metrics: Those of an evaluation.
-        told_by: Who names it, for the error.
+        metric: Its name, with or without "eval_".
+        metrics: The metrics of an evaluation.
+        user: The callback or option that uses the metric, for the error.
 
     Raises:
-        ConfigurationError: If it is not among them.
+        ConfigurationError: If the evaluation does not have the metric.
     """
     metric = metric if metric in metrics or f"eval_{metric}" not in metrics else f"eval_{metric}"
     if metric not in metrics:
         known = ", ".join(sorted(metrics)) or "none"
         raise ConfigurationError(
-            f"{told_by} goes by the metric {metric!r}, which the evaluation does not have. "
+            f"{user} uses the metric {metric!r}, which the evaluation does not have. "
             f"It has: {known}.{did_you_mean(metric, metrics)}"
         )
     return float(metrics[metric])

@@ -1,4 +1,4 @@
-"""This file is functions over trees of tensors: tuples, lists, mappings, dataclasses, and tensors at the leaves."""
+"""Nested structures of tensors (pytrees): tuples, lists, mappings and dataclasses with tensors as leaves."""
 
 import copy
 import dataclasses
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _NOTHING: frozenset[str] = frozenset()
-# Leaves that a walk leaves alone without asking anything else about them.
+# The types of leaves that need no further checks.
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 
 
@@ -43,18 +43,18 @@ def honor_type(obj: Any, generator: Any) -> Any:
 
 
 def never(tree: Any) -> bool:
-    """Answer no, whatever is asked about."""
+    """Return False: no container is a leaf."""
     del tree
     return False
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = never) -> Any:
-    """Return `tree` with `function` applied to whatever is not a container; the containers keep their types.
+    """Return `tree` with `function` applied to its leaves; the containers keep their types.
 
     Args:
-        function: What becomes of a leaf.
-        tree: The containers and leaves.
-        is_leaf: Which containers to take for leaves all the same.
+        function: The function of a leaf.
+        tree: The nested structure.
+        is_leaf: Whether to treat a container as a leaf.
     """
     kind = type(tree)
     if kind is Tensor or kind in _PLAIN or is_leaf(tree):
@@ -75,17 +75,17 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Return `tree` with `function` applied to its tensors; everything else stays as it is."""
+    """Return `tree` with `function` applied to its tensors; other values are unchanged."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] = never) -> Iterator[Any]:
-    """Yield whatever is not a container, in the order of `map_leaves`."""
+    """Yield the leaves, in the order of `map_leaves`."""
     return (leaf for _, leaf in named_leaves(tree, is_leaf))
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = never, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield whatever is not a container with its way there.
+    """Yield each leaf with its path.
 
     Example:
         >>> list(named_leaves({"scores": (1, 2), "loss": 3}))
@@ -107,7 +107,7 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = never, name: str = 
 
 
 def is_dataclass_value(tree: Any) -> bool:
-    """Whether `tree` is a dataclass whose fields a walk goes through."""
+    """Whether `tree` is a dataclass that is a container, and not a leaf."""
     return dataclasses.is_dataclass(tree) and not isinstance(tree, (type, TensorInformation))
 
 
@@ -136,7 +136,7 @@ def recursively_apply(
         if error_on_other_type:
             raise TypeError(
                 f"{getattr(func, '__name__', func)} got a {type(leaf).__name__} inside a {type(data).__name__}. "
-                "Only tensors, and tuples, lists, mappings and dataclasses of tensors, are allowed here."
+                "Give only tensors, and tuples, lists, mappings and dataclasses of tensors."
             )
         return leaf
 
@@ -152,10 +152,10 @@ def send_to_device(
     """Return `tensor` (or a tree of tensors, or any object with a `to` method) on `device`.
 
     Args:
-        tensor: What to move.
-        device: Where to.
-        non_blocking: Do not wait for the copy; of use where the source is pinned memory.
-        skip_keys: Keys of mappings whose values stay where they are.
+        tensor: The tensor or nested structure to move.
+        device: The target device.
+        non_blocking: Whether to return before the copy is complete; this needs pinned memory.
+        skip_keys: Keys of mappings whose values are not moved.
     """
     if skip_keys is None:
         return _sent(tensor, device, non_blocking, _NOTHING)
@@ -175,7 +175,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Like `find_batch_size`, but `None` where there is no tensor."""
+    """Return the result of `find_batch_size`, or `None` if there is no tensor."""
     first = next(tensors(data), None)
     return first.shape[0] if first is not None and first.ndim else None
 
@@ -220,7 +220,7 @@ def slice_tensors(
 ) -> Any:
     """Return `data` with each tensor cut to `tensor_slice` of its first dimension.
 
-    The last two arguments are for slice functions of the same signature that depend on the process.
+    The last two arguments are unused; other slice functions of the same signature depend on the rank.
     """
     del process_index, num_processes
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
@@ -251,7 +251,7 @@ def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
         return tree
     if kind is tuple or kind is list:
         return kind([
-            value.to(device, non_blocking=non_blocking)  # here too, as this is done to each batch
+            value.to(device, non_blocking=non_blocking)  # without a recursive call, because this runs for each batch
             if type(value) is Tensor
             else _sent(value, device, non_blocking, skipped)
             for value in tree
@@ -263,7 +263,7 @@ def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
     if hasattr(tree, "to") and not skipped:
         try:
             return tree.to(device, non_blocking=non_blocking)
-        except TypeError:  # a `to` of its own, that takes the device only
+        except TypeError:  # its `to` accepts only a device
             return tree.to(device)
     if isinstance(tree, Mapping):
         return _rebuilt_mapping(
@@ -282,7 +282,7 @@ def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
 
 def _rebuilt_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     if isinstance(original, MutableMapping):
-        # A copy keeps what a constructor would not know: a default factory, a tokenizer's encodings.
+        # A copy keeps what a constructor would lose: a default factory, a tokenizer's encodings.
         rebuilt = copy.copy(original)
         for key, value in values.items():
             rebuilt[key] = value
@@ -295,7 +295,7 @@ def _fields(dataclass_value: Any) -> dict[str, Any]:
 
 
 def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
-    # Not the constructor: it may refuse some fields, and check or change others.
+    # Not the constructor, which may reject some fields and check or change others.
     rebuilt = copy.copy(original)
     for name, value in values.items():
         object.__setattr__(rebuilt, name, value)  # the dataclass may be frozen

@@ -1,4 +1,4 @@
-"""The signature that `help()`, `inspect.signature` and an editor show for a class whose `__new__` checks names."""
+"""The constructor signature that `help()` and editors show for a class whose `__new__` checks argument names."""
 
 import inspect
 from typing import Any
@@ -19,7 +19,7 @@ class ConstructorSignature:
     """
 
     def __get__(self, instance: object, owner: type[Any]) -> inspect.Signature:
-        """Return the signature of the class; an object of it has none, as it is not called."""
+        """Return the signature of the class; its instances have none, because they are not called."""
         if instance is not None:
             raise AttributeError("__signature__")
         signature = inspect.signature(owner.__init__)

@@ -1,24 +1,24 @@
-"""This file is ending early so that a run can go on: what asks for it, and the exit codes that tell of it."""
+"""Interruptions that a run can be resumed from: signals, deadlines, and their exit codes."""
 
 import signal
 import sys
 from typing import Any, NamedTuple
 
 STOP_SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-# What else can be a request to end; other signals tell of errors, of children, of terminals.
+# All signals that may ask a process to end; the others report errors, children or terminals.
 REQUESTS = tuple(name for name in (*STOP_SIGNALS, "SIGUSR2", "SIGXCPU", "SIGQUIT", "SIGBREAK") if hasattr(signal, name))
-# Seconds in which further signals are the same request: a terminal sends it to all processes and a launcher passes it
-# on, `timeout` sends it to a process and to its group.
+# Seconds in which further signals are the same request: a terminal sends a signal to all processes and a launcher
+# passes it on; `timeout` sends it to a process and to its group.
 SAME_REQUEST = 1.0
-DEADLINE_CODE = 75  # EX_TEMPFAIL of sysexits.h: no error, to be tried again
+DEADLINE_CODE = 75  # EX_TEMPFAIL of sysexits.h: not an error; try again
 
 
 class Interruption(NamedTuple):
-    """What ended a run early.
+    """The cause of an interruption.
 
     Attributes:
-        reason: In words: "SIGTERM", or which deadline.
-        exit_code: What the program is to end with: 128 and the number of the signal, or 75 for a deadline.
+        reason: The signal, such as "SIGTERM", or the deadline.
+        exit_code: The exit code of the program: 128 plus the number of the signal, or 75 for a deadline.
     """
 
     reason: str
@@ -26,17 +26,17 @@ class Interruption(NamedTuple):
 
 
 class Interrupted(SystemExit):
-    """A run that was asked to end, and has saved what there was: not caught, it ends the program with its exit code.
+    """Raised when a signal or a deadline has ended a run and its checkpoint is saved; ends the program if not caught.
 
-    It is no error, and `except Exception` does not take it for one.
+    It is not an error, so `except Exception` does not catch it.
 
     Attributes:
-        result: What became of the run so far.
-        reason: What asked for it.
+        result: The result of the run so far.
+        reason: The signal or the deadline.
         exit_code: 143 for SIGTERM, 130 for Ctrl-C, 129 for SIGHUP, 138 for SIGUSR1, 75 for a deadline.
     """
 
-    is_interruption = True  # for what runs the program and cannot import this
+    is_interruption = True  # for programs around the training that cannot import this class
 
     def __init__(self, interruption: Interruption, result: Any = None) -> None:
         super().__init__(interruption.exit_code)
@@ -45,12 +45,12 @@ class Interrupted(SystemExit):
 
 
 def by_signal(number: int) -> Interruption:
-    """Return the interruption by a signal."""
+    """Return the interruption for a signal number."""
     return Interruption(signal.Signals(number).name, 128 + number)
 
 
 def reason_of(code: int) -> str | None:
-    """Return what ended a program with this exit code early; `None` if it was none of these.
+    """Return the reason of the interruption with this exit code; `None` if it is not the code of an interruption.
 
     Example:
         >>> reason_of(143), reason_of(75), reason_of(1)
@@ -63,10 +63,10 @@ def reason_of(code: int) -> str | None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what a program is to end with for an error that nobody caught."""
+    """Return the exit code of a program that ends with an uncaught error."""
     return error.exit_code if isinstance(error, Interrupted) else 1
 
 
 def is_interactive() -> bool:
-    """Whether somebody types the program as it runs: in a notebook or a shell of Python."""
+    """Whether the program runs interactively: in a notebook or a Python shell."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)

@@ -1,4 +1,4 @@
-"""This file is the record that a process leaves of how it failed, for the launcher that started it."""
+"""The record of a process's failure, for the launcher that started it."""
 
 import contextlib
 import json
@@ -8,13 +8,13 @@ from trainer_lib.foundation.environment import error_file
 
 
 def record_failure(kind: str, message: str, stack: str | None = None) -> None:
-    """Write down why this process ends, unless that is done: the first reason is the one that counts.
+    """Write why this process fails, unless a reason is already written: the first one counts.
 
-    The layout is that of torch's `record`; it is read by the launcher, and by torchrun above it if there is one.
+    The layout is that of torch's `record`. The launcher reads it, and so does torchrun if it started the launcher.
 
     Args:
         kind: The name of the error.
-        message: What it says.
+        message: Its message.
         stack: Its traceback; by default the message.
     """
     path = error_file()

@@ -1,4 +1,4 @@
-"""Processes that end with the process that started them, however that one ends."""
+"""Processes that die when their parent dies, however it ends."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
-_BETWEEN_LOOKS = 0.5  # seconds
+_POLL_INTERVAL = 0.5  # seconds
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:
@@ -22,31 +22,31 @@ def die_with_parent(parent: int, number: signal.Signals) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # the parent died before the call above
         os.kill(os.getpid(), number)
 
 
 def die_with_starter(by_main_thread: bool) -> None:
-    """Kill this process, made by `multiprocessing`, when the one that made it dies.
+    """Kill this process, which `multiprocessing` started, when the process that started it dies.
 
     Args:
-        by_main_thread: Whether the main thread made it: the kernel looks after the thread, which may end earlier.
+        by_main_thread: Whether the main thread started it. The kernel watches a thread, and another may end earlier.
     """
-    started_by = multiprocessing.parent_process()
-    if started_by is None or started_by.pid is None:
+    starter = multiprocessing.parent_process()
+    if starter is None or starter.pid is None:
         return
-    if os.getppid() == started_by.pid:
+    if os.getppid() == starter.pid:
         if by_main_thread:
-            die_with_parent(started_by.pid, signal.SIGKILL)
-    elif not _exists(started_by.pid):  # a fork server is between them otherwise
+            die_with_parent(starter.pid, signal.SIGKILL)
+    elif not _exists(starter.pid):  # if it exists, a fork server is the parent
         os.kill(os.getpid(), signal.SIGKILL)
-    if not by_main_thread or sys.platform != "linux" or os.getppid() != started_by.pid:
-        threading.Thread(target=_watch, args=(os.getppid(), started_by.pid), name="parent", daemon=True).start()
+    if not by_main_thread or sys.platform != "linux" or os.getppid() != starter.pid:
+        threading.Thread(target=_watch, args=(os.getppid(), starter.pid), name="parent", daemon=True).start()
 
 
-def _watch(parent: int, started_by: int) -> None:
-    while os.getppid() == parent and _exists(started_by):
-        time.sleep(_BETWEEN_LOOKS)
+def _watch(parent: int, starter: int) -> None:
+    while os.getppid() == parent and _exists(starter):
+        time.sleep(_POLL_INTERVAL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

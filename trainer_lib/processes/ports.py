@@ -1,8 +1,8 @@
-"""This file is the ports of this machine: which are taken, and which are free."""
+"""The ports of this machine: whether one is in use, and finding a free one."""
 
 import socket
 
-_DEFAULT = 29500  # where processes meet unless another port is named
+_DEFAULT = 29500  # the default MASTER_PORT
 
 
 def is_port_in_use(port: int | None = None) -> bool:
@@ -12,7 +12,7 @@ def is_port_in_use(port: int | None = None) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that no program listens on, as yet."""
+    """Return a port that no program listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,1 +1,1 @@
-"""This package is tensors in files: safetensors, in the layout of Hugging Face's libraries."""
+"""Tensors in files: safetensors, in the layout of Hugging Face's libraries."""

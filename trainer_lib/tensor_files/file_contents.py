@@ -1,4 +1,4 @@
-"""This file is what a file is to hold, before it is written: tensors, JSON, or a pickle that was asked for."""
+"""The contents of a file before it is written: tensors, JSON, or pickled tensors."""
 
 import json
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from trainer_lib.tensor_files.tensor_storage import without_aliases
 
 
 class Content(ABC):
-    """What a file is to hold."""
+    """The contents of a file."""
 
     @abstractmethod
     def write(self, path: AnyPath) -> str:
@@ -28,7 +28,7 @@ class Content(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """About how many bytes it takes."""
+        """The approximate size of the file in bytes."""
 
     def nonfinite(self) -> dict[str, Fault]:
         """Return its tensors with a NaN or an infinity, by name."""
@@ -41,7 +41,7 @@ class Tensors(Content):
 
     Args:
         tensors: The tensors.
-        metadata: Texts to keep beside them.
+        metadata: Strings to store in the header.
     """
 
     tensors: Mapping[str, Tensor]
@@ -57,7 +57,7 @@ class Tensors(Content):
         return tensor_bytes(self.tensors)
 
     def nonfinite(self) -> dict[str, Fault]:
-        """Look at each tensor."""
+        """Check each tensor."""
         return nonfinite_tensors(self.tensors)
 
 
@@ -69,10 +69,10 @@ class PickledTensors(Content):
 
     def write(self, path: AnyPath) -> str:
         """Write the file."""
-        # What lies together in memory is saved together, so each tensor is cut out of what surrounds it.
+        # torch.save writes the whole storage of a view, so each tensor is cloned.
         kept, aliases = without_aliases(self.tensors)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
-        # Through Python's file, which tells why it cannot write; torch's own does not.
+        # A Python file reports why it cannot write; torch's own does not.
         with ChecksummedFile(path) as file:
             torch.save({name: kept[aliases.get(name, name)] for name in self.tensors}, cast(Any, file))
         return file.checksum
@@ -83,25 +83,25 @@ class PickledTensors(Content):
         return tensor_bytes(self.tensors)
 
     def nonfinite(self) -> dict[str, Fault]:
-        """Look at each tensor."""
+        """Check each tensor."""
         return nonfinite_tensors(self.tensors)
 
 
 @dataclass(frozen=True)
 class Json(Content):
-    """What JSON can say.
+    """A value as JSON.
 
     Args:
-        value: What it says.
-        is_for_people: Whether it is laid out for reading.
+        value: The value.
+        is_indented: Whether to indent the file for reading.
     """
 
     value: Any
-    is_for_people: bool = False
+    is_indented: bool = False
 
     def write(self, path: AnyPath) -> str:
         """Write the file."""
-        text = json.dumps(self.value, indent=2 if self.is_for_people else None, allow_nan=False) + "\n"
+        text = json.dumps(self.value, indent=2 if self.is_indented else None, allow_nan=False) + "\n"
         with ChecksummedFile(path) as file:
             file.write(text.encode())
         return file.checksum
@@ -111,7 +111,7 @@ class Json(Content):
         """Read a file of JSON.
 
         Raises:
-            CheckpointError: If it is none.
+            CheckpointError: If it cannot be read or is not valid JSON.
         """
         try:
             return read_json(path.read_bytes())
@@ -120,10 +120,10 @@ class Json(Content):
 
     @property
     def size(self) -> int:
-        """The bytes of the text."""
+        """The bytes of the JSON."""
         return len(json.dumps(self.value))
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes of tensors, those with several names counted once."""
+    """Return the bytes of tensors; a tensor with several names counts once."""
     return sum(tensor.nbytes for tensor in without_aliases(tensors)[0].values())

@@ -1,4 +1,4 @@
-"""Which tensors have a NaN or an infinity, found without a temporary copy: while a checkpoint is written."""
+"""Finding tensors with NaN or Inf without a temporary copy of them."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -8,8 +8,8 @@ from torch import Tensor
 
 Fault = Literal["nan", "inf"]
 
-_PIECE = 1 << 18  # numbers that are looked at together, so that they stay in the cache
-# By type: that of integers of the same size, all bits but the sign, and the bits of infinity.
+_PIECE = 1 << 18  # numbers that are checked at a time, so that they stay in the cache
+# For each dtype: the integer dtype of the same size, the mask without the sign bit, and the bits of infinity.
 _BITS = {
     torch.float16: (torch.int16, 0x7FFF, 0x7C00),
     torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
@@ -19,7 +19,7 @@ _BITS = {
 
 
 def nonfinite_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Fault]:
-    """Return the tensors that are not finite, by name: "nan", or "inf" for those with infinities alone.
+    """Return the tensors that are not finite, by name: "nan", or "inf" if they have infinities but no NaN.
 
     Example:
         >>> bad = torch.tensor([1.0, float("nan")])
@@ -38,7 +38,7 @@ def _fault(tensor: Tensor) -> Fault | None:
             return None
         return "nan" if bool(values.isnan().any()) else "inf"
     kind, magnitude, infinity = _BITS[values.dtype]
-    # Of numpy, which takes no threads from training.
+    # NumPy, because torch's operations would use the threads of training.
     bits = values.reshape(-1).view(kind).numpy()
     largest = max(int((bits[at : at + _PIECE] & magnitude).max()) for at in range(0, len(bits), _PIECE))
     return None if largest < infinity else "inf" if largest == infinity else "nan"

@@ -1,6 +1,6 @@
-"""This file is a file of tensors read into host memory: whole, in pieces, several at once.
+"""Reading a file of tensors into host memory, in pieces and in parallel.
 
-Each is read where it is to lie. To copy it out of a mapped file touches both page by page, and takes ten times as long.
+Each piece is read directly into its tensor. Copying from a memory-mapped file takes ten times as long.
 """
 
 import os
@@ -13,24 +13,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.tensor_files.safetensors import read_places, with_aliases
+from trainer_lib.tensor_files.safetensors import read_locations, with_aliases
 
-_PIECE = 16 << 20  # bytes that one thread reads at a time
-_THREADS = 4  # more do not make memory faster
+_PIECE = 16 << 20  # bytes that a thread reads at a time
+_THREADS = 4  # more threads do not make memory faster
 
 
 def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Read a file of tensors into memory of their own, each under all its names.
+    """Read a file of tensors into new memory, each tensor under all its names.
 
     Raises:
-        CheckpointError: If it is no such file, or not whole.
+        CheckpointError: If it is not a safetensors file, or is incomplete.
     """
     try:
-        with safe_open(path, framework="pt") as file:  # which finds what there can be wrong with the header
+        with safe_open(path, framework="pt") as file:  # checks the header
             names = list(file.keys())
-        places, metadata = read_places(path)
-        tensors = {name: torch.empty(places[name].shape, dtype=places[name].dtype) for name in names}
-        pieces = [piece for name in names for piece in _pieces(tensors[name], places[name].start)]
+        locations, metadata = read_locations(path)
+        tensors = {name: torch.empty(locations[name].shape, dtype=locations[name].dtype) for name in names}
+        pieces = [piece for name in names for piece in _pieces(tensors[name], locations[name].start)]
         with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_threads(len(pieces))) as pool:
             for _ in pool.map(lambda piece: _read(file.fileno(), *piece), pieces):
                 continue

@@ -1,4 +1,4 @@
-"""This file is a model's weights on disk: one file, or shards with an index, in the layout of Hugging Face."""
+"""A model's weights on disk: one file, or shards with an index, in the layout of Hugging Face."""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.filesystem.atomic_files import inside
+from trainer_lib.filesystem.atomic_files import path_inside
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
@@ -29,9 +29,9 @@ def weight_files(
 
     Args:
         tensors: The weights.
-        max_shard_size: The bytes of one file, or a text such as "10GB". A larger tensor has a file of its own.
-        index: Which model of a training it is.
-        safe: As safetensors; else pickled.
+        max_shard_size: The size of one file in bytes, or a string such as "10GB". A larger tensor gets its own file.
+        index: The index of the model among those of a training.
+        safe: Whether to write safetensors; otherwise pickles.
     """
     stem, ending, kind = weights_stem(index, safe), weights_ending(safe), Tensors if safe else PickledTensors
     shards = list(_shards(tensors, convert_file_size_to_int(max_shard_size)))
@@ -49,7 +49,7 @@ def weight_files(
 
 
 def load_state_dict(checkpoint_file: str | Path, device_map: Any = None) -> dict[str, Tensor]:
-    """Read one file of weights: safetensors, or a pickle of which nothing but tensors is accepted.
+    """Read one file of weights: safetensors, or a pickle that holds only tensors.
 
     Args:
         checkpoint_file: The file.
@@ -64,9 +64,9 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Any = None) -> dict
 
 
 def read_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Read the weights in a file, in the shards of an index, or in a folder that has the one or the other.
+    """Read the weights in a file, in the files of an index, or in a folder that has either.
 
-    The shards that processes wrote of a sharded model are put together.
+    The shards that the ranks of a sharded model wrote are assembled.
     """
     shards = checkpoint / f"{weights_stem()}{SHARDS_ENDING}"
     if shards.is_dir():
@@ -78,7 +78,7 @@ def read_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[s
 
 
 def read_weight_shapes(checkpoint: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return types and shapes of what `read_weights` would read, from the heads of safetensors files."""
+    """Return the dtypes and shapes of the weights that `read_weights` reads, from the headers of safetensors files."""
     shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
     for path in files_of_weights(checkpoint):
         shapes |= read_shapes(path)
@@ -86,10 +86,10 @@ def read_weight_shapes(checkpoint: Path) -> dict[str, tuple[torch.dtype, torch.S
 
 
 def files_of_weights(checkpoint: Path) -> list[Path]:
-    """Return the files with the weights that a file, an index or a folder stands for.
+    """Return the files of weights that a file, an index or a folder refers to.
 
     Raises:
-        CheckpointError: If there are none, or an index names what is not in its folder.
+        CheckpointError: If there are none, or an index names a file that is missing.
     """
     if checkpoint.is_dir():
         checkpoint = _in_folder(checkpoint)
@@ -100,16 +100,16 @@ def files_of_weights(checkpoint: Path) -> list[Path]:
     try:
         names = sorted(set(read_json(checkpoint.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint} is no index of weights: {error!r}.") from error
-    paths = [inside(checkpoint.parent, name, checkpoint.name) for name in names]
+        raise CheckpointError(f"{checkpoint} is not an index of weights: {error!r}.") from error
+    paths = [path_inside(checkpoint.parent, name, checkpoint.name) for name in names]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise CheckpointError(f"{checkpoint} names {', '.join(missing)}, which is not there.")
+        raise CheckpointError(f"{checkpoint} names files that are missing: {', '.join(missing)}.")
     return paths
 
 
 def find_weights(folder: Path, index: int = 0, safe: bool = True) -> Path | None:
-    """Return the file or index with the weights of a model, if a folder has one."""
+    """Return the file or index with the weights of a model; `None` if the folder has neither."""
     name = f"{weights_stem(index, safe)}{weights_ending(safe)}"
     return next((path for path in (folder / name, folder / f"{name}{_INDEX_ENDING}") if path.is_file()), None)
 
@@ -140,7 +140,7 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Ten
         if shard and filled + tensor.nbytes > limit:
             yield shard
             shard, filled = {}, 0
-        # All names of a tensor go into the shard that has it.
+        # All names of a tensor go into the same shard.
         shard |= {name: tensors[name] for name in names[first]}
         filled += tensor.nbytes
     yield shard
@@ -151,8 +151,8 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as a pickle of tensors and nothing else: {str(error).splitlines()[0]}"
+            f"{path} cannot be read as a pickle of tensors only: {str(error).splitlines()[0]}"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{path} holds something else than tensors by name.")
+        raise CheckpointError(f"{path} must hold a dict of tensors (got a {type(state).__name__}).")
     return state

@@ -1,4 +1,4 @@
-"""This file is one file of tensors in the safetensors format: names, types, shapes and bytes, nothing that runs."""
+"""Writing and reading files of tensors in the safetensors format, which holds no code."""
 
 import json
 import math
@@ -38,16 +38,16 @@ _NAMES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
-_METADATA = {"format": "pt"}  # who wrote it; transformers refuses files that do not say so
+_METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in a file.
+class TensorLocation(NamedTuple):
+    """The location of a tensor in a file.
 
     Args:
-        dtype: Its type.
+        dtype: Its dtype.
         shape: Its shape.
-        start: Its first byte, counted from that of the file.
+        start: The offset of its first byte in the file.
     """
 
     dtype: torch.dtype
@@ -55,8 +55,8 @@ class Place(NamedTuple):
     start: int
 
 
-def why_not(tensor: Tensor) -> str | None:
-    """Return why a tensor cannot be in such a file; `None` if it can."""
+def unsupported_reason(tensor: Tensor) -> str | None:
+    """Return why safetensors cannot store a tensor; `None` if it can."""
     if type(tensor) not in (Tensor, Parameter):
         return f"is a {type(tensor).__name__}, not a plain tensor"
     if tensor.device.type == "meta":
@@ -64,23 +64,23 @@ def why_not(tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return "is not a dense tensor"
     if tensor.dtype not in _NAMES:
-        return f"has the type {tensor.dtype}, which safetensors does not know"
+        return f"has the dtype {tensor.dtype}, which safetensors does not support"
     return None
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: AnyPath, metadata: Mapping[str, str] | None = None) -> str:
-    """Write a file of tensors, and return its checksum; what stands under several names is stored once.
+    """Write a file of tensors, and return its checksum; a tensor with several names is stored once.
 
     Args:
         tensors: The tensors by name.
         path: The file.
-        metadata: Texts to keep beside them.
+        metadata: Strings to store in the header.
     """
     kept, aliases = without_aliases(tensors)
     for name, tensor in kept.items():
-        if (reason := why_not(tensor)) is not None:
+        if (reason := unsupported_reason(tensor)) is not None:
             raise CheckpointError(f"{name!r} {reason}, so it cannot be saved.")
-    # Large types first, so that each tensor is aligned to its own.
+    # Large dtypes first, so that each tensor is aligned to the size of its elements.
     order = sorted(kept, key=lambda name: (-kept[name].dtype.itemsize, name))
     with ChecksummedFile(path) as file:
         file.write(_header({name: kept[name] for name in order}, {**aliases, **(metadata or {})}))
@@ -92,10 +92,10 @@ def write_tensors(tensors: Mapping[str, Tensor], path: AnyPath, metadata: Mappin
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Read a file of tensors, each under all its names.
 
-    On the CPU they lie in the file, which is read where they are: copy what is to outlive it.
+    On the CPU the tensors are memory-mapped: clone those that you need after the file is deleted.
 
     Raises:
-        CheckpointError: If it is no such file, or not whole.
+        CheckpointError: If it is not a safetensors file, or is incomplete.
     """
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
@@ -108,51 +108,51 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
 
 
 def with_aliases(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return tensors under all their names, those that the texts beside them tell included."""
-    further = {name: tensors[first] for name, first in metadata.items() if name not in _METADATA and first in tensors}
-    return {**further, **tensors}
+    """Return tensors under all their names, including the aliases in the metadata."""
+    aliases = {name: tensors[first] for name, first in metadata.items() if name not in _METADATA and first in tensors}
+    return {**aliases, **tensors}
 
 
 def read_shapes(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return types and shapes of the tensors in a file, under all their names, without reading them."""
+    """Return the dtypes and shapes of the tensors in a file, under all their names, without reading them."""
     shapes, metadata = read_header(path)
     return {**{name: shapes[first] for name, first in metadata.items() if first in shapes}, **shapes}
 
 
 def read_header(path: Path) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], dict[str, str]]:
-    """Return types and shapes of what a file stores, and the texts beside.
+    """Return the dtypes and shapes of the tensors in a file, and its metadata.
 
     Raises:
-        CheckpointError: If it is no such file.
+        CheckpointError: If it is not a safetensors file.
     """
-    places, metadata = read_places(path)
-    return {name: (place.dtype, place.shape) for name, place in places.items()}, metadata
+    locations, metadata = read_locations(path)
+    return {name: (location.dtype, location.shape) for name, location in locations.items()}, metadata
 
 
-def read_places(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
-    """Return what a file stores, and where in it, and the texts beside.
+def read_locations(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
+    """Return the locations of the tensors in a file, and its metadata.
 
     Raises:
-        CheckpointError: If it is no such file.
+        CheckpointError: If it is not a safetensors file.
     """
     try:
         with path.open("rb") as file:
             length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
-            if length > size:  # else as much memory is taken as it asks for
-                raise ValueError("its head would be longer than all of it")
+            if length > size:  # do not allocate as much memory as a damaged file asks for
+                raise ValueError("its header is longer than the file")
             header = read_json(file.read(length))
         metadata = header.pop("__metadata__", {})
-        return {name: _place(name, info, 8 + length, size) for name, info in header.items()}, metadata
+        return {name: _location(name, info, 8 + length, size) for name, info in header.items()}, metadata
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError, IndexError) as error:
         raise _unreadable(path, error) from error
 
 
-def _place(name: str, info: Mapping[str, Any], behind: int, size: int) -> Place:
+def _location(name: str, info: Mapping[str, Any], data_start: int, size: int) -> TensorLocation:
     dtype, shape = _TYPES[info["dtype"]], torch.Size(info["shape"])
     start, end = info["data_offsets"]
-    if not 0 <= start <= end <= size - behind or end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r} would lie from {start} to {end}")
-    return Place(dtype, shape, behind + start)
+    if not 0 <= start <= end <= size - data_start or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} has the invalid data offsets {start} to {end}")
+    return TensorLocation(dtype, shape, data_start + start)
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

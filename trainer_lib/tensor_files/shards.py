@@ -1,6 +1,6 @@
-"""This file is tensors of which each process wrote its part: one file a process, in a folder, and any region read back.
+"""Sharded tensors: each rank writes one file of its shards to a folder, and any region can be read back.
 
-The files are those of torch's own distributed checkpoints in safetensors (its HuggingFaceStorageReader reads them).
+The files have the format of torch.distributed.checkpoint in safetensors (its HuggingFaceStorageReader reads them).
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer_lib.filesystem.atomic_files import inside
+from trainer_lib.filesystem.atomic_files import path_inside
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.file_contents import Tensors
@@ -26,11 +26,11 @@ _OFFSETS_NAME = "saved_offsets"
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor.
+    """A shard of a tensor.
 
     Args:
-        values: The part.
-        offsets: Where in the whole it begins.
+        values: The shard.
+        offsets: Where it begins in the whole tensor.
     """
 
     values: Tensor
@@ -44,12 +44,12 @@ class _Saved(NamedTuple):
 
 
 def shard_file(rank: int) -> str:
-    """Return the name of the file of a process."""
+    """Return the name of the file of a rank."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def shard_content(chunks: Mapping[str, Chunk]) -> Tensors:
-    """Return what the file of a process is to hold."""
+    """Return the contents of the file of a rank."""
     offsets = {name: {_OFFSETS_NAME: list(chunk.offsets)} for name, chunk in chunks.items()}
     values = {name: chunk.values for name, chunk in chunks.items()}
     return Tensors(values, {_METADATA_NAME: json.dumps(offsets)})
@@ -57,13 +57,13 @@ def shard_content(chunks: Mapping[str, Chunk]) -> Tensors:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in the files of several processes.
+    """A tensor in the files of several ranks.
 
     Args:
         name: Its name.
-        dtype: Its type.
-        shape: Its whole shape.
-        chunks: Where its parts are.
+        dtype: Its dtype.
+        shape: The shape of the whole tensor.
+        chunks: The locations of its shards.
     """
 
     name: str
@@ -79,16 +79,18 @@ class SavedTensor:
         """
         offsets = [0] * len(self.shape) if offsets is None else offsets
         sizes = self.shape if sizes is None else sizes
-        held = sum(math.prod(chunk.sizes) for chunk in self.chunks)
-        if math.prod(sizes) > held:  # else as much memory is taken as a file says
-            raise self._incomplete(held, math.prod(sizes))
+        saved = sum(math.prod(chunk.sizes) for chunk in self.chunks)
+        if math.prod(sizes) > saved:  # do not allocate as much memory as a damaged file asks for
+            raise self._incomplete(saved, math.prod(sizes))
         region = torch.empty(tuple(sizes), dtype=self.dtype)
         filled = 0
         for chunk in self.chunks:
-            starts = [max(own, its) for own, its in zip(offsets, chunk.offsets, strict=True)]
+            starts = [max(offset, chunk_offset) for offset, chunk_offset in zip(offsets, chunk.offsets, strict=True)]
             ends = [
-                min(own + size, its + its_size)
-                for own, size, its, its_size in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+                min(offset + size, chunk_offset + chunk_size)
+                for offset, size, chunk_offset, chunk_size in zip(
+                    offsets, sizes, chunk.offsets, chunk.sizes, strict=True
+                )
             ]
             if all(start < end for start, end in zip(starts, ends, strict=True)):
                 region[_slices(starts, ends, offsets)] = self._part(chunk, _slices(starts, ends, chunk.offsets))
@@ -97,9 +99,9 @@ class SavedTensor:
             raise self._incomplete(filled, region.numel())
         return region
 
-    def _incomplete(self, held: int, wanted: int) -> CheckpointError:
+    def _incomplete(self, saved: int, needed: int) -> CheckpointError:
         return CheckpointError(
-            f"Of {self.name!r}, the files in {self.chunks[0].path.parent} hold {held} of {wanted} values."
+            f"{self.name!r} is incomplete: the files in {self.chunks[0].path.parent} hold {saved} of {needed} values."
         )
 
     def _part(self, chunk: _Saved, slices: tuple[slice, ...]) -> Tensor:
@@ -114,10 +116,10 @@ def read_shards(folder: Path) -> dict[str, SavedTensor]:
     """Return the tensors in the files of a folder by name, without reading their values.
 
     Raises:
-        CheckpointError: If one is no such file.
+        CheckpointError: If a file is not a safetensors file.
     """
-    inside(folder.parent, folder.name, f"{folder.parent}")
-    found: dict[str, list[_Saved]] = {}
+    path_inside(folder.parent, folder.name, f"{folder.parent}")
+    chunks: dict[str, list[_Saved]] = {}
     types: dict[str, torch.dtype] = {}
     names: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -127,11 +129,11 @@ def read_shards(folder: Path) -> dict[str, SavedTensor]:
             types[name] = dtype
             start = offsets.get(name, (0,) * len(shape))
             if len(start) != len(shape):
-                raise CheckpointError(f"{path} is damaged: {name!r} of {len(shape)} dimensions begins at {start}.")
-            found.setdefault(name, []).append(_Saved(path, start, tuple(shape)))
+                raise CheckpointError(f"{path} is damaged: {name!r} has {len(shape)} dimensions and begins at {start}.")
+            chunks.setdefault(name, []).append(_Saved(path, start, tuple(shape)))
         names |= {alias: first for alias, first in metadata.items() if first in shapes}
     tensors = {
-        name: SavedTensor(name, types[name], _whole_shape(chunks), tuple(chunks)) for name, chunks in found.items()
+        name: SavedTensor(name, types[name], _whole_shape(parts), tuple(parts)) for name, parts in chunks.items()
     }
     return {**tensors, **{alias: tensors[first] for alias, first in names.items()}}
 
@@ -149,15 +151,15 @@ def read_whole(folder: Path) -> dict[str, Tensor]:
 
 def _offsets(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     try:
-        told: dict[str, Any] = read_json(metadata.get(_METADATA_NAME, "{}"))
-        offsets = {name: tuple(int(start) for start in one[_OFFSETS_NAME]) for name, one in told.items()}
+        entries: dict[str, Any] = read_json(metadata.get(_METADATA_NAME, "{}"))
+        offsets = {name: tuple(int(start) for start in entry[_OFFSETS_NAME]) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}.") from error
     return offsets
 
 
 def _whole_shape(chunks: Sequence[_Saved]) -> torch.Size:
-    ends = [[start + size for start, size in zip(one.offsets, one.sizes, strict=True)] for one in chunks]
+    ends = [[start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
     return torch.Size([max(sizes) for sizes in zip(*ends, strict=True)])
 
 

@@ -1,4 +1,4 @@
-"""This file is the memory of tensors: which of them are one and the same, and which lend parts to one another."""
+"""The memory of tensors: which tensors are aliases of each other, and which share storage."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return what two tensors have in common if they share memory: device, address and size of it.
+    """Return the device, address and size of a tensor's storage; equal for tensors that share memory.
 
     All tensors on the meta device have the same address.
     """
@@ -18,7 +18,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor once, under its first name, and for its further names that first one."""
+    """Return each tensor once, under its first name, and a map from its other names to the first."""
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[Any, str] = {}
@@ -32,7 +32,7 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict as `safetensors.torch.save_file` takes it: each tensor once, whole and in a row.
+    """Return a state dict that `safetensors.torch.save_file` accepts: each tensor once, contiguous, sharing no memory.
 
     Example:
         >>> weight = torch.ones(2, 3)
@@ -45,7 +45,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
     for name, tensor in kept.items():
         memory = id_tensor_storage(tensor)
         tensor = tensor.contiguous()
-        # Part of a memory that another one has: a copy of its own.
+        # It shares memory with an earlier tensor, so it is copied.
         cleaned[name] = tensor.clone() if memory in taken and id_tensor_storage(tensor) == memory else tensor
         taken.add(memory)
     return cleaned

@@ -1,4 +1,4 @@
-"""This file is the names of files that hold a model's weights, as Hugging Face's libraries look for them."""
+"""The names of files of model weights, as Hugging Face's libraries expect them."""
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -11,10 +11,10 @@ WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
 
 
 def weights_stem(index: int = 0, safe: bool = True) -> str:
-    """Return what the names of a model's files begin with: of the first, the second … of a training."""
+    """Return the stem of the files of a model's weights, by its index among the models of a training."""
     return (SAFE_MODEL_NAME if safe else MODEL_NAME) + (f"_{index}" if index else "")
 
 
 def weights_ending(safe: bool = True) -> str:
-    """Return what the names of files with weights end with."""
+    """Return the ending of files of weights."""
     return ".safetensors" if safe else ".bin"

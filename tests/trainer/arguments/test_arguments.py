@@ -161,7 +161,7 @@ def test_amounts_are_finite_and_positive(name: str, value: Any) -> None:
             'mode="max-autotune").',
         ),
         ({"compile": 1}, "compile must be True, False, the name of a backend or a TorchDynamoPlugin, got 1."),
-        ({"metric_for_best": "eval_joy"}, "Whether more of the metric 'eval_joy' is better cannot be told"),
+        ({"metric_for_best": "eval_joy"}, "cannot be inferred from the name of the metric 'eval_joy'"),
         ({"sample_weights": "abc"}, "sample_weights must be finite numbers of at least 0, one for each sample"),
         ({"sample_weights": []}, "sample_weights must be finite numbers"),
         ({"sample_weights": [0.0, 0.0]}, "and not all 0, got [0.0, 0.0]."),
@@ -471,10 +471,10 @@ def test_a_unit_without_a_number_is_refused(value: str) -> None:
 
 def test_other_intervals_are_refused_by_name() -> None:
     assert error_of(log_every="5 lines").startswith("log_every='5 lines': unknown unit 'lines'")
-    assert error_of(output_dir="x", save_every=0) == "save_every=0 must be more than nothing, and finite."
-    assert error_of(gc_every="never").startswith("gc_every='never' is no amount of training.")
+    assert error_of(output_dir="x", save_every=0) == "save_every=0 must be more than 0, and finite."
+    assert error_of(gc_every="never").startswith("gc_every='never' is not a duration.")
     assert interval("x", "never") == "never"
-    with pytest.raises(ConfigurationError, match="is no amount of training"):
+    with pytest.raises(ConfigurationError, match="is not a duration"):
         amount("x", "never")
 
 

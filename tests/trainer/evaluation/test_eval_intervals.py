@@ -300,7 +300,7 @@ def test_tokens_of_one_set_are_counted() -> None:
     ("every", "message"),
     [
         ({}, r"eval_every must be an interval, or intervals by the names of sets"),
-        ({"dev": "soon"}, r"eval_every\['dev'\]='soon' is no amount of training"),
+        ({"dev": "soon"}, r"eval_every\['dev'\]='soon' is not a duration"),
         (
             {"dev": None},
             r"""eval_every\['dev'\]=None is not an interval. To turn it off, give eval_every\['dev'\]="never".""",

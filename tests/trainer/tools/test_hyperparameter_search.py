@@ -229,7 +229,7 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             {"metric": "f1"},
             "metric_for_best='eval_f1' is not a metric of the evaluations. These are: eval_loss, eval_acc",
         ),
-        ({"metric": "gain"}, "Whether more of the metric 'gain' is better cannot be told"),
+        ({"metric": "gain"}, "cannot be inferred from the name of the metric 'gain'"),
         ({"study": optuna.create_study(direction="maximize")}, "The study is to maximize, and this search to minimize"),
     )
     for options, told in bad:

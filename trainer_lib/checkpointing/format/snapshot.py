@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.tensor_files.file_contents import Content, PickledTensors, Tensors
-from trainer_lib.tensor_files.safetensors import why_not
+from trainer_lib.tensor_files.safetensors import unsupported_reason
 from trainer_lib.tensor_files.tensor_storage import without_aliases
 
 _ALIGNMENT = 64
@@ -63,7 +63,7 @@ class Snapshots:
         return buffers
 
     def _buffers(self, tensors: list[Tensor]) -> list[Tensor]:
-        fit = [why_not(tensor) is None for tensor in tensors]
+        fit = [unsupported_reason(tensor) is None for tensor in tensors]
         starts: list[int] = []
         end = 0
         for tensor, fits in zip(tensors, fit, strict=True):

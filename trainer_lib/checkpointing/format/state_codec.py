@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.tensor_files.safetensors import why_not
+from trainer_lib.tensor_files.safetensors import unsupported_reason
 
 _DEFAULT_FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, tuple)}
 
@@ -144,7 +144,7 @@ class _Encoder:
         values = tensor.detach()
         if values.dtype is torch.complex128:
             values, facts["complex"] = torch.view_as_real(values.resolve_conj()), True
-        if (reason := why_not(values)) is not None:
+        if (reason := unsupported_reason(values)) is not None:
             return self._pickled(tensor, path, reason)
         return {"$tensor": self._add_tensor(values, path), **facts}
 

@@ -10,7 +10,7 @@ from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.load.verification import check_bytes, damaged, differences, share
 from trainer_lib.checkpointing.storage.remote_storage import temporary_folder
 from trainer_lib.collectives.agreement import gather_checked
-from trainer_lib.filesystem.atomic_files import inside
+from trainer_lib.filesystem.atomic_files import path_inside
 from trainer_lib.filesystem.checksums import for_each_file
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath
 from trainer_lib.foundation.errors import CheckpointError
@@ -133,7 +133,7 @@ class _FetchedFiles(LocalFiles):
 
 
 def _fetch(folder: RemotePath, name: str, manifest: Manifest | None, to: Path) -> str | None:
-    target = inside(to, name, MANIFEST_NAME)
+    target = path_inside(to, name, MANIFEST_NAME)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         (folder / name).fetch(target)

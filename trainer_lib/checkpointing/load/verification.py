@@ -6,7 +6,7 @@ from typing import Any
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
 from trainer_lib.checkpointing.format.manifest import CHECKSUM, Manifest
 from trainer_lib.checkpointing.storage.storage import storage_of
-from trainer_lib.filesystem.atomic_files import inside
+from trainer_lib.filesystem.atomic_files import path_inside
 from trainer_lib.filesystem.checksums import for_each_file
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, DamagedError
@@ -51,7 +51,7 @@ def differences(folder: AnyPath, manifest: Manifest, names: Collection[str]) -> 
         _logger.info("The checkpoint %s has no checksums (format 1): only the sizes of its files were checked.", folder)
         return []
     for name in names:
-        inside(folder, name, MANIFEST_NAME)
+        path_inside(folder, name, MANIFEST_NAME)
     complaints = for_each_file(lambda name: _difference(folder, name, manifest.files[name]), names)
     return [complaint for complaint in complaints if complaint is not None]
 
@@ -77,7 +77,7 @@ def damaged(folder: AnyPath, complaints: Sequence[str]) -> DamagedError:
 def _wrong_sizes(folder: AnyPath, files: Mapping[str, Mapping[str, Any]], present: Mapping[str, int]) -> list[str]:
     complaints: list[str] = []
     for name, facts in files.items():
-        inside(folder, name, MANIFEST_NAME)
+        path_inside(folder, name, MANIFEST_NAME)
         if name not in present:
             complaints.append(f"{name} is missing")
         elif present[name] != facts["size"]:

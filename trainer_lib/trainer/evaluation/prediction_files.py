@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trainer_lib.collectives.ragged_gather import holds_rows
-from trainer_lib.filesystem.atomic_files import inside, sync
+from trainer_lib.filesystem.atomic_files import path_inside, sync
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves
 from trainer_lib.trainer.evaluation.row_buffers import PADDING, Structure, common_shape, fill, padded_type
@@ -259,7 +259,7 @@ def _read(folder: Path, described: Any) -> Any:
         return None
     ((kind, value),) = described.items()
     if kind == "file":
-        return _read_file(inside(folder, value, MANIFEST))
+        return _read_file(path_inside(folder, value, MANIFEST))
     if kind == "dict":
         return {key: _read(folder, part) for key, part in value.items()}
     parts = [_read(folder, part) for part in value]
