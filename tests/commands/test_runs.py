@@ -92,7 +92,7 @@ def test_a_report_is_written(
     assert main(["report", "runs", "--live", "--output", "x"]) == 2
     assert main(["report", "runs", "--live", "--port", "99999"]) == 2
     errors = capsys.readouterr().err
-    for told in ("is not there", "RUN", "Add --live", "Leave out --output", "--port 99999 cannot be used"):
+    for told in ("does not exist", "RUN", "Add --live", "Leave out --output", "--port 99999 cannot be used"):
         assert told in errors
 
 

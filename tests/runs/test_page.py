@@ -72,7 +72,7 @@ def test_the_mouse_shows_numbers_in_all_charts(browser: Browser, one: str) -> No
     assert legends[:3] == ["0.36788", "0.25", "0.75"]
     assert browser.run("document.querySelectorAll('.cursor').length") == 7
     browser.mouse("mouseMoved", *place_of(browser, 60))
-    assert "died: without a word" in browser.run(TIP)
+    assert "died: killed" in browser.run(TIP)
     browser.mouse("mouseMoved", 2, 2)
     assert browser.run("document.querySelectorAll('.cursor').length") == 0
 

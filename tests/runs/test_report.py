@@ -71,7 +71,7 @@ def test_a_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
         ("resume", "resumed", 50),
         ("end", "finished", 100),
     ]
-    assert "10 steps made again" in run["marks"][5]["text"]
+    assert "10 steps repeated" in run["marks"][5]["text"]
     assert run["marks"][0]["text"] == "2 processes on cpu, bf16, torch 2.13"
     (save,) = run["checkpoints"]
     assert (save["name"], save["why"], save["is_best"]) == ("checkpoint-00000050", "best, interval", True)
@@ -131,13 +131,13 @@ def test_what_runs_are_found(tmp_path: Path) -> None:
     assert [run.name for run in find_runs([other, one, file, one])] == ["other", "one", "alone"]
     twin = make_run(tmp_path / "elsewhere" / "one")
     assert [run.name for run in find_runs([one, twin])] == [str(one), str(twin)]
-    with pytest.raises(ConfigurationError, match="is not there"):
+    with pytest.raises(ConfigurationError, match="does not exist"):
         find_runs([tmp_path / "nowhere"])
     with pytest.raises(ConfigurationError, match=r"has no run: no run.json or history.jsonl. Give the folder of a run"):
         find_runs([tmp_path])
     for number in range(24):
         make_run(tmp_path / "runs" / f"more-{number}", [])
-    with pytest.raises(ConfigurationError, match="26 runs, and a report compares at most 24"):
+    with pytest.raises(ConfigurationError, match=r"compares at most 24 runs \(got 26\)"):
         find_runs([tmp_path / "runs"])
 
 

@@ -1,4 +1,4 @@
-"""This package is what is known of runs from their folders, without a trainer."""
+"""Runs on disk: their folders, histories, leases, status and reports, without a trainer."""
 
 from trainer_lib.runs.find_runs import FoundRun as FoundRun
 from trainer_lib.runs.find_runs import find_runs as find_runs

@@ -18,43 +18,43 @@ class FoundRun:
     """A run in a folder of runs.
 
     Attributes:
-        run: The run; without facts where neither its file nor a checkpoint tells them.
-        problem: Why its file could not be used; `None` if it could.
+        run: The run; without facts if neither its file nor a checkpoint has them.
+        problem: Why its file cannot be used; `None` if it can.
     """
 
     run: RunFolder
     problem: str | None = None
 
     def mismatch(self, what: Mapping[str, Any]) -> str | None:
-        """Return why a training is not this run's, in words; `None` if it is."""
+        """Return why a training does not match this run; `None` if it matches."""
         saved = self.run.facts.get("what")
         if saved == what:
             return None
         if not isinstance(saved, Mapping):
-            return f"its {RUN_FILE} is of no use ({self.problem or 'it does not say what the run trains'})"
-        return " and ".join(_differences(saved, what)) or "it trains something else"
+            return f"its {RUN_FILE} cannot be used ({self.problem or 'it does not name the model and the data'})"
+        return " and ".join(_differences(saved, what)) or "its model or data differ"
 
 
 def find_runs(output_dir: AnyPath) -> list[FoundRun]:
-    """Return the runs in a folder, the oldest first: by the number each got when it began, not by clocks.
+    """Return the runs in a folder, oldest first: by the number each got when it started, not by clocks.
 
-    A run whose file is missing, damaged or unreadable is described by its newest checkpoint that says whose it is. None
-    of them is an error.
+    A run whose file is missing, damaged or unreadable is described by its newest checkpoint with an identity file. Such
+    a run does not raise an error.
     """
     files, checkpoints = output_dir.glob(f"*/{RUN_FILE}"), output_dir.glob(f"*/{CHECKPOINTS}")
     folders = dict.fromkeys(path.parent for path in (*files, *checkpoints))
-    return sorted((_found(folder) for folder in folders), key=lambda one: _order(one.run))
+    return sorted((_load(folder) for folder in folders), key=lambda found: _order(found.run))
 
 
 def read_run(folder: AnyPath, what: Any) -> RunFolder:
-    """Return the run of a folder, which may have lost the file that describes it, or have a damaged one."""
-    found = _found(folder)
+    """Return the run of a folder, also if its run file is missing or damaged."""
+    found = _load(folder)
     if found.problem is not None and (folder / RUN_FILE).exists():
-        _logger.warning("%s is not used: %s. It is written again.", folder / RUN_FILE, found.problem)
+        _logger.warning("%s cannot be used: %s. The run writes it again.", folder / RUN_FILE, found.problem)
     return RunFolder(folder, found.run.facts or {"what": what})
 
 
-def _found(folder: AnyPath) -> FoundRun:
+def _load(folder: AnyPath) -> FoundRun:
     try:
         return FoundRun(RunFolder(folder, read_facts(folder / RUN_FILE)))
     except UnreachableError:
@@ -64,7 +64,7 @@ def _found(folder: AnyPath) -> FoundRun:
 
 
 def _rebuilt_facts(folder: AnyPath) -> dict[str, Any]:
-    """Return the facts that the newest checkpoint has a copy of. How the run ended is not among them."""
+    """Return the facts from the newest checkpoint's copy, which does not hold how the run ended."""
     try:
         for checkpoint in reversed(RunFolder(folder).checkpoints()):
             if (checkpoint / IDENTITY_FILE).is_file():
@@ -83,7 +83,7 @@ def _order(run: RunFolder) -> tuple[int, float, str]:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs, each in a few words."""
+    """Return the differences, one phrase each."""
     differences: list[str] = []
     if saved.get("models") != now["models"]:
         differences.append(f"its model is {_models(saved.get('models'))}, and this is {_models(now['models'])}")

@@ -1,4 +1,4 @@
-"""This file is runs at a glance: how each stands, from its file and a few lines of its history."""
+"""A summary of each run in a folder, from its run file and a few lines of its history."""
 
 import json
 import mmap
@@ -12,25 +12,25 @@ from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.runs.run_history import number_of
 from trainer_lib.runs.run_status import facts_of, history_file, is_run, standing
 
-_LOSSES = 60  # that a curve is drawn from
+_LOSSES = 60  # points of a sparkline
 
 
 @dataclass
 class Glance:
-    """A run at a glance.
+    """A summary of a run.
 
     Args:
-        path: Its folder.
-        status: How it stands, as `standing` says.
-        created: When it began, as `time.time` counts.
-        step: How many updates it made.
-        max_steps: Out of how many, if that is known.
-        seconds: How long it trained.
+        path: The run's folder.
+        status: The run's status, see `standing`.
+        created: When the run started, in seconds since 1970.
+        step: The number of updates so far.
+        max_steps: The total number of updates, if known.
+        seconds: The training time in seconds.
         best: The best evaluation: its metric, value and step.
-        losses: Some of its training losses, over the whole run; the last one is the last.
-        checkpoint: The folder saved last, if it is still there.
-        saved: When that was.
-        heard: When the run last wrote something.
+        losses: A sample of the training losses over the whole run, ending with the last one.
+        checkpoint: The folder of the last checkpoint, if it still exists.
+        saved: When the last checkpoint was saved.
+        heard: When the run last wrote a line.
     """
 
     path: AnyPath
@@ -47,25 +47,26 @@ class Glance:
 
 
 def list_runs(folder: AnyPath) -> list[Glance]:
-    """Return the runs in a folder and in the folders in it, or the one whose folder it is; the newest last."""
+    """Return the runs in a folder and its subfolders, or the run of this folder; the newest last."""
     if is_run(folder):
-        found = [folder]
+        folders = [folder]
     else:
-        found = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_dir() and is_run(path)]
-    return sorted((glance(path) for path in found), key=lambda one: (one.created, str(one.path)))
+        paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+        folders = [path for path in paths if path.is_dir() and is_run(path)]
+    return sorted((glance(path) for path in folders), key=lambda run: (run.created, str(run.path)))
 
 
 def glance(folder: AnyPath) -> Glance:
-    """Return how a run stands."""
-    facts, history = facts_of(folder), history_file(folder)
-    told = _History(history) if history.is_file() and history.stat().st_size else None
-    last = {} if told is None else told.last()
-    begun = {} if told is None else told.newest("started", "resumed")
+    """Return the summary of a run."""
+    facts, file = facts_of(folder), history_file(folder)
+    history = _History(file) if file.is_file() and file.stat().st_size else None
+    last = {} if history is None else history.last()
+    begun = {} if history is None else history.newest("started", "resumed")
     heard = float(last.get("time") or facts.get("created") or time.time())
-    save = {} if told is None else told.newest("save")
-    best = {} if told is None else told.newest("best")
+    save = {} if history is None else history.newest("save")
+    best = {} if history is None else history.newest("best")
     state: Mapping[str, Any] = facts.get("state") or {}
-    found = Glance(
+    summary = Glance(
         path=folder,
         status=standing(facts, last, heard),
         created=float(facts.get("created") or begun.get("time") or heard),
@@ -73,23 +74,23 @@ def glance(folder: AnyPath) -> Glance:
         max_steps=begun.get("max_steps"),
         seconds=last.get("seconds", state.get("seconds")),
         best={name: best.get(name) for name in ("metric", "value", "step")} if best else state.get("best"),
-        losses=[] if told is None else told.losses(),
+        losses=[] if history is None else history.losses(),
         heard=heard,
     )
     if save and path_at(str(save.get("path"))).is_dir():
-        found.checkpoint, found.saved = str(save["path"]), save.get("time")
-    return found
+        summary.checkpoint, summary.saved = str(save["path"]), save.get("time")
+    return summary
 
 
 class _History:
-    """Lines of a history, found without reading all of it."""
+    """Selected lines of a history, without reading the whole file."""
 
     def __init__(self, file: Path) -> None:
         with file.open("rb") as opened:
             self._text = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
     def last(self) -> dict[str, Any]:
-        """Return the last line that is whole."""
+        """Return the last complete line."""
         end = self._text.rfind(b"\n")
         while end > 0:
             begin = self._text.rfind(b"\n", 0, end) + 1
@@ -99,7 +100,7 @@ class _History:
         return {}
 
     def newest(self, *events: str) -> dict[str, Any]:
-        """Return the last line of some kinds of events."""
+        """Return the last line with one of these events."""
         begin = max(self._text.rfind(b'{"event": "%s"' % event.encode()) for event in events)
         if begin < 0:
             return {}
@@ -107,24 +108,24 @@ class _History:
         return _entry(self._text[begin:end]) if end >= 0 else {}
 
     def losses(self) -> list[float]:
-        """Return losses from places that are evenly far apart."""
+        """Return losses sampled at even distances in the file."""
         size = len(self._text)
-        places = [size * index // _LOSSES for index in range(_LOSSES)]
-        found = dict(one for place in places if (one := next(self._losses_from(place), None)) is not None)
+        offsets = [size * index // _LOSSES for index in range(_LOSSES)]
+        losses = dict(pair for offset in offsets if (pair := next(self._losses_from(offset), None)) is not None)
         if (newest := next(self._losses_before(size), None)) is not None:
-            found.update([newest])
-        return list(found.values())
+            losses.update([newest])
+        return list(losses.values())
 
-    def _losses_from(self, place: int) -> Iterator[tuple[int, float]]:
-        begin = self._text.find(b'{"event": "log"', place)
+    def _losses_from(self, offset: int) -> Iterator[tuple[int, float]]:
+        begin = self._text.find(b'{"event": "log"', offset)
         while begin >= 0:
             end = self._text.find(b"\n", begin)
             if (loss := _loss(_entry(self._text[begin:end]))) is not None:
                 yield begin, loss
             begin = self._text.find(b'{"event": "log"', end) if end >= 0 else -1
 
-    def _losses_before(self, place: int) -> Iterator[tuple[int, float]]:
-        begin = self._text.rfind(b'{"event": "log"', 0, place)
+    def _losses_before(self, offset: int) -> Iterator[tuple[int, float]]:
+        begin = self._text.rfind(b'{"event": "log"', 0, offset)
         while begin >= 0:
             end = self._text.find(b"\n", begin)
             if end >= 0 and (loss := _loss(_entry(self._text[begin:end]))) is not None:

@@ -1,4 +1,4 @@
-"""This file is what a run is trained with: the machine and the libraries, and the process that does it."""
+"""The machine, libraries and process that a run uses."""
 
 import importlib.metadata
 import os
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-_PATIENCE = 2.0  # seconds for git
+_GIT_TIMEOUT = 2.0  # seconds
 _PACKAGES = ("numpy", "transformers", "datasets", "accelerate", "peft", "safetensors")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return the machine and the libraries, by names for people."""
+    """Return facts about the machine and the libraries, under readable names."""
     import psutil
 
     facts: dict[str, Any] = {
@@ -32,7 +32,7 @@ def describe_environment() -> dict[str, Any]:
     }
     if torch.version.cuda is not None:
         facts["cuda"] = torch.version.cuda
-    # Only what the program uses: nothing is imported to ask for its version.
+    # Only imported packages: nothing is imported just for its version.
     facts.update({name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules})
     script = sys.argv[0] if sys.argv else ""
     if (commit := _commit(Path(script).resolve().parent)) is not None:
@@ -41,21 +41,21 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_process() -> dict[str, Any]:
-    """Return by what `is_alive` knows this process."""
+    """Return the facts by which `is_alive` identifies this process."""
     import psutil
 
     return {"pid": os.getpid(), "host": platform.node(), "began": psutil.Process().create_time()}
 
 
 def is_alive(process: Mapping[str, Any]) -> bool | None:
-    """Whether a process that was described still runs; `None` where it cannot be known, as of another machine."""
+    """Whether a described process still runs; `None` if that is unknown, such as on another machine."""
     import psutil
 
     if process.get("host") != platform.node():
         return None
     try:
         known = psutil.Process(int(process["pid"]))
-        # A number is given away again: it is the same process if it began at the same time.
+        # Process ids are reused: it is the same process only if its start time matches.
         is_same = abs(known.create_time() - float(process["began"])) < 1
         return is_same and known.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.AccessDenied:
@@ -65,7 +65,7 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
 
 
 def memory_in_use(device_type: str) -> dict[str, int]:
-    """Return the memory of this process in bytes: what it holds on the host, and at most held on a device."""
+    """Return this process's memory in bytes: current host memory, and peak device memory."""
     import psutil
 
     used = {"host_memory": psutil.Process().memory_info().rss}
@@ -75,21 +75,21 @@ def memory_in_use(device_type: str) -> dict[str, int]:
 
 
 def _commit(folder: Path) -> str | None:
-    """Return the commit of the repository that a folder is in, and whether files differ from it."""
+    """Return the git commit of a folder's repository, and whether files differ from it."""
     git = shutil.which("git")
     if git is None or not folder.is_dir():
         return None
     try:
         commit = _output([git, "-C", str(folder), "rev-parse", "HEAD"])
         changed = _output([git, "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
-    except (OSError, subprocess.SubprocessError):  # no repository, or one that is too large to look through
+    except (OSError, subprocess.SubprocessError):  # no repository, or git takes too long
         return None
     return f"{commit} (with changes)" if changed else commit
 
 
 def _output(command: list[str]) -> str:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True, env=environment)
     return done.stdout.strip()
 
 

@@ -1,4 +1,4 @@
-"""The file of a run (run.json): written with a digest of itself, checked when it is read."""
+"""The run file (run.json), written with its own digest and verified on reading."""
 
 import json
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ _UNSEALED = "0" * 32
 
 
 def facts_as_bytes(facts: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a run's file; its digest is that of all of them, taken with zeros in its own place."""
+    """Return the bytes of a run file, with the digest of all bytes (computed with zeros in the digest's place)."""
     tree: Any = encode(dict(facts), label="run.json").tree
     text = json.dumps({"format": _FORMAT, "digest": _UNSEALED, **tree}, indent=1, allow_nan=False) + "\n"
     return text.replace(_UNSEALED, checksum_of_bytes(text.encode()), 1).encode()
 
 
 def read_facts(file: AnyPath) -> dict[str, Any]:
-    """Return what the file of a run says, checked by its digest; earlier versions wrote none.
+    """Return the facts in a run file, verified by its digest, which files of earlier versions lack.
 
     Raises:
-        CheckpointError: If it is missing, is not a regular file, is damaged, or holds something else.
+        CheckpointError: If the file is missing, not a regular file, damaged, or does not hold a run's facts.
     """
     try:
         if not file.is_file():  # a pipe of this name would block the reader
@@ -47,6 +47,6 @@ def _check_digest(text: bytes, tree: Mapping[str, Any]) -> None:
     digest = tree.get("digest")
     if digest is None and "format" not in tree:
         return
-    found = checksum_of_bytes(text.replace(str(digest).encode(), _UNSEALED.encode(), 1))
-    if digest != found:
-        raise DamagedError(f"it is damaged: by its digest it is {digest}, and its content is {found}")
+    actual = checksum_of_bytes(text.replace(str(digest).encode(), _UNSEALED.encode(), 1))
+    if digest != actual:
+        raise DamagedError(f"it is damaged: the recorded digest is {digest}, the actual one {actual}")

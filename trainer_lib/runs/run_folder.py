@@ -1,4 +1,4 @@
-"""This file is a run's folder: who it is, its checkpoints, and the other runs beside it.
+"""The folder of a run: its identity, run file, history and checkpoints.
 
 output_dir/RUN_ID/run.json
 output_dir/RUN_ID/history.jsonl
@@ -32,8 +32,8 @@ class RunFolder:
     """The folder of one run.
 
     Args:
-        path: Where it is.
-        facts: What its file says: its id, what it trains, how it ended.
+        path: The path of the folder.
+        facts: The contents of the run file: the run's id, model, data and status.
     """
 
     path: AnyPath
@@ -41,50 +41,50 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """The run's name, which it keeps if its folder is called otherwise."""
+        """The run's id, which stays the same if the folder is renamed."""
         return str(self.facts.get("run_id", self.path.name))
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run is finished or was stopped."""
         return self.facts.get("status") in ("finished", "stopped")
 
     @property
     def history_file(self) -> Path:
-        """Where what is logged goes."""
+        """The history file."""
         return self.here / HISTORY_FILE
 
     @property
     def here(self) -> Path:
-        """Where files of the run grow: its folder, or if that is behind a URL one on this machine, to `upload`."""
+        """The local folder for growing files: the run's folder, or for a URL a folder whose files `upload` sends."""
         return storage_of(self.path).local_folder()
 
     def download(self, name: str) -> None:
-        """Have a file of the run in `here`, as far as it was put up; one process does."""
+        """Download an uploaded file of the run into `here`; call on one rank."""
         storage_of(self.path).download(name)
 
     def upload(self) -> None:
-        """Bring the files in `here` to where the run is; if that fails, the next time may work."""
+        """Upload the files in `here` to the run's folder; a failure is logged, and the next upload retries."""
         try:
             storage_of(self.path).upload()
         except (OSError, UnreachableError) as error:
-            _logger.warning("What was logged could not be written to %s: %s", self.path, error)
+            _logger.warning("The history could not be uploaded to %s: %s", self.path, error)
 
     def checkpoint(self, step: int) -> AnyPath:
         """Return the folder of the checkpoint after `step` updates."""
         return self.path / CHECKPOINTS / f"checkpoint-{step:08d}"
 
     def newest_checkpoint(self) -> AnyPath | None:
-        """Return the checkpoint of the most updates whose weights are finite.
+        """Return the newest checkpoint with finite weights.
 
-        On a disk one without a manifest is one too, and damaged.
+        On a disk this may be a damaged checkpoint, without a manifest.
         """
         return next((path for path in reversed(self.checkpoints()) if not _has_nonfinite(path)), None)
 
     def checkpoints(self) -> list[AnyPath]:
-        """Return the checkpoints of this run, the oldest first; those that another run left here are none."""
-        found = [path for path in storage_of(self.path / CHECKPOINTS).states() if _NAME.fullmatch(path.name)]
-        names = {path.name.removesuffix(".replaced") for path in found}
+        """Return the checkpoints of this run, oldest first, without those of other runs in this folder."""
+        states = [path for path in storage_of(self.path / CHECKPOINTS).states() if _NAME.fullmatch(path.name)]
+        names = {path.name.removesuffix(".replaced") for path in states}
         folders = [self.path / CHECKPOINTS / name for name in sorted(names, key=lambda name: (len(name), name))]
         present = [committed(folder) or folder for folder in folders]
         return [folder for folder in present if not self._is_of_another(folder)]
@@ -92,17 +92,17 @@ class RunFolder:
     def _is_of_another(self, folder: AnyPath) -> bool:
         try:
             run_id = read_manifest(folder).run_id
-        except CheckpointError:  # whose it is cannot be told
+        except CheckpointError:  # its run is unknown
             return False
         return None not in (run_id, self.facts.get("run_id")) and run_id != self.run_id
 
     def write(self, **facts: Any) -> None:
-        """Write down what is known of the run; one process does."""
+        """Write the run file; call on one rank."""
         self.facts.update({"run_id": self.run_id, **facts})
         storage_of(self.path).write(RUN_FILE, facts_as_bytes(self.facts))
 
     def identity(self) -> bytes:
-        """Return what each checkpoint has a copy of, so that a run that lost its file is known all the same."""
+        """Return the run's identity; each checkpoint holds a copy, in case the run file is lost."""
         known = {name: self.facts[name] for name in ("created", "number", "what") if name in self.facts}
         return facts_as_bytes({"run_id": self.run_id, **known})
 
@@ -112,18 +112,18 @@ def _has_nonfinite(folder: AnyPath) -> bool:
         return bool(read_manifest(folder).nonfinite)
     except UnreachableError:
         raise
-    except CheckpointError:  # damaged, and set aside when it is opened
+    except CheckpointError:  # damaged: loading it reports the damage
         return False
 
 
 def new_run(root: AnyPath, name: str | None, what: dict[str, Any], number: int = 1) -> RunFolder:
-    """Return the folder of a new run; nothing is made yet.
+    """Return the folder of a new run, without creating it.
 
     Args:
-        root: Where runs are kept.
-        name: What the user calls it.
-        what: What it trains, by which `resume="auto"` knows it.
-        number: Its place among the runs there, which orders them where clocks differ.
+        root: The folder of all runs.
+        name: The user's name for the run.
+        what: The model and data, by which `resume="auto"` identifies the run.
+        number: The run's number in the folder, which orders runs independently of clocks.
     """
     run_id = f"{name or time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     facts = {"run_id": run_id, "created": time.time(), "number": number, "what": what}

@@ -1,4 +1,4 @@
-"""This file is the history of a run as it is read: its curves and its events, from the lines that were written."""
+"""Reader of a run's history: curves, evaluations and events."""
 
 import json
 from array import array
@@ -15,11 +15,11 @@ _CURVES = ("log", "evaluation")
 
 @dataclass
 class Curve:
-    """The values of one name, and in which rows of the history they are.
+    """The values of one metric, with their rows in the history.
 
     Args:
         rows: The rows.
-        values: The values, one for each row; what is no number there is nan.
+        values: One value per row; nan for values that are not numbers.
     """
 
     rows: Any = field(default_factory=lambda: array("q"))
@@ -27,17 +27,17 @@ class Curve:
 
 
 class History:
-    """What a history file says, read further as it grows.
+    """The contents of a history file, read incrementally as it grows.
 
     Args:
-        file: The file, as `JsonlLog` writes it; it may not be there yet.
+        file: The file written by `JsonlLog`; it may not exist yet.
 
     Attributes:
-        curves: By name, what was logged and evaluated.
+        curves: Logged and evaluated values, by name.
         evaluations: The lines of evaluations.
         events: The other lines.
-        last: The line written last.
-        heard: When that was, as `time.time` counts.
+        last: The last line.
+        heard: When the file was last written, in seconds since 1970.
     """
 
     def __init__(self, file: Path) -> None:
@@ -54,33 +54,33 @@ class History:
         self._rows = self._read = self._inode = 0
 
     def read(self) -> "History":
-        """Take up the lines that came since the last time, and return this."""
+        """Read the lines added since the last call, and return this object."""
         try:
-            there = self.file.stat()
+            status = self.file.stat()
         except OSError:
             return self
-        self.heard = there.st_mtime
-        if there.st_ino != self._inode or there.st_size < self._read:  # a run that goes on writes a new file
+        self.heard = status.st_mtime
+        if status.st_ino != self._inode or status.st_size < self._read:  # a resumed run writes a new file
             self._begin()
-            self._inode = there.st_ino
+            self._inode = status.st_ino
         with self.file.open("rb") as file:
             file.seek(self._read)
             for line in file:
-                if not line.endswith(b"\n"):  # it is being written
+                if not line.endswith(b"\n"):  # still being written
                     break
                 self._read += len(line)
                 self._take(line)
         return self
 
     def places(self, rows: Any) -> dict[str, Any]:
-        """Return where the run stood at some rows: the steps, epochs, samples and seconds."""
+        """Return the steps, epochs, samples and seconds of some rows."""
         return {name: np.asarray(values)[rows] for name, values in self._places.items()}
 
     def _take(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
             event, step = entry["event"], float(entry["step"])
-        except (ValueError, TypeError, KeyError):  # not a line of ours
+        except (ValueError, TypeError, KeyError):  # not a history line
             return
         self.last = entry
         if event not in _CURVES:
@@ -108,17 +108,17 @@ class History:
 
 
 _NO_CURVES = frozenset((*PLACES, "event", "time"))
-_NO_NUMBERS = ("NaN", "Infinity", "-Infinity")  # as JsonlLog writes them
+_NONFINITE = ("NaN", "Infinity", "-Infinity")  # as JsonlLog writes them
 
 
 def number_of(value: Any, otherwise: Any) -> Any:
-    """Return a value as a number, or something else if it is none."""
-    if isinstance(value, (int, float)):  # a truth too: 0 or 1
+    """Return a value as a number, or `otherwise` if it is not a number."""
+    if isinstance(value, (int, float)):  # includes bool
         return float(value)
-    return float(value) if value in _NO_NUMBERS else otherwise
+    return float(value) if value in _NONFINITE else otherwise
 
 
 def numbers_in(entry: Mapping[str, Any], but: Iterable[str] = _NO_CURVES) -> dict[str, float]:
-    """Return the numbers of a line by name, without where it stands."""
-    found = {name: number_of(value, None) for name, value in entry.items() if name not in but}
-    return {name: value for name, value in found.items() if value is not None}
+    """Return the metrics of a line by name, without step, epoch, samples and seconds."""
+    numbers = {name: number_of(value, None) for name, value in entry.items() if name not in but}
+    return {name: value for name, value in numbers.items() if value is not None}

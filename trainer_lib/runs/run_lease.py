@@ -1,7 +1,8 @@
-"""One writer for a run: a lease in its folder, with a heartbeat, which another program takes over from a dead one.
+"""A lease on a run's folder, with a heartbeat, so that only one program writes to the run.
 
-A lease is a file `lease-00000007.json`. Its number is one above that of the lease it follows, and it is created only if
-no such file exists (on object stores by a conditional write), so that of two programs one wins.
+A lease is a file such as `lease-00000007.json`. Its number is one above that of the previous lease. The file is created
+only if it does not exist (on object stores by a conditional write), so only one of two programs gets the lease. A
+program takes over the lease of a dead one.
 """
 
 import contextlib
@@ -24,18 +25,18 @@ from trainer_lib.runs.run_environment import describe_process, is_alive
 
 _logger = get_logger(__name__)
 
-HEARTBEAT = 20.0  # seconds between two signs of life
-STALE_AFTER = 120.0  # seconds without one, for a process that cannot be asked
+HEARTBEAT = 20.0  # seconds between two heartbeats
+STALE_AFTER = 120.0  # seconds without a heartbeat, for processes on other machines
 
 _LEASES = "lease-*.json"
-_held: set[str] = set()  # the tokens of the leases of this process
+_held: set[str] = set()  # tokens of this process's leases
 
 
 class Lease:
     """The right of one program to write into the folder of a run.
 
     Args:
-        folder: The folder; `None`: nothing is written, and nothing is leased.
+        folder: The folder; `None` for a run that writes nothing and needs no lease.
 
     Example:
         >>> import tempfile
@@ -49,7 +50,7 @@ class Lease:
         self.folder = folder
         self._file: AnyPath | None = None
         self._token = secrets.token_hex(8)
-        self._ends = threading.Event()
+        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Lease":
@@ -62,13 +63,13 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether it was acquired, and not released."""
+        """Whether the lease is acquired and not released."""
         return self._file is not None
 
     def acquire(self) -> None:
-        """Take the lease, and keep it alive until `release`; that of a dead program is taken over.
+        """Acquire the lease, taking over that of a dead program, and renew it until `release`.
 
-        A storage that takes no file, such as a full disk, is warned of: training matters more.
+        If the storage takes no file, such as a full disk, it only warns: training matters more.
 
         Raises:
             RunInUseError: If another program writes into the folder.
@@ -76,39 +77,39 @@ class Lease:
         if self.folder is None or self.is_held:
             return
         try:
-            self._file = self._created(self.folder)
+            self._file = self._create_lease(self.folder)
         except (OSError, UnreachableError) as error:
             _logger.warning(
-                "The run %s could not be leased, so that a second program is not kept from writing into it: %s",
+                "The run %s could not be leased, so a second program can write to it at the same time: %s",
                 self.folder,
                 error,
             )
             return
         _held.add(self._token)
-        self._ends.clear()
+        self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name=f"lease of {self.folder.name}", daemon=True)
         self._thread.start()
 
     def loss(self) -> str | None:
-        """Return why the lease is lost, such as to a program that took over while this one was stopped; else `None`."""
+        """Return why the lease is lost, such as to a program that took over while this one was paused; or `None`."""
         if self._file is None:
             return None
         try:
             holder = _read(self._file)
-        except UnreachableError:  # nobody can be said to have taken it
+        except UnreachableError:  # unknown: assume that it is held
             return None
         if holder is not None and holder.get("token") == self._token:
             return None
         return (
-            f"The lease of the run {self.folder} was taken over by another program, as this one gave no sign of life "
-            f"for {STALE_AFTER:g} seconds or the file was deleted."
+            f"The lease of the run {self.folder} was taken over by another program, because this one sent no heartbeat "
+            f"for {STALE_AFTER:g} seconds or the lease file was deleted."
         )
 
     def release(self) -> None:
-        """Give the lease back, if it is held."""
+        """Release the lease, if it is held."""
         if self._file is None:
             return
-        self._ends.set()
+        self._stop.set()
         if self._thread is not None:
             self._thread.join(HEARTBEAT)
         is_lost = self.loss() is not None
@@ -120,7 +121,7 @@ class Lease:
         except (OSError, UnreachableError) as error:
             _logger.warning("The lease %s could not be deleted: %s", file, error)
 
-    def _created(self, folder: AnyPath) -> AnyPath:
+    def _create_lease(self, folder: AnyPath) -> AnyPath:
         if isinstance(folder, Path):
             folder.mkdir(parents=True, exist_ok=True)
         content = json.dumps({**_this_process(), "token": self._token}, indent=1).encode()
@@ -130,7 +131,7 @@ class Lease:
                 _wait_until_free(file)
             file = folder / f"lease-{1 + max((_number(path) for path in stale), default=0):08d}.json"
             if not _create(file, content, self._token):
-                continue  # another program was faster, and is looked at now
+                continue  # another program was faster: check its lease
             rivals = [path for path in _leases(folder) if path not in (*stale, file)]
             if rivals:
                 file.unlink(missing_ok=True)
@@ -140,8 +141,8 @@ class Lease:
             return file
 
     def _beat(self) -> None:
-        """Write the file again and again, until the lease is released or lost."""
-        while not self._ends.wait(HEARTBEAT):
+        """Renew the lease until it is released or lost."""
+        while not self._stop.wait(HEARTBEAT):
             file = self._file
             try:
                 if file is None or self.loss() is not None:
@@ -155,7 +156,7 @@ class Lease:
 
 
 def is_leased(folder: AnyPath) -> bool:
-    """Whether a program that may be alive writes into the folder of a run."""
+    """Whether a program that may be alive holds the lease of a run's folder."""
     return any(_is_free(file) is not True for file in _leases(folder))
 
 
@@ -169,7 +170,7 @@ def _number(file: AnyPath) -> int:
 
 
 def _read(file: AnyPath) -> dict[str, Any] | None:
-    """Return what a lease says; `None` where it is not there, nothing where it cannot be read."""
+    """Return the contents of a lease; `None` if there is no file, an empty dict if it cannot be read."""
     try:
         holder = read_json(file.read_bytes()) if file.is_file() else None
     except FileNotFoundError:
@@ -180,7 +181,7 @@ def _read(file: AnyPath) -> dict[str, Any] | None:
 
 
 def _is_free(file: AnyPath) -> bool | None:
-    """Whether the holder of a lease is gone; `None` where it cannot be asked, as on another machine."""
+    """Whether the holder of a lease is dead; `None` if unknown, such as on another machine."""
     holder = _read(file)
     if holder is None:
         return True
@@ -194,7 +195,7 @@ def _is_free(file: AnyPath) -> bool | None:
 
 
 def _wait_until_free(file: AnyPath) -> None:
-    """Return once a lease is free: at once where its process is known to be dead, else after a time without heartbeat.
+    """Return when a lease is free: immediately if its process is dead, otherwise after a time without heartbeat.
 
     Raises:
         RunInUseError: If its holder is alive.
@@ -206,7 +207,7 @@ def _wait_until_free(file: AnyPath) -> None:
         return
     beat, age = _age(file)
     if age < STALE_AFTER:
-        _logger.warning("Waiting up to %.0f s for a sign of life of who holds %s.", STALE_AFTER - age, file)
+        _logger.warning("Waiting up to %.0f s for a heartbeat of the program that holds %s.", STALE_AFTER - age, file)
     ends = time.monotonic() + STALE_AFTER - age
     while time.monotonic() < ends:
         time.sleep(min(1.0, max(ends - time.monotonic(), 0.0)))
@@ -218,7 +219,7 @@ def _wait_until_free(file: AnyPath) -> None:
 
 
 def _age(file: AnyPath) -> tuple[float, float]:
-    """Return when a lease was last renewed, and how long ago that is by the clock of the storage itself."""
+    """Return when a lease was last renewed, and its age by the storage's own clock."""
     probe = file.with_name(f".clock-{secrets.token_hex(4)}")
     try:
         beat = file.stat().st_mtime
@@ -232,11 +233,11 @@ def _age(file: AnyPath) -> tuple[float, float]:
 
 
 def _create(file: AnyPath, content: bytes, token: str) -> bool:
-    """Create a file with its content at once, unless there is one; return whether it was created here."""
+    """Create a file with its content atomically, unless it exists; return whether this call created it."""
     if not isinstance(file, Path):
         if file.create(content):
             return True
-        holder = _read(file)  # an answer that was lost on its way is asked for again, and finds the file
+        holder = _read(file)  # a retry after a lost answer finds our own file
         return holder is not None and holder.get("token") == token
     partial = file.with_name(f".{file.name}.{token}")
     try:
@@ -251,10 +252,10 @@ def _create(file: AnyPath, content: bytes, token: str) -> bool:
 
 
 def _in_use(file: AnyPath, holder: dict[str, Any]) -> RunInUseError:
-    who = f"process {holder['pid']} on {holder.get('host')}" if "pid" in holder else "an unknown process"
+    holder_name = f"process {holder['pid']} on {holder.get('host')}" if "pid" in holder else "an unknown process"
     return RunInUseError(
-        f"The run {file.parent} is in use: another program, {who}, trains it and writes into its folder. Wait for its "
-        f'end or stop it, or give resume="never" for a run of your own. If no such program runs, delete {file}.'
+        f"The run {file.parent} is in use: another program, {holder_name}, trains it. Wait for its "
+        f'end or stop it, or give resume="never" to start a new run. If no such program runs, delete {file}.'
     )
 
 
@@ -263,7 +264,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _boot() -> str | None:
-    """Return what tells one machine and its uptime from another of the same name."""
+    """Return the machine's boot id, which differs between machines of the same name and between boots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -271,7 +272,7 @@ def _boot() -> str | None:
 
 
 def _namespace() -> str | None:
-    """Return in which container process numbers mean the same."""
+    """Return the process id namespace (the container)."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

@@ -1,4 +1,4 @@
-"""This file is how a run stands: it runs, it ended, or whoever trained it is gone without a word."""
+"""The status of a run: running, ended, died or silent."""
 
 import time
 from collections.abc import Mapping
@@ -11,23 +11,23 @@ from trainer_lib.runs.run_environment import is_alive
 from trainer_lib.runs.run_file import read_facts
 from trainer_lib.runs.run_folder import HISTORY_FILE, RUN_FILE, RunFolder
 
-_SILENT_AFTER = 600.0  # seconds without a line, of a process that cannot be asked
+_SILENT_AFTER = 600.0  # seconds without a line, for processes on other machines
 
 
 def is_run(folder: AnyPath) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder belongs to a run."""
     return (folder / RUN_FILE).is_file() or (folder / HISTORY_FILE).is_file()
 
 
 def history_file(folder: AnyPath) -> Path:
-    """Return the history of a run; of one behind a URL a copy on this machine, as it is now."""
+    """Return the history file of a run; for a URL a current local copy."""
     run = RunFolder(folder)
     run.download(HISTORY_FILE)
     return run.history_file
 
 
 def facts_of(folder: AnyPath) -> dict[str, Any]:
-    """Return what a run's file says; nothing if it cannot be read, since looking on must not need it."""
+    """Return the facts of the run file, or an empty dict if it cannot be read: monitoring works without it."""
     try:
         return read_facts(folder / RUN_FILE)
     except (OSError, CheckpointError):
@@ -35,16 +35,16 @@ def facts_of(folder: AnyPath) -> dict[str, Any]:
 
 
 def standing(facts: Mapping[str, Any], last: Mapping[str, Any], heard: float) -> str:
-    """Return how a run stands.
+    """Return the status of a run.
 
     Args:
-        facts: What its file says.
-        last: The last line of its history.
-        heard: When that was written, as `time.time` counts.
+        facts: The contents of the run file.
+        last: The last line of the history.
+        heard: When that line was written, in seconds since 1970.
 
     Returns:
-        "finished", "stopped", "interrupted" or "failed", as the run itself says; "running"; "died" if its process is
-        gone without having said anything, and "silent" if that cannot be asked and wrote nothing for ten minutes.
+        "finished", "stopped", "interrupted" or "failed", as the run recorded; "running"; "died" if its process was
+        killed; "silent" if its process is on another machine and has written nothing for ten minutes.
     """
     status = str(facts.get("status") or last.get("status") or "running")
     if status not in ("running", "new"):

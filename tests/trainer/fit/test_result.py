@@ -108,7 +108,7 @@ def test_a_run_that_went_on_tells_how_it_ended_before(tmp_path: Path) -> None:
         ("started", 0, process),
         ("failed", 4, "RuntimeError: the fifth step"),
         ("resumed", 4, process),
-        ("other arguments", 4, "warmup: - → 2"),
+        ("changed arguments", 4, "warmup: - → 2"),
         ("saved", 8, told[4][2]),
         ("saved", 10, told[5][2]),
         ("finished", 10, ""),

@@ -1,1 +1,1 @@
-"""The report of runs: one page of HTML, its data and its charts."""
+"""The HTML report of runs, its data and its charts."""

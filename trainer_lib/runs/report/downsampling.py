@@ -1,21 +1,20 @@
-"""This file is long curves as short ones that look the same: the lowest and the highest of each stretch stay."""
+"""Downsampling of long curves that keeps minimum, maximum and gaps of each stretch."""
 
 from typing import Any
 
 import numpy as np
 
-_KEPT_OF_STRETCH = 5  # first, last, lowest, highest, and one that is no number
+_KEPT_OF_STRETCH = 5  # first, last, lowest, highest, and one nonfinite value
 
 
 def thin(values: Any, at_most: int) -> Any:
-    """Return the places of the values that are kept.
+    """Return the indices of the values to keep.
 
-    The lowest and the highest value are always among them, and so is a place at which a curve is interrupted by what
-    is no number, if only for one value.
+    The minimum and the maximum are always kept, and so is each interruption by NaN or Inf, even of a single value.
 
     Args:
         values: The values, in order.
-        at_most: How many may be kept.
+        at_most: The largest number of values to keep.
 
     Example:
         >>> values = np.zeros(1_000_000)
@@ -35,14 +34,14 @@ def thin(values: Any, at_most: int) -> Any:
     ends = np.minimum(starts + length, count) - 1
     lowest = starts + np.where(is_number, stretches, np.inf).argmin(axis=1)
     highest = starts + np.where(is_number, stretches, -np.inf).argmax(axis=1)
-    is_number[-1, length - padding :] = True  # what only fills up is no interruption
+    is_number[-1, length - padding :] = True  # padding is not an interruption
     broken = starts + (~is_number).argmax(axis=1)
     kept = np.unique(np.concatenate([starts, ends, lowest, highest, broken]))
     return kept[kept < count]
 
 
 def means(values: Any, at_most: int) -> Any:
-    """Return the mean of each stretch, without what is no number; nan where there is nothing else."""
+    """Return the mean of the finite values of each stretch; nan for a stretch without any."""
     stretches, _ = _stretches(np.asarray(values, dtype=float), at_most)
     is_number = np.isfinite(stretches)
     counts = is_number.sum(axis=1)
@@ -51,7 +50,7 @@ def means(values: Any, at_most: int) -> Any:
 
 
 def _stretches(values: Any, number: int) -> tuple[Any, int]:
-    """Return the values as stretches of one length, filled up with nan, and by how many."""
+    """Return the values as stretches of equal length, padded with nan, and the amount of padding."""
     length = max(-(-len(values) // max(number, 1)), 1)
     padding = -len(values) % length
     return np.pad(values, (0, padding), constant_values=np.nan).reshape(-1, length), padding

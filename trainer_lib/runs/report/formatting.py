@@ -1,4 +1,4 @@
-"""This file is numbers, times and values of a run as people read them."""
+"""Readable numbers, durations and values."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def short(value: Any) -> str:
-    """Return a value in a few letters.
+    """Return a value as short text.
 
     Example:
         >>> short(0.00012345678), short(1234567.0), short(12), short([1, 2]), short(None)
@@ -21,14 +21,14 @@ def short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1e4 else f"{value:.4g}"
     if isinstance(value, (list, tuple)):
-        return ", ".join(short(one) for one in value)
+        return ", ".join(short(item) for item in value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {short(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {short(item)}" for name, item in value.items())
     return str(value)
 
 
 def duration(seconds: float) -> str:
-    """Return a time that passed.
+    """Return a duration as text.
 
     Example:
         >>> duration(0.27), duration(42.3), duration(754), duration(7384), duration(90000)
@@ -45,17 +45,17 @@ def duration(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
-def flat(values: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """Return nested values as texts, each under the names that lead to it.
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested values as flat text values with dotted names.
 
     Example:
         >>> flat({"lr": 0.1, "fsdp": {"offload": True}})
         {'lr': '0.1', 'fsdp.offload': 'True'}
     """
-    found: dict[str, str] = {}
+    flattened: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            found.update(flat(value, f"{above}{name}."))
+            flattened.update(flat(value, f"{prefix}{name}."))
         else:
-            found[f"{above}{name}"] = value if isinstance(value, str) else repr(value)
-    return found
+            flattened[f"{prefix}{name}"] = value if isinstance(value, str) else repr(value)
+    return flattened

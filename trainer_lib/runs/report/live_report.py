@@ -1,4 +1,4 @@
-"""This file is a report that goes on while its runs do: a page from this machine to itself, which asks for more."""
+"""A live report: a local web page that updates while its runs train."""
 
 import json
 import threading
@@ -14,37 +14,37 @@ _HOST = "127.0.0.1"
 
 
 class LiveReport:
-    """Serves the report of some runs on this machine; nobody else can reach it.
+    """Serves the report of some runs on this machine only.
 
     Args:
         sources: The runs.
-        port: The port; 0 takes a free one.
+        port: The port; 0 selects a free one.
 
     Attributes:
-        url: Where the page is.
+        url: The address of the page.
     """
 
     def __init__(self, sources: Sequence[Source], port: int = 0) -> None:
-        lock = threading.Lock()  # histories are read further by one at a time
+        lock = threading.Lock()  # one reader at a time: histories are read incrementally
 
-        def told() -> dict[str, Any]:
+        def current_data() -> dict[str, Any]:
             with lock:
                 return contents(sources, is_live=True)
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                # A page of someone else's may name this machine as its own: that is not answered.
+                # Refuse requests of foreign pages whose host name resolves to this machine (DNS rebinding).
                 if self.headers.get("Host", "").rpartition(":")[0] not in (_HOST, "localhost"):
                     self.send_error(403)
                 elif self.path == "/":
-                    self._answer("text/html", page(told()))
+                    self._answer("text/html", page(current_data()))
                 elif self.path == "/data.json":
-                    self._answer("application/json", json.dumps(told(), allow_nan=False, separators=(",", ":")))
+                    self._answer("application/json", json.dumps(current_data(), allow_nan=False, separators=(",", ":")))
                 else:
                     self.send_error(404)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Say nothing of requests: a page asks every two seconds."""
+                """Log nothing: a page polls every two seconds."""
 
             def _answer(self, kind: str, text: str) -> None:
                 body = text.encode()
@@ -59,16 +59,16 @@ class LiveReport:
             self._server = ThreadingHTTPServer((_HOST, port), Handler)
         except (OSError, OverflowError) as error:
             raise ConfigurationError(
-                f"--port {port} cannot be used: {error}. Leave it out to get a free one."
+                f"--port {port} cannot be used: {error}. Leave --port out to use a free one."
             ) from error
         self._server.daemon_threads = True
         self.url = f"http://{_HOST}:{self._server.server_port}/"
 
     def serve(self) -> None:
-        """Serve until `close` is called from another thread, or someone presses Ctrl-C."""
+        """Serve until another thread calls `close`, or until Ctrl-C."""
         self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
-        """End it."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()

@@ -1,4 +1,4 @@
-"""This file is what a report says of runs: their curves, made short enough to be drawn, and everything else as text."""
+"""The data of a report: downsampled curves, tables and figures, as JSON."""
 
 import math
 import time
@@ -18,20 +18,20 @@ from trainer_lib.runs.report.timeline_marks import marks, saves
 from trainer_lib.runs.run_history import PLACES, History, numbers_in
 from trainer_lib.runs.run_status import facts_of, history_file, standing
 
-_POINTS = 1500  # of a curve: more than a screen has columns
+_POINTS = 1500  # per curve: more than a screen has columns
 _MEANS = 300
-_ROWS = 500  # of the table of evaluations
+_ROWS = 500  # in the table of evaluations
 
 
 @dataclass
 class Source:
-    """A run that is reported on.
+    """A run in a report.
 
     Args:
-        name: What it is called.
-        place: Where it is.
-        history: Its history, which remembers how far it was read.
-        facts: Returns what the run's file says.
+        name: The run's name in the report.
+        place: The run's path.
+        history: The run's history, read incrementally.
+        facts: A function that returns the contents of the run file.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Source:
 
     @classmethod
     def of(cls, path: AnyPath, name: str | None = None) -> "Source":
-        """Return the run in a folder, or that whose history is a file; of a URL, as it is now."""
+        """Return the run of a folder or a history file; for a URL its current state."""
         if isinstance(path, Path) and path.is_file():
             return cls(name or path.stem, str(path), History(path), dict)
         return cls(name or path.resolve().name, str(path), History(history_file(path)), lambda: facts_of(path))
 
 
 def contents(sources: Sequence[Source], is_live: bool = False) -> dict[str, Any]:
-    """Return what a report says, as JSON has it."""
+    """Return the data of a report, as JSON types."""
     runs = [_run(source) for source in sources]
     names = dict.fromkeys(name for run in runs for name in run["curves"])
     return {"written": time.time(), "live": is_live, "charts": charts_of(names), "runs": runs}
@@ -75,7 +75,7 @@ def _run(source: Source) -> dict[str, Any]:
         "evaluations": _evaluations(history, best),
         "checkpoints": saves(history.events, state.get("checkpoints") or (), None if best is None else best["step"]),
         "arguments": flat(facts.get("arguments") or {}),
-        "environment": flat({name: _readable(name, one) for name, one in (facts.get("environment") or {}).items()}),
+        "environment": flat({name: _readable(name, value) for name, value in (facts.get("environment") or {}).items()}),
     }
 
 
@@ -83,28 +83,28 @@ def _curve(history: History, name: str, tables: dict[bytes, int], places: list[d
     curve = history.curves[name]
     rows, values = np.asarray(curve.rows), np.asarray(curve.values)
     kept = thin(values, _POINTS)
-    told: dict[str, Any] = {
-        "at": _placed(history, rows[kept], tables, places),
+    data: dict[str, Any] = {
+        "at": _place_table(history, rows[kept], tables, places),
         "values": [_number(value) for value in values[kept].tolist()],
         "count": len(values),
         "broken": int((~np.isfinite(values)).sum()),
     }
-    if len(kept) < len(values):  # smoothing what is left would give the extremes too much weight
+    if len(kept) < len(values):  # smoothing the kept values would overweight extremes
         middles = means(np.arange(len(values)), _MEANS).astype(int)
-        told["means"] = {
-            "at": _placed(history, rows[middles], tables, places),
+        data["means"] = {
+            "at": _place_table(history, rows[middles], tables, places),
             "values": [_number(value) for value in means(values, _MEANS).tolist()],
         }
-    return told
+    return data
 
 
-def _placed(history: History, rows: Any, tables: dict[bytes, int], places: list[dict[str, Any]]) -> int:
-    """Return the number of the table that says where the run stood at some rows: curves share them."""
+def _place_table(history: History, rows: Any, tables: dict[bytes, int], places: list[dict[str, Any]]) -> int:
+    """Return the index of the table of steps, epochs, samples and seconds of some rows; curves share tables."""
     key = rows.tobytes()
     if key not in tables:
         tables[key] = len(places)
-        found = history.places(rows)
-        places.append({name: [_number(one, 8) for one in found[name].tolist()] for name in PLACES})
+        columns = history.places(rows)
+        places.append({name: [_number(value, 8) for value in columns[name].tolist()] for name in PLACES})
     return tables[key]
 
 
@@ -115,9 +115,9 @@ def _number(value: float, digits: int = 6) -> float | None:
 
 
 def _best(history: History, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    told = [entry for entry in history.events if entry["event"] == "best"]
-    if told:
-        return {name: told[-1].get(name) for name in ("metric", "value", "step")}
+    records = [entry for entry in history.events if entry["event"] == "best"]
+    if records:
+        return {name: records[-1].get(name) for name in ("metric", "value", "step")}
     return dict(state["best"]) if state.get("best") else None
 
 
@@ -128,30 +128,30 @@ def _traceback(history: History) -> str:
 
 
 def _figures(history: History, facts: Mapping[str, Any], best: Mapping[str, Any] | None) -> list[list[str]]:
-    """Return what one wants to know first."""
+    """Return the key figures of a run."""
     last, begun = history.last, [entry for entry in history.events if entry["event"] in ("started", "resumed")]
     total = begun[-1].get("max_steps") if begun else None
-    found: list[list[str]] = []
+    figures: list[list[str]] = []
     if last:
         step = short(last["step"])
-        found.append(["Steps", step if total in (None, last["step"]) else f"{step} of {short(total)}"])
-        found.append(["Epochs", short(last.get("epoch"))])
-        found.append(["Samples", short(last.get("samples"))])
-        found.append(["Time of training", duration(float(last.get("seconds") or 0))])
+        figures.append(["Steps", step if total in (None, last["step"]) else f"{step} of {short(total)}"])
+        figures.append(["Epochs", short(last.get("epoch"))])
+        figures.append(["Samples", short(last.get("samples"))])
+        figures.append(["Time of training", duration(float(last.get("seconds") or 0))])
     if begun:
-        found.append(["Processes", short(begun[-1].get("processes"))])
+        figures.append(["Processes", short(begun[-1].get("processes"))])
     if best is not None:
-        found.append([f"Best {best['metric']}", f"{short(best['value'])} at step {short(best['step'])}"])
+        figures.append([f"Best {best['metric']}", f"{short(best['value'])} at step {short(best['step'])}"])
     for name, title in (("loss", "Loss"), ("eval_loss", "Evaluation loss"), ("samples_per_second", "Samples a second")):
         if name in history.curves:
-            found.append([title, short(float(history.curves[name].values[-1]))])
+            figures.append([title, short(float(history.curves[name].values[-1]))])
     for name, title in (("host_memory", "Memory, most"), ("device_memory_peak", "Device memory, most")):
         if name in history.curves:
-            found.append([title, convert_bytes(int(np.nanmax(history.curves[name].values)))])
+            figures.append([title, convert_bytes(int(np.nanmax(history.curves[name].values)))])
     created = facts.get("created") or (begun[0].get("time") if begun else None)
     if created:
-        found.append(["Begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(created))])
-    return found
+        figures.append(["Begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(created))])
+    return figures
 
 
 def _evaluations(history: History, best: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""This file is the report of runs: one page of HTML that holds everything it needs."""
+"""The HTML page of a report, in one self-contained file."""
 
 import base64
 import hashlib
@@ -17,15 +17,15 @@ from trainer_lib.runs.run_status import is_run
 
 REPORT_FILE = "report.html"
 _SCRIPTS = ("format.js", "elements.js", "chart.js", "tables.js", "page.js")
-_MOST = 24  # runs in a report of a folder of runs: more cannot be told apart
+_MAX_RUNS = 24  # more curves cannot be told apart
 
 
 def write_report(sources: Sequence[Source], file: Path) -> Path:
-    """Write a report of some runs, whole or not at all, and return where it is.
+    """Write a report of some runs atomically, and return its path.
 
     Args:
         sources: The runs.
-        file: Where to.
+        file: The file to write.
     """
     text = page(contents(sources))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -34,41 +34,41 @@ def write_report(sources: Sequence[Source], file: Path) -> Path:
 
 
 def find_runs(paths: Sequence[AnyPath]) -> list[Source]:
-    """Return the runs that paths mean: folders of runs, files as `JsonlLog` writes them, and folders that hold runs.
+    """Return the runs at some paths: run folders, history files of `JsonlLog`, and folders that contain runs.
 
     Raises:
-        ConfigurationError: If there is none, or so many that nobody could tell their curves apart.
+        ConfigurationError: If a path has no run, or there are too many runs to compare.
     """
-    found: list[AnyPath] = []
+    runs: list[AnyPath] = []
     for path in paths:
         if path.is_file() or is_run(path):
             inside = [path]
         else:
             inside = sorted((child for child in path.glob("*") if child.is_dir() and is_run(child)), key=str)
         if not inside:
-            what = "has no run: no run.json or history.jsonl" if path.is_dir() else "is not there"
+            problem = "has no run: no run.json or history.jsonl" if path.is_dir() else "does not exist"
             raise ConfigurationError(
-                f"{path} {what}. Give the folder of a run, output_dir/RUN_ID, or its history file."
+                f"{path} {problem}. Give the folder of a run, output_dir/RUN_ID, or its history file."
             )
-        found += [one for one in inside if one not in found]
-    if len(found) > _MOST:
+        runs += [run for run in inside if run not in runs]
+    if len(runs) > _MAX_RUNS:
         raise ConfigurationError(
-            f"These are {len(found)} runs, and a report compares at most {_MOST}. Name those that you want to see; "
+            f"A report compares at most {_MAX_RUNS} runs (got {len(runs)}). Name the runs to compare; "
             "`trainer-lib runs` lists them."
         )
-    return [Source.of(path, name) for path, name in zip(found, _names(found), strict=True)]
+    return [Source.of(path, name) for path, name in zip(runs, _names(runs), strict=True)]
 
 
-def page(told: dict[str, Any]) -> str:
-    """Return the page that says what `contents` returned."""
+def page(data: dict[str, Any]) -> str:
+    """Return the HTML page for the data of `contents`."""
     script = "\n".join(_asset(name) for name in _SCRIPTS)
-    names = ", ".join(run["name"] for run in told["runs"])
+    names = ", ".join(run["name"] for run in data["runs"])
     fills = {
         "title": html.escape(f"{names} · trainer_lib"),
-        # Nothing but this very script runs, whatever a name or a value may hold; and nothing is fetched.
-        "policy": html.escape(_policy(script, told["live"])),
+        # Only this script runs, whatever names and values contain, and nothing is fetched.
+        "policy": html.escape(_policy(script, data["live"])),
         "style": _asset("page.css"),
-        "data": _as_script(told),
+        "data": _as_script(data),
         "script": script,
     }
     parts = _asset("page.html").split("{{")
@@ -91,9 +91,9 @@ def _policy(script: str, is_live: bool) -> str:
     )
 
 
-def _as_script(told: dict[str, Any]) -> str:
-    """Return values as JSON that ends no element, whatever texts there are in it."""
-    text = json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def _as_script(data: dict[str, Any]) -> str:
+    """Return values as JSON that is safe inside a script element."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text

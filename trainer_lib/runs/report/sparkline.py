@@ -1,4 +1,4 @@
-"""This file is a curve in a line of text, where a terminal can show it."""
+"""Sparklines: a curve in one line of text."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Return a curve as bars; each is the mean of as many values.
+    """Return a curve as bars, each the mean of an equal number of values.
 
     Example:
         >>> sparkline([1, 2, 3, 5, 8])
@@ -28,7 +28,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def shows_sparklines(file: TextIO | Any) -> bool:
-    """Whether a text file is a terminal that has letters for them."""
+    """Whether a text file is a terminal that can show the bars."""
     try:
         _BARS.encode(file.encoding or "ascii")
         return file.isatty()

@@ -1,4 +1,4 @@
-"""This file is curves as a small picture, drawn without any library: for a notebook, while a run goes on."""
+"""Curves as a small SVG image, for notebooks."""
 
 import html
 import math
@@ -11,17 +11,17 @@ Points = Sequence[tuple[float, float]]
 
 _COLOURS = ("#3b7be0", "#e0832a", "#1fa374", "#d04f9c", "#8a62e0", "#1f9db5")  # on light and on dark
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 10, 24, 22
-_POINTS = 800  # of a curve
+_POINTS = 800  # per curve
 
 
 def draw_curves(title: str, curves: Mapping[str, Points], width: int = 420, height: int = 220) -> str:
-    """Return curves over their steps as SVG; what is no number leaves a gap.
+    """Return curves over steps as SVG, with gaps at NaN and Inf.
 
     Args:
-        title: What they are.
-        curves: By name, the steps and values.
-        width: Of the picture, in pixels.
-        height: Of the picture.
+        title: The title of the chart.
+        curves: Steps and values, by curve name.
+        width: The width in pixels.
+        height: The height in pixels.
 
     Example:
         >>> draw_curves("Loss", {"loss": [(1, 0.5), (2, 0.25)]})[:4]
@@ -44,15 +44,15 @@ def draw_curves(title: str, curves: Mapping[str, Points], width: int = 420, heig
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{width - _RIGHT}" stroke="currentColor" opacity=".15"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" opacity=".65">{value:.3g}</text>')
     for x, anchor in ((first, "start"), (last, "end")):
-        told = f'<text x="{place(x, low)[0]:.1f}" y="{height - 6}" text-anchor="{anchor}" opacity=".65">'
-        parts.append(f"{told}{short(round(x))}</text>")
-    told_at = float(width - _RIGHT)
+        label_start = f'<text x="{place(x, low)[0]:.1f}" y="{height - 6}" text-anchor="{anchor}" opacity=".65">'
+        parts.append(f"{label_start}{short(round(x))}</text>")
+    label_end = float(width - _RIGHT)
     for index, (name, points) in reversed(list(enumerate(curves.items()))):
         colour = _COLOURS[index % len(_COLOURS)]
         parts.append(f'<path d="{_path(points, place)}" fill="none" stroke="{colour}" stroke-width="1.75"/>')
         label = f"{name} {short(points[-1][1]) if points else ''}"
-        parts.append(f'<text x="{told_at}" y="15" text-anchor="end" fill="{colour}">{html.escape(label)}</text>')
-        told_at -= 7 * len(label) + 10
+        parts.append(f'<text x="{label_end}" y="15" text-anchor="end" fill="{colour}">{html.escape(label)}</text>')
+        label_end -= 7 * len(label) + 10
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" aria-label="{html.escape(title)}" font-family="system-ui, sans-serif" font-size="11" '
@@ -66,7 +66,7 @@ def _path(points: Points, place: Callable[[float, float], tuple[float, float]]) 
     for x, y in kept:
         if math.isfinite(y):
             across, down = place(x, y)
-            # A point alone is a line of no length, which would not be seen.
+            # A single point is a line of length 0, which would be invisible.
             text.append(f"{'L' if is_open else 'M'}{across:.1f} {down:.1f}" + ("" if is_open else "h.01"))
         is_open = math.isfinite(y)
     return "".join(text)

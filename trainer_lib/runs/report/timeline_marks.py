@@ -1,4 +1,4 @@
-"""This file is what happened to a run, as marks on the axis and lines of a table."""
+"""Timeline of a run: its events as marks on the axis and rows of a table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,37 +8,37 @@ from trainer_lib.filesystem.remote_paths import is_url
 from trainer_lib.runs.report.formatting import duration, short
 from trainer_lib.runs.run_history import PLACES
 
-_SHOWN = 400  # of one kind; a run may skip many steps
-_LONGEST = 400  # letters of what a callback told; the history has all of it
+_SHOWN = 400  # per kind; a run may skip many steps
+_LONGEST = 400  # characters of a callback's event; the history has the full text
 _PLACED = (*PLACES, "time", "event")
 
 Entry = Mapping[str, Any]
 
 
 def marks(events: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Return what happened, in the order in which it did: where, of which kind, and in words."""
+    """Return the events in order, each with its position, kind, title and text."""
     shown: dict[str, int] = {}
-    found: list[dict[str, Any]] = []
-    for entry in reversed(events):  # the last ones are of more interest
+    marks_reversed: list[dict[str, Any]] = []
+    for entry in reversed(events):  # the newest events are kept
         name = str(entry["event"])
         shown[name] = shown.get(name, 0) + 1
         if shown[name] <= _SHOWN:
-            kind, title, text = _told(name, entry)
-            place = {one: entry.get(one) for one in (*PLACES, "time")}
-            found.append({**place, "kind": kind, "title": title, "text": text})
-    return found[::-1]
+            kind, title, text = _describe(name, entry)
+            position = {key: entry.get(key) for key in (*PLACES, "time")}
+            marks_reversed.append({**position, "kind": kind, "title": title, "text": text})
+    return marks_reversed[::-1]
 
 
 def saves(events: Sequence[Entry], known: Sequence[Entry], best_step: int | None) -> list[dict[str, Any]]:
-    """Return the checkpoints, each with what was known of it when it was saved, and whether it is still there.
+    """Return the checkpoints, each with the facts recorded when it was saved, and whether it still exists.
 
     Args:
-        events: What happened.
-        known: The checkpoints that the run's file lists: of one that was saved while the run failed nothing else tells.
-        best_step: That of the best evaluation.
+        events: The events of the run.
+        known: The checkpoints in the run file, which also lists those saved while the run failed.
+        best_step: The step of the best evaluation.
     """
-    found: dict[Any, dict[str, Any]] = {entry["path"]: {**entry, "why": entry.get("reasons")} for entry in known}
-    found |= {entry["path"]: dict(entry) for entry in events if entry["event"] == "save" and "path" in entry}
+    checkpoints: dict[Any, dict[str, Any]] = {entry["path"]: {**entry, "why": entry.get("reasons")} for entry in known}
+    checkpoints |= {entry["path"]: dict(entry) for entry in events if entry["event"] == "save" and "path" in entry}
     return [
         {
             "step": entry["step"],
@@ -51,14 +51,14 @@ def saves(events: Sequence[Entry], known: Sequence[Entry], best_step: int | None
             "is_there": None if is_url(path) else Path(str(path)).is_dir(),
             "is_best": entry["step"] == best_step,
         }
-        for path, entry in sorted(found.items(), key=lambda one: one[1]["step"])[-_SHOWN:]
+        for path, entry in sorted(checkpoints.items(), key=lambda item: item[1]["step"])[-_SHOWN:]
     ]
 
 
-def _told(name: str, entry: Entry) -> tuple[str, str, str]:
-    tell = _WORDS.get(name)
-    if tell is not None:
-        return tell(entry)
+def _describe(name: str, entry: Entry) -> tuple[str, str, str]:
+    describe = _DESCRIPTIONS.get(name)
+    if describe is not None:
+        return describe(entry)
     facts = {key: value for key, value in entry.items() if key not in _PLACED}
     text = "; ".join(f"{key} {short(value)}" for key, value in facts.items())
     return "note", name.replace("_", " "), text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
@@ -70,12 +70,12 @@ def _started(entry: Entry) -> tuple[str, str, str]:
 
 def _resumed(entry: Entry) -> tuple[str, str, str]:
     lost = entry.get("steps_lost") or 0
-    again = f"; {lost} steps made again" if lost > 1 else "; 1 step made again" if lost else ""
-    return "resume", "resumed", _process(entry) + again
+    repeated = f"; {lost} steps repeated" if lost > 1 else "; 1 step repeated" if lost else ""
+    return "resume", "resumed", _process(entry) + repeated
 
 
 def _died(entry: Entry) -> tuple[str, str, str]:
-    return "fail", "died", "without a word; this is the last that it wrote"
+    return "fail", "died", "killed; this is the last line it wrote"
 
 
 def _ended(entry: Entry) -> tuple[str, str, str]:
@@ -100,7 +100,7 @@ def _skipped(entry: Entry) -> tuple[str, str, str]:
 
 
 def _went_back(entry: Entry) -> tuple[str, str, str]:
-    return "resume", "went back", str(entry.get("why") or "")
+    return "resume", "rewound", str(entry.get("why") or "")
 
 
 def _left_out(entry: Entry) -> tuple[str, str, str]:
@@ -120,20 +120,20 @@ def _changed(entry: Entry) -> tuple[str, str, str]:
     pairs: Any = changed.items() if isinstance(changed, Mapping) else ()
     return (
         "note",
-        "other arguments",
+        "changed arguments",
         "; ".join(f"{name}: {short(pair)}".replace(", ", " → ", 1) for name, pair in pairs),
     )
 
 
 def _process(entry: Entry) -> str:
     count, precision = entry.get("processes", 1), entry.get("precision", "no")
-    told = [f"{count} {'process' if count == 1 else 'processes'} on {entry.get('device')}"]
-    told.append("full precision" if precision == "no" else str(precision))
-    told += [f"{name} {entry[name]}" for name in ("torch", "trainer_lib") if name in entry]
-    return ", ".join(told) + (f", host {entry['host']}" if entry.get("host") else "")
+    parts = [f"{count} {'process' if count == 1 else 'processes'} on {entry.get('device')}"]
+    parts.append("full precision" if precision == "no" else str(precision))
+    parts += [f"{name} {entry[name]}" for name in ("torch", "trainer_lib") if name in entry]
+    return ", ".join(parts) + (f", host {entry['host']}" if entry.get("host") else "")
 
 
-_WORDS: dict[str, Callable[[Entry], tuple[str, str, str]]] = {
+_DESCRIPTIONS: dict[str, Callable[[Entry], tuple[str, str, str]]] = {
     "started": _started,
     "resumed": _resumed,
     "died": _died,
