@@ -55,7 +55,7 @@ def test_broadcast_leaves_the_sender_its_objects() -> None:
 
 
 def test_broadcast_refuses_what_is_no_list_and_nobody() -> None:
-    with pytest.raises(ConfigurationError, match=r"takes a list, got a str: \[value\]"):
+    with pytest.raises(ConfigurationError, match=r"needs a list \(got a str\). Pass \[value\]"):
         broadcast_object_list("run-7")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigurationError, match="no process 1 in a world of 1"):
         broadcast_object_list([1], from_process=1)

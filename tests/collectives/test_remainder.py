@@ -101,7 +101,9 @@ def test_rows_that_fit_no_sample_are_refused_on_all_processes() -> None:
 
 def test_a_tensor_without_rows_is_refused(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
-        with pytest.raises(ConfigurationError, match=r"^gather_for_metrics needs one row a sample; got a 0-d tensor"):
+        with pytest.raises(
+            ConfigurationError, match=r"^gather_for_metrics needs one row per sample \(got a 0-d tensor"
+        ):
             gather_real_rows({"loss": torch.tensor(0.5)}, None)
 
     everywhere(body)

@@ -116,10 +116,10 @@ def test_nobody_has_rows(everywhere: Everywhere) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        (torch.ones(1, 2), torch.ones(1, 3), "process 0: it: float32 [1, 2]\n  process 1: it: float32 [1, 3]"),
-        (torch.ones(1), torch.ones(1).long(), "process 0: it: float32 [1]\n  process 1: it: int64 [1]"),
-        ({"a": torch.ones(1)}, {"b": torch.ones(1)}, "process 0: ['a']: float32 [1]\n  process 1: ['b']: float32 [1]"),
-        ([torch.ones(1)], [], "process 0: [0]: float32 [1]\n  process 1: it: rows"),
+        (torch.ones(1, 2), torch.ones(1, 3), "rank 0: the value: float32 [1, 2]\n  rank 1: the value: float32 [1, 3]"),
+        (torch.ones(1), torch.ones(1).long(), "rank 0: the value: float32 [1]\n  rank 1: the value: int64 [1]"),
+        ({"a": torch.ones(1)}, {"b": torch.ones(1)}, "rank 0: ['a']: float32 [1]\n  rank 1: ['b']: float32 [1]"),
+        ([torch.ones(1)], [], "rank 0: [0]: float32 [1]\n  rank 1: the value: rows"),
     ],
 )
 def test_what_does_not_fit_is_told_on_all_processes_in_debug_mode_or_not(first: Any, second: Any, told: str) -> None:

@@ -241,7 +241,7 @@ def test_copy_needs_a_tensor_on_one_process_only(everywhere: Everywhere) -> None
         same(copied, [[1, 2]], torch.int16)
         copied.zero_()
         assert given is None or given.tolist() == [[1, 2]]
-        with pytest.raises(DistributedOperationException, match="no tensor on any process"):
+        with pytest.raises(DistributedOperationException, match="no tensor on any rank"):
             copy_tensor_to_devices(None)
 
     everywhere(body)
@@ -300,7 +300,7 @@ def test_pad_tells_of_different_dimensions_on_all_processes() -> None:
 
     first, second = run_world(body, num_processes=2)
     assert first == second
-    assert "process 0: it: float32 [2]\n  process 1: it: float32 [2, 2]\n" in first
+    assert "rank 0: the value: float32 [2]\n  rank 1: the value: float32 [2, 2]\n" in first
 
 
 def test_nested_tensors_stay_with_a_warning() -> None:

@@ -14,10 +14,8 @@ from trainer_lib.state import PartialState
 
 OPERATIONS: list[Callable[[Any], Any]] = [gather, reduce, broadcast, pad_across_processes]
 
-SHAPES = "process 0: ['logits']: float32 [2, 3]\n  process 1: ['logits']: float32 [2, 4]\n"
-STRUCTURES = (
-    "process 0: ['logits']: float32 [2]; nothing\n  process 1: ['logits']: float32 [2, 1]; ['loss']: int64 []\n"
-)
+SHAPES = "rank 0: ['logits']: float32 [2, 3]\n  rank 1: ['logits']: float32 [2, 4]\n"
+STRUCTURES = "rank 0: ['logits']: float32 [2]; nothing\n  rank 1: ['logits']: float32 [2, 1]; ['loss']: int64 []\n"
 
 
 def _told(inputs: list[Any], operations: list[Callable[[Any], Any]], **variables: str) -> list[list[str]]:
@@ -39,7 +37,7 @@ def test_different_shapes() -> None:
     first, second = _told(inputs, OPERATIONS[:3], ACCELERATE_DEBUG_MODE="1")
     assert first == second
     for name, message in zip(("gather", "reduce", "broadcast"), first, strict=True):
-        assert message.startswith(f"{name} needs the same structure, shapes and types on all processes, and got\n")
+        assert message.startswith(f"{name} needs the same structure, shapes and types on all ranks, and got\n")
         assert SHAPES in message, "and nothing of what agrees"
     assert first[0].endswith("Where only the number of rows differs, use gather_for_metrics.")
 
@@ -55,9 +53,9 @@ def test_different_structures() -> None:
 def test_order_of_keys_and_types_count() -> None:
     one, other = torch.ones(1), torch.ones(1).bool()
     (first, _) = _told([{"a": one, "b": one}, {"b": one, "a": one}], OPERATIONS, ACCELERATE_DEBUG_MODE="1")
-    assert all("process 0: ['a']: float32 [1]; ['b']: float32 [1]\n" in message for message in first)
+    assert all("rank 0: ['a']: float32 [1]; ['b']: float32 [1]\n" in message for message in first)
     (first, _) = _told([one, other], OPERATIONS, ACCELERATE_DEBUG_MODE="1")
-    assert all("process 1: it: bool [1]\n" in message for message in first)
+    assert all("rank 1: the value: bool [1]\n" in message for message in first)
 
 
 def test_what_agrees_passes_and_is_looked_at_only_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,5 +78,5 @@ def test_processes_of_one_mind_are_told_together_and_long_lists_are_cut() -> Non
     fewer = {str(key): torch.ones(1) for key in range(9)}
     with pytest.raises(DistributedOperationException) as caught:
         check_layouts("gather", [layout(many), layout(fewer), layout(many)])
-    assert "\n  processes 0, 2: ['0']: float32 [2]; " in str(caught.value)
-    assert "['4']: float32 [2]; and 4 more\n  process 1: " in str(caught.value)
+    assert "\n  ranks 0, 2: ['0']: float32 [2]; " in str(caught.value)
+    assert "['4']: float32 [2]; and 4 more\n  rank 1: " in str(caught.value)

@@ -117,7 +117,7 @@ def test_a_killed_worker_is_named_with_its_samples() -> None:
         list(loader)
     (note,) = raised.value.__notes__
     assert note.startswith("Worker 1 (pid ")
-    assert "was killed by SIGKILL, maybe for the memory it took. It had to read samples 9, 10, 11" in note
+    assert "was killed by SIGKILL, maybe because it used too much memory. It had to read samples 9, 10, 11" in note
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -126,14 +126,14 @@ def test_bad_samples_leave_their_batches(kind: type[Holed], workers: int) -> Non
     whole = _prepared(Numbers(17), shuffle=True, num_workers=workers)
     expected = [[one for one in batch.tolist() if one not in (2, 7, 16)] for batch in whole]
     loader, quarantine = _prepared(kind(17, 2, 7, 16), shuffle=True, num_workers=workers), _quarantine()
-    loader.leave_out_bad_samples(quarantine)
+    loader.skip_bad_samples(quarantine)
     seen: list[list[int]] = []
     for batch in loader:
         seen.append(batch.tolist())
         assert loader.sample_ids() == seen[-1]
         assert loader.rows is None or loader.rows.real == loader.rows.total == len(seen[-1])
     assert seen == expected
-    assert {(entry.index, entry.epoch, entry.process, entry.error) for entry in quarantine.agree()} == {
+    assert {(entry.index, entry.epoch, entry.process, entry.error) for entry in quarantine.sync_across_ranks()} == {
         (bad, 0, 0, f"UnreadableError: no sample {bad}") for bad in (2, 7, 16)
     }
     assert all((entry.worker in (0, 1)) if workers else (entry.worker is None) for entry in quarantine.agreed.values())
@@ -142,9 +142,9 @@ def test_bad_samples_leave_their_batches(kind: type[Holed], workers: int) -> Non
 def test_what_was_bad_is_not_read_again_in_later_passes_also_after_a_resume() -> None:
     dataset = Holed(17, 2, 7, 16)
     loader, quarantine = _prepared(dataset, shuffle=True), _quarantine()
-    loader.leave_out_bad_samples(quarantine)
+    loader.skip_bad_samples(quarantine)
     list(loader)
-    quarantine.agree()
+    quarantine.sync_across_ranks()
     dataset.asked.clear()
     second: list[list[int]] = []
     states: list[Any] = []
@@ -152,10 +152,10 @@ def test_what_was_bad_is_not_read_again_in_later_passes_also_after_a_resume() ->
         second.append(batch.tolist())
         states.append((loader.state_dict(), quarantine.state_dict()))
     assert sorted(dataset.asked) == [index for index in range(17) if index not in dataset.holes]
-    assert not quarantine.agree()
+    assert not quarantine.sync_across_ranks()
 
     resumed, known = _prepared(dataset, shuffle=True), _quarantine()
-    resumed.leave_out_bad_samples(known)
+    resumed.skip_bad_samples(known)
     resumed.load_state_dict(states[1][0])
     known.load_state_dict(states[1][1])
     dataset.asked.clear()
@@ -169,12 +169,12 @@ def test_workers_that_live_on_and_seeded_samples_leave_out_the_same(options: dic
     given = DataLoader(HoledInBulk(17, 2, 7, 16), batch_size=3, shuffle=True, num_workers=0 if seeds else 2, **options)
     loader = prepare_data_loader(given, num_processes=1, process_index=0, data_seed=0, seed_each_sample=seeds)
     quarantine = _quarantine()
-    loader.leave_out_bad_samples(quarantine)
+    loader.skip_bad_samples(quarantine)
     whole = _prepared(Numbers(17), shuffle=True)
     for found in (3, 0, 0):
         expected = [[one for one in batch.tolist() if one not in (2, 7, 16)] for batch in whole]
         assert [batch.tolist() for batch in loader] == expected
-        assert len(quarantine.agree()) == found
+        assert len(quarantine.sync_across_ranks()) == found
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -182,7 +182,7 @@ def test_workers_that_live_on_and_seeded_samples_leave_out_the_same(options: dic
 def test_a_batch_of_which_nothing_is_left_has_a_stand_in_that_does_not_count(workers: int, batched: bool) -> None:
     given = DataLoader(Holed(9, 3, 4, 5), batch_size=3 if batched else None, num_workers=workers)
     loader = prepare_data_loader(given, num_processes=1, process_index=0)
-    loader.leave_out_bad_samples(_quarantine())
+    loader.skip_bad_samples(_quarantine())
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
     left = [batch for batch in loader if loader.rows is None or loader.rows.real]
@@ -198,7 +198,7 @@ def test_the_samples_that_fill_a_round_do_not_count_beside_bad_ones() -> None:
     ]
     rows: list[list[Any]] = []
     for loader in loaders:  # rounds: 0 to 5; then 6 to 8 and, to fill it, 0 to 2
-        loader.leave_out_bad_samples(_quarantine())
+        loader.skip_bad_samples(_quarantine())
         rows.append([(batch.tolist(), loader.rows and loader.rows[:2], loader.sample_ids()) for batch in loader])
     assert rows[0] == [([1, 2], (2, 2), [1, 2]), ([6, 7], (2, 2), [6, 7])]
     assert rows[1] == [([3, 4, 5], None, [3, 4, 5]), ([1, 2], (2, 0), [])]
@@ -206,14 +206,14 @@ def test_the_samples_that_fill_a_round_do_not_count_beside_bad_ones() -> None:
 
 def test_bad_collates_are_left_out_one_by_one() -> None:
     loader, quarantine = _prepared(Numbers(8), collate_fn=_cut_off), _quarantine()
-    loader.leave_out_bad_samples(quarantine)
+    loader.skip_bad_samples(quarantine)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4], [6, 7]]
-    assert [entry.error for entry in quarantine.agree()] == ["UnreadableError: five"]
+    assert [entry.error for entry in quarantine.sync_across_ranks()] == ["UnreadableError: five"]
 
 
 def test_too_many_end_the_pass_and_are_told() -> None:
     loader = _prepared(Holed(30, 2, 3, 11, 12, 20))
-    loader.leave_out_bad_samples(_quarantine(most=3))
+    loader.skip_bad_samples(_quarantine(most=3))
     read: list[Any] = []
     with pytest.raises(BadSampleError, match=r"4 samples could not be read, and max_bad_samples allows 3.*11 \(Unread"):
         read.extend(loader)
@@ -222,7 +222,7 @@ def test_too_many_end_the_pass_and_are_told() -> None:
 
 def test_what_cannot_leave_samples_out_says_so() -> None:
     with pytest.raises(UnsupportedError, match="iterable dataset"):
-        _prepared(Stream(8)).leave_out_bad_samples(_quarantine())
+        _prepared(Stream(8)).skip_bad_samples(_quarantine())
 
 
 def test_a_collate_function_that_is_set_later_is_the_one_that_counts() -> None:

@@ -125,7 +125,7 @@ def test_batches_that_come_ready_are_dealt_out_or_cut() -> None:
     assert [[handed.samples for handed in whole] for whole, _ in told] == [[[0, 1], [20, 21]], [[10, 11], [0, 1]]]
     assert [whole[-1].rows for whole, _ in told] == [None, (2, 0)]
     assert [[handed.samples for handed in cut] for _, cut in told] == [[[0], [10], [20]], [[1], [11], [21]]]
-    with pytest.raises(Exception, match="2 rows has no 4 equal parts"):
+    with pytest.raises(Exception, match="has 2 rows, which do not split into 4 equal parts"):
         _everywhere(lambda: _read(loader, split_batches=True), 4)
 
 
@@ -208,5 +208,5 @@ def test_a_world_of_one_takes_the_same_path() -> None:
 
 
 def test_processes_that_are_not_there_are_sent_nothing() -> None:
-    with pytest.raises(ConfigurationError, match="between the 1 processes there are, not between num_processes=2"):
+    with pytest.raises(ConfigurationError, match="between the 1 ranks of this world, not between num_processes=2"):
         prepare_data_loader(DataLoader(Numbers(5)), num_processes=2, process_index=0, dispatch_batches=True)

@@ -326,7 +326,7 @@ def test_or_each_for_itself_if_they_need_not_be_even() -> None:
 
 def test_a_split_for_another_world_is_no_place_to_go_on_from() -> None:
     state = worlds(DataLoader(Split([4, 4]), batch_size=2), 2)[0].state_dict()
-    with pytest.raises(StateError, match=r"split among 2 processes.*is among 3"):
+    with pytest.raises(StateError, match=r"split between 2 ranks.*between 3"):
         worlds(DataLoader(Split([4, 4]), batch_size=2), 3)[0].load_state_dict(state)
 
 
@@ -337,4 +337,4 @@ def test_nobody_reads_for_all_what_is_split() -> None:
         return str(caught.value)
 
     told = run_world(refusal, (), 2, timeout=60)
-    assert all("each process has samples of its own from this Split" in one for one in told)
+    assert all("for all ranks, but this Split" in one for one in told)

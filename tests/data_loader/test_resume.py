@@ -368,8 +368,12 @@ def test_plain_loaders_can_be_started_some_batches_in(num_workers: int) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        (lambda: DataLoader(Numbers(9)), lambda: DataLoader(Numbers(8)), "saved with 9 samples a pass.*has 8"),
-        (lambda: DataLoader(SizedStream(9)), lambda: DataLoader(SizedStream(8)), "saved with 9 samples a pass.*has 8"),
+        (lambda: DataLoader(Numbers(9)), lambda: DataLoader(Numbers(8)), "saved with 9 samples per pass.*has 8"),
+        (
+            lambda: DataLoader(SizedStream(9)),
+            lambda: DataLoader(SizedStream(8)),
+            "saved with 9 samples per pass.*has 8",
+        ),
         (lambda: DataLoader(Stream(9)), lambda: DataLoader(Numbers(9)), "style 'iterable'.*style 'map'"),
         (
             lambda: DataLoader(Numbers(9)),
@@ -380,7 +384,7 @@ def test_plain_loaders_can_be_started_some_batches_in(num_workers: int) -> None:
         (
             lambda: DataLoader(Stream(9), num_workers=2),
             lambda: DataLoader(Stream(9), num_workers=2, batch_size=2),
-            "read 1 samples a round.*2 now",
+            "read 1 samples per round.*2 now",
         ),
     ],
 )

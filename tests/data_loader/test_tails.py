@@ -141,9 +141,9 @@ def test_batches_that_come_ready_are_shared_as_they_are() -> None:
 
 
 def test_a_batch_size_that_cannot_be_split_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="a batch of 5 samples has no 2 equal parts"):
+    with pytest.raises(ConfigurationError, match="batch_size=5 does not split into 2 equal parts"):
         prepare_data_loader(DataLoader(Numbers(10), batch_size=5), num_processes=2, process_index=0, split_batches=True)
-    with pytest.raises(ConfigurationError, match="batches that come ready"):
+    with pytest.raises(ConfigurationError, match="batches that the dataset makes"):
         prepare_data_loader(
             DataLoader(Stream(10), batch_size=None), num_processes=2, process_index=0, split_batches=True
         )

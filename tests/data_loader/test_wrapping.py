@@ -174,7 +174,7 @@ def test_a_copy_reads_too() -> None:
     prepared = _alone(DataLoader(Numbers(5), batch_size=2))
     assert read(copy.copy(prepared)) == [[0, 1], [2, 3], [4]]
     assert "DataLoader" in repr(prepared)
-    assert "process 0 of 1" in repr(prepared)
+    assert "rank 0 of 1" in repr(prepared)
 
 
 def test_another_sampler_can_be_set() -> None:
@@ -182,7 +182,7 @@ def test_another_sampler_can_be_set() -> None:
     prepared.set_sampler([3, 2, 1, 0])
     assert read(prepared) == [[3, 2], [1, 0]]
     assert get_sampler(prepared) == [3, 2, 1, 0]
-    with pytest.raises(UnsupportedError, match="iterable style"):
+    with pytest.raises(UnsupportedError, match="iterable-style"):
         _alone(DataLoader(Stream(4))).set_sampler([0])
 
 
@@ -240,7 +240,7 @@ def test_the_sampler_is_found_wherever_it_is() -> None:
 
 
 def test_what_is_prepared_is_not_prepared_again() -> None:
-    with pytest.raises(PreparationError, match="This DataLoaderShard is prepared already"):
+    with pytest.raises(PreparationError, match="This DataLoaderShard is already prepared"):
         _alone(_alone(DataLoader(Numbers(4))))
 
 
@@ -253,14 +253,14 @@ def _with_a_state() -> Any:
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
-        (lambda: [1, 2], {}, ConfigurationError, "takes a DataLoader, got list"),
+        (lambda: [1, 2], {}, ConfigurationError, "needs a DataLoader \\(got list"),
         (lambda: DataLoader(Numbers(4)), {"torch_device_mesh": object()}, UnsupportedError, "torch_device_mesh"),
-        (lambda: DataLoader(Stream(4)), {"seed_each_sample": True}, UnsupportedError, "iterable dataset has none"),
+        (lambda: DataLoader(Stream(4)), {"seed_each_sample": True}, UnsupportedError, "the dataset is iterable"),
         (
             lambda: DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), num_replicas=2, rank=0)),
             {},
             PreparationError,
-            "DistributedSampler shares samples out among 2 processes",
+            "DistributedSampler already divides samples between 2 ranks",
         ),
         (_with_a_state, {}, PreparationError, "A state was loaded into this StatefulDataLoader"),
     ],
@@ -270,7 +270,7 @@ def test_what_cannot_be_prepared_is_told(given: Any, options: Any, error: Any, m
         worlds(given(), 2, **options)
 
 
-@pytest.mark.parametrize(("processes", "index", "message"), [(2, 2, "process_index=2"), (0, 0, "num_processes")])
+@pytest.mark.parametrize(("processes", "index", "message"), [(2, 2, "between 0 and 1 .got 2"), (0, 0, "num_processes")])
 def test_a_place_that_is_not_there_is_told(processes: int, index: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         prepare_data_loader(DataLoader(Numbers(4)), num_processes=processes, process_index=index)
@@ -289,7 +289,7 @@ def test_batches_out_of_order_have_no_exact_position() -> None:
         _alone(DataLoader(Numbers(4), num_workers=1, in_order=False))
 
 
-@pytest.mark.parametrize(("loader", "message"), [([1], "takes a DataLoader"), (DataLoader(Numbers(4)), "num_batches")])
+@pytest.mark.parametrize(("loader", "message"), [([1], "needs a DataLoader"), (DataLoader(Numbers(4)), "num_batches")])
 def test_what_cannot_be_skipped_is_told(loader: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         skip_first_batches(loader, 1 if message != "num_batches" else -1)

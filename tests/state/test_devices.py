@@ -30,5 +30,5 @@ def test_a_task_of_srun_takes_the_one_device_it_sees(monkeypatch: pytest.MonkeyP
 
 def test_too_few_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     _devices(monkeypatch, 1)
-    with pytest.raises(WorldError, match="Process 3 would need cuda device 1, and this machine has 1"):
+    with pytest.raises(WorldError, match="Rank 3 needs cuda device 1, and this machine has 1"):
         choose_device(False, _world("torchrun"))

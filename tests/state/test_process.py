@@ -50,7 +50,7 @@ def test_the_launcher_may_name_a_device() -> None:
     PartialState._reset_state()
     with (
         patch_environment(accelerate_torch_device="toaster"),
-        pytest.raises(ConfigurationError, match="ACCELERATE_TORCH_DEVICE='toaster' is no device"),
+        pytest.raises(ConfigurationError, match="ACCELERATE_TORCH_DEVICE='toaster' is not a device"),
     ):
         PartialState()
     assert not is_initialized(), "a state that failed leaves nothing behind"
@@ -66,7 +66,7 @@ def test_debug_mode_is_read_once() -> None:
 
 def test_cpu_too_late_is_an_error() -> None:
     PartialState._shared_state.update(PartialState(cpu=True).__dict__, device=torch.device("cuda", 0))
-    with pytest.raises(ConfigurationError, match="cpu=True came too late: this process already works on cuda:0"):
+    with pytest.raises(ConfigurationError, match="cpu=True came too late: this rank already uses cuda:0"):
         PartialState(cpu=True)
 
 

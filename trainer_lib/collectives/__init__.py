@@ -1,6 +1,6 @@
-"""This package is what processes say to one another, over nested structures of tensors and over any objects.
+"""Collectives over nested structures of tensors, and over any objects.
 
-A world of one takes the same path as a world of many.
+A world of one takes the same path as a larger world.
 """
 
 from trainer_lib.collectives.gather_for_metrics import gather_real_objects, gather_real_rows

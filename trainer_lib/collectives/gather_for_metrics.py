@@ -1,4 +1,4 @@
-"""This file is gathering for metrics: without the samples that a loader repeated to make the processes even."""
+"""Gathering for metrics, without the samples that a loader repeated to make ranks even."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,12 @@ from trainer_lib.state.gradient_state import Rows
 
 
 def gather_real_rows(tree: Any, rows: Rows | None) -> Any:
-    """Return the rows of all processes in order of rank, without those of repeated samples.
+    """Return the rows of all ranks in order of rank, without those of repeated samples.
 
     Args:
-        tree: Tensors with one row a sample (or as many for each), lists with one item a sample, and structures of both.
-        rows: How many leading samples of this process's batch are real; `None` if all are.
+        tree: Tensors with one row per sample (or the same number for each), lists with one item per sample, and
+            structures of both.
+        rows: How many leading samples of this rank's batch are real; `None` if all are.
 
     Example:
         >>> import torch
@@ -33,9 +34,9 @@ def gather_real_rows(tree: Any, rows: Rows | None) -> Any:
 
 
 def gather_real_objects(value: Any, rows: Rows | None) -> list[Any]:
-    """Return the objects of all processes in order of rank, without the items of repeated samples.
+    """Return the objects of all ranks in order of rank, without the items of repeated samples.
 
-    Lists and tuples are joined to one list; anything else counts as one object a process.
+    Lists and tuples are joined to one list; anything else counts as one object per rank.
 
     Example:
         >>> gather_real_objects(["a cat", "a dog", "a cat"], Rows(total=3, real=2))
@@ -59,8 +60,8 @@ def _real_items(value: Any, rows: Rows | None) -> Any:
 def _real_part(leaf: Any, rows: Rows | None) -> Any:
     if isinstance(leaf, Tensor) and leaf.ndim == 0:
         raise ConfigurationError(
-            "gather_for_metrics needs one row a sample; got a 0-d tensor, such as the mean loss of a batch, which "
-            "cannot tell repeated samples from others. Use gather or reduce, or give loss.repeat(batch_size)."
+            "gather_for_metrics needs one row per sample (got a 0-d tensor, such as the mean loss of a batch, from "
+            "which repeated samples cannot be removed). Use gather or reduce, or pass loss.repeat(batch_size)."
         )
     return leaf[: _real_count(len(leaf), rows)] if isinstance(leaf, Tensor) or holds_rows(leaf) else leaf
 
@@ -70,7 +71,7 @@ def _real_count(count: int, rows: Rows | None) -> int:
     if rows is None:
         return count
     if rows.full is not None and count == rows.full > rows.total:
-        # `loss.repeat(batch_size)` with the size of a full batch: what it stands for are the real samples.
+        # `loss.repeat(batch_size)` with the size of a full batch: it stands for the real samples.
         return rows.real
     if rows.real == rows.total:
         return count
@@ -78,6 +79,6 @@ def _real_count(count: int, rows: Rows | None) -> int:
         return count // rows.total * rows.real
     raise ConfigurationError(
         f"gather_for_metrics got {count} rows for a batch of {rows.total} samples, {rows.total - rows.real} of which "
-        "the loader repeated to make the processes even; it cannot tell which rows to drop. Give one row a sample (or "
-        "as many for each), filter after gathering, or prepare the loader with even_batches=False."
+        "the loader repeated to make ranks even, so it is unknown which rows to drop. Pass one row per sample (or the "
+        "same number for each), filter after gathering, or prepare the loader with even_batches=False."
     )

@@ -1,4 +1,4 @@
-"""This file is the collectives on any Python objects, which travel pickled."""
+"""Collectives on any Python objects, which are sent pickled."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from trainer_lib.state.partial_state import PartialState
 
 
 def gather_object(object: Any) -> list[Any]:
-    """Return the objects of all processes in order of rank; lists and tuples are joined to one list.
+    """Return the objects of all ranks in order of rank; lists and tuples are joined to one list.
 
     Example:
         >>> gather_object(["a cat", "a dog"]), gather_object("a cat")
@@ -21,16 +21,18 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Overwrite the list with that of one process, and return it.
+    """Overwrite the list with that of one rank, and return it.
 
     Example:
         >>> broadcast_object_list(["run-7", None])
         ['run-7', None]
     """
     if not isinstance(object_list, list):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(f"broadcast_object_list takes a list, got a {type(object_list).__name__}: [value].")
+        raise ConfigurationError(
+            f"broadcast_object_list needs a list (got a {type(object_list).__name__}). Pass [value]."
+        )
     group = PartialState().group
-    # As one object, so that the receivers need not know how long the list is.
+    # As one object, so that receivers need not know the length of the list.
     received = group.broadcast_objects([_packed(object_list)], from_process)[0]
     if group.rank != from_process:
         object_list[:] = _unpacked(received)
@@ -43,7 +45,7 @@ def gather_per_rank(value: Any) -> list[Any]:
 
 
 def joined(values: Iterable[Any]) -> list[Any]:
-    """Join what is a list or tuple; anything else counts as one item."""
+    """Join lists and tuples; anything else counts as one item."""
     items: list[Any] = []
     for value in values:
         items += value if isinstance(value, (list, tuple)) else [value]
@@ -51,14 +53,14 @@ def joined(values: Iterable[Any]) -> list[Any]:
 
 
 class _OnDevice:
-    """A tensor on its way from one process's accelerator to that of another."""
+    """A tensor sent from one rank's accelerator to that of another."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach().cpu()
 
 
 def _packed(value: Any) -> Any:
-    # Pickled as it is, a tensor would arrive on the device of its sender, which the receiver should not touch.
+    # Pickled as it is, a tensor would arrive on the device of its sender, which the receiver must not use.
     if all(tensor.device.type == "cpu" for tensor in tensors(value)):
         return value
     return map_tensors(lambda tensor: tensor if tensor.device.type == "cpu" else _OnDevice(tensor), value)

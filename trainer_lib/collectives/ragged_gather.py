@@ -1,4 +1,4 @@
-"""This file is gathering rows of which the processes have different numbers."""
+"""Gathering rows, where ranks have different numbers of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from trainer_lib.state.partial_state import PartialState
 
 
 def gather_rows(tree: Any) -> Any:
-    """Return the rows of all processes in order of rank; each may have another number of them, or none.
+    """Return the rows of all ranks in order of rank; their numbers may differ, and be 0.
 
-    Rows are those of tensors and numpy arrays, and the items of lists (see `holds_rows`). Of anything else, the list of
-    what each process has is returned; of `None`, `None`.
+    Tensors and numpy arrays have rows, and so have lists of items (see `holds_rows`). For anything else, the list of
+    the values of all ranks is returned; for `None`, `None`.
 
     Example:
         >>> gather_rows({"ids": torch.tensor([4, 5]), "texts": ["a cat", "a dog"]})
@@ -56,10 +56,10 @@ def gather_rows_or_raise(operation: str, tree: Any, error: HeldError) -> Any:
 
 
 def holds_rows(tree: Any) -> bool:
-    """Whether the items of `tree` are rows, one a sample, rather than the parts of a structure.
+    """Whether the items of `tree` are rows, one per sample, rather than the parts of a structure.
 
-    They are in a list that holds no tensor, such as decoded texts, and in a tuple of nothing but texts and numbers.
-    A tuple of lists holds columns.
+    They are for a list without tensors, such as decoded texts, and for a tuple of texts and numbers only. A tuple of
+    lists holds columns.
     """
     if type(tree) is list:
         return next(tensors(tree), None) is None
@@ -80,9 +80,9 @@ class _Header:
 
 
 def _with_empty_filled_in(operation: str, layouts: list[Layout]) -> list[Layout]:
-    """Return the layouts, where a tensor without rows takes the shape and type of those that have some."""
+    """Return the layouts; a tensor without rows takes shape and type from a rank that has some."""
     templates = [
-        next((leaf for leaf in of_one if leaf and not _is_empty(leaf)), None) for of_one in zip_longest(*layouts)
+        next((leaf for leaf in by_rank if leaf and not _is_empty(leaf)), None) for by_rank in zip_longest(*layouts)
     ]
     agreed = [tuple(map(_filled_in, layout, templates)) for layout in layouts]
     check_layouts(operation, agreed, without_rows)
@@ -99,17 +99,17 @@ def _filled_in(leaf: Leaf, template: Leaf | None) -> Leaf:
     return Leaf(leaf.name, template.kind, (0, *template.shape[1:]), leaf.device)
 
 
-def _gathered_tensor(tensor: Tensor, of_all: Sequence[Leaf], group: ProcessGroup) -> Tensor:
-    own = of_all[group.rank]
-    assert own.shape is not None
-    rows = tensor.detach().to(getattr(torch, own.kind)).reshape(own.shape or (1,))
-    counts = [leaf.shape[0] if leaf.shape else 1 for leaf in of_all]
+def _gathered_tensor(tensor: Tensor, by_rank: Sequence[Leaf], group: ProcessGroup) -> Tensor:
+    local = by_rank[group.rank]
+    assert local.shape is not None
+    rows = tensor.detach().to(getattr(torch, local.kind)).reshape(local.shape or (1,))
+    counts = [leaf.shape[0] if leaf.shape else 1 for leaf in by_rank]
     most = max(counts)
     if len(rows) < most:
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: len(rows)] = rows
         rows = padded
-    # Nobody sends rows if nobody has any.
+    # No rank sends rows if none has any.
     parts = group.all_gather(rows) if most else [rows]
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=False)])
 

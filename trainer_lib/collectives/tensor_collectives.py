@@ -1,4 +1,4 @@
-"""This file is the collectives on tensors and on trees of them: gather, reduce, broadcast, pad."""
+"""Collectives on tensors and on trees of tensors: gather, reduce, broadcast, pad."""
 
 import warnings
 from collections.abc import Callable, Hashable
@@ -17,35 +17,35 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Told when `pad_across_processes` meets a nested tensor, which it leaves as it is."""
+    """`pad_across_processes` got a nested tensor, which it does not pad."""
 
 
 def gather(tensor: Any) -> Any:
-    """Return the tensors of all processes, concatenated along the first dimension in order of rank.
+    """Return the tensors of all ranks, concatenated along the first dimension in order of rank.
 
-    Tensors without dimensions become one of as many elements as there are processes. No gradient flows back.
+    Tensors without dimensions become one tensor with an element per rank. No gradient flows back.
 
     Args:
-        tensor: A tensor, or tuples, lists, mappings and dataclasses of tensors, of one shape on all processes.
+        tensor: A tensor, or tuples, lists, mappings and dataclasses of tensors, of one shape on all ranks.
 
     Example:
         >>> gather({"loss": torch.tensor(0.5)})
         {'loss': tensor([0.5000])}
     """
     group = _group("gather", tensor)
-    return map_tensors(lambda one: torch.cat(group.all_gather(torch.atleast_1d(one.detach()))), tensor)
+    return map_tensors(lambda leaf: torch.cat(group.all_gather(torch.atleast_1d(leaf.detach()))), tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return the sum or the mean of the tensors of all processes; the input stays as it is.
+    """Return the sum or the mean of the tensors of all ranks; the input does not change.
 
     Whole numbers and booleans are summed as 64-bit integers and have a fractional mean; 16-bit floats are summed in 32
     bits and rounded once.
 
     Args:
-        tensor: A tensor, or a tree of tensors, of one shape on all processes.
-        reduction: "mean", "sum", or "none" for a copy of this process's own.
-        scale: What a sum or mean is multiplied by.
+        tensor: A tensor, or a tree of tensors, of one shape on all ranks.
+        reduction: "mean", "sum", or "none" for a copy of this rank's tensor.
+        scale: The factor of a sum or mean.
 
     Example:
         >>> reduce(torch.tensor([True, False]), "sum")
@@ -54,28 +54,28 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(unknown("reduction", reduction, _REDUCTIONS))
     group = _group("reduce", tensor)
-    return map_tensors(lambda one: _reduced(one.detach(), group, reduction, scale), tensor)
+    return map_tensors(lambda leaf: _reduced(leaf.detach(), group, reduction, scale), tensor)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite the tensor (or tree of tensors) with that of one process, and return it.
+    """Overwrite the tensor (or tree of tensors) with that of one rank, and return it.
 
     Example:
         >>> broadcast(torch.tensor([3]))
         tensor([3])
     """
     group = _group("broadcast", tensor)
-    return map_tensors(lambda one: group.broadcast(one, from_process), tensor)
+    return map_tensors(lambda leaf: group.broadcast(leaf, from_process), tensor)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Return the tensor (or tree of tensors) padded to the largest size along `dim` that any process has.
+    """Return the tensor (or tree of tensors) padded to the largest size along `dim` that any rank has.
 
     Args:
-        tensor: What to pad; tensors that have no dimension `dim` come back as they are.
+        tensor: The tensors to pad; those without dimension `dim` are returned unchanged.
         dim: The dimension that differs.
-        pad_index: What to fill up with.
-        pad_first: Fill up at the beginning instead of the end.
+        pad_index: The value to pad with.
+        pad_first: Pad at the start instead of the end.
 
     Example:
         >>> pad_across_processes(torch.tensor([[7, 8]]), dim=1)
@@ -84,17 +84,17 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     group = _group("pad_across_processes", tensor, without_sizes)
     layouts = group.all_gather_objects(layout(tensor))
     check_layouts("pad_across_processes", layouts, without_sizes)
-    largest = iter([max(_size(leaf, dim) for leaf in of_one_tensor) for of_one_tensor in zip(*layouts, strict=True)])
-    return map_tensors(lambda one: _padded(one, dim, next(largest), pad_index, pad_first), tensor)
+    largest = iter([max(_size(leaf, dim) for leaf in by_rank) for by_rank in zip(*layouts, strict=True)])
+    return map_tensors(lambda leaf: _padded(leaf, dim, next(largest), pad_index, pad_first), tensor)
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
     """Return the tensor (or tree of tensors) padded with zeros so that `num_processes` get equal parts of it.
 
     Args:
-        tensor: What to pad; tensors that have no dimension `dim` come back as they are.
+        tensor: The tensors to pad; those without dimension `dim` are returned unchanged.
         batch_size: The size of `dim`.
-        num_processes: How many parts it will be cut into.
+        num_processes: How many equal parts to make possible.
         dim: The dimension to pad.
 
     Example:
@@ -102,11 +102,11 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         tensor([1, 2, 3, 0])
     """
     target = -(-batch_size // num_processes) * num_processes
-    return map_tensors(lambda one: _padded(one, dim, target), tensor)
+    return map_tensors(lambda leaf: _padded(leaf, dim, target), tensor)
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return, on every process's device, the tensor of the first process that has one; the others need no shape.
+    """Return, on every rank's device, the tensor of the first rank that has one; other ranks pass `None`.
 
     Example:
         >>> copy_tensor_to_devices(torch.tensor([1.5]))
@@ -116,7 +116,9 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     offers = state.group.all_gather_objects(None if tensor is None else (tensor.shape, tensor.dtype))
     source = next((rank for rank, offer in enumerate(offers) if offer is not None), None)
     if source is None:
-        raise DistributedOperationException("copy_tensor_to_devices got no tensor on any process. Give one to one.")
+        raise DistributedOperationException(
+            "copy_tensor_to_devices got no tensor on any rank. Pass a tensor on one rank."
+        )
     if state.group.rank == source and tensor is not None:
         copied = tensor.detach().to(state.device, copy=True)
     else:
@@ -131,8 +133,8 @@ def _group(operation: str, tree: Any, compared: Callable[[Leaf], Hashable] = who
         if not isinstance(leaf, Tensor):
             inside = "" if leaf is tree else f" inside a {type(tree).__name__}"
             raise TypeError(
-                f"{operation} got a {type(leaf).__name__}{inside}. It takes tensors, and tuples, lists, mappings and "
-                "dataclasses of tensors; gather_object and broadcast_object_list take anything."
+                f"{operation} got a {type(leaf).__name__}{inside}. Pass tensors, or tuples, lists, mappings and "
+                "dataclasses of tensors; gather_object and broadcast_object_list accept anything."
             )
     return PartialState().group
 
@@ -157,14 +159,14 @@ def _summed_as(dtype: torch.dtype) -> torch.dtype:
 
 
 def _size(leaf: Leaf, dim: int) -> int:
-    has_it = leaf.shape is not None and -len(leaf.shape) <= dim < len(leaf.shape)
-    return leaf.shape[dim] if has_it and leaf.shape is not None else 0
+    has_dim = leaf.shape is not None and -len(leaf.shape) <= dim < len(leaf.shape)
+    return leaf.shape[dim] if has_dim and leaf.shape is not None else 0
 
 
 def _padded(tensor: Tensor, dim: int, target: int, pad_index: float = 0, pad_first: bool = False) -> Tensor:
     if tensor.is_nested:
         warnings.warn(
-            "A nested tensor cannot be padded across processes. Turn it into a plain one first: "
+            "pad_across_processes does not pad a nested tensor. Convert it to a plain tensor first: "
             "torch.nested.to_padded_tensor.",
             CannotPadNestedTensorWarning,
             stacklevel=2,

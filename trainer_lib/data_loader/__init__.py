@@ -1,4 +1,4 @@
-"""This package is data loading: each process reads its share, in an order that all agree on, from any place on."""
+"""Data loading across ranks: each rank reads its share of one global order, from any position on."""
 
 from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
 from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard

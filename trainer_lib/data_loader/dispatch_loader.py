@@ -1,4 +1,4 @@
-"""This file is the loader that the first process reads for all, and sends each its batches."""
+"""A loader that rank 0 reads for all ranks, and of which it sends each rank its batches."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
 from trainer_lib.data_loader.order.batch_slicing import Slicing
-from trainer_lib.data_loader.order.loader_position import Pass, Place
+from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.rank_rounds import Counted, Ending
 from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
 from trainer_lib.data_loader.readers.shard_reader import Reader
@@ -17,21 +17,21 @@ from trainer_lib.state.gradient_state import Rows
 
 
 class Parcel(NamedTuple):
-    """What the first process sends another one: a batch, if it has one, and what is known of the end."""
+    """What rank 0 sends to each rank in a round: a batch, if there is one, and what is known of the end."""
 
     holds_batch: bool
     batch: Any
     rows: Rows | None
     remainder: int
-    is_last: bool  # for the one who gets it
-    is_end: bool  # for everybody: nothing is sent after it
+    is_last: bool  # the last batch of the rank that gets it
+    is_end: bool  # no rank gets anything after it
     over: int | None
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A loader that the first process reads for all: each is sent the batch that it would have read itself.
+    """A loader that rank 0 reads for all ranks: it sends each rank the batch that the rank would have read itself.
 
-    For data that only one process can read. Batches travel as objects, so they may hold anything in any shape.
+    For data that only one rank can read. Batches are sent as objects, so they may hold anything in any shape.
     """
 
     _group: ProcessGroup
@@ -44,11 +44,11 @@ class DataLoaderDispatcher(PreparedLoader):
         """Return the loader for a reader of a user's loader.
 
         Args:
-            reader: Reads, on the first process, the batches of all processes one after the other.
-            delivery: How batches get to the user.
+            reader: Reads, on rank 0, the batches of all ranks one after the other.
+            delivery: How batches are delivered to the user.
             seed: The seed of the order.
-            group: The processes.
-            slicing: How to cut what the reader reads, if that is batches for all.
+            group: The ranks.
+            slicing: How to cut the batches of the reader, if each is one for all ranks.
         """
         loader = object.__new__(cls)
         loader._set_up(reader, delivery, seed, group.size)
@@ -59,24 +59,25 @@ class DataLoaderDispatcher(PreparedLoader):
         rank, cut = self._group.rank, self._slicing
         if cut is None:
             return self._reader.samples(self._seed, reading.epoch, start, rank, rows)
-        of_all = self._reader.samples(self._seed, reading.epoch, start, 0, None)
-        if of_all is None:
+        samples = self._reader.samples(self._seed, reading.epoch, start, 0, None)
+        if samples is None:
             return None
-        share = (cut.batch_size or len(of_all)) // cut.processes
-        return of_all[rank * share : rank * share + (share if rows is None else rows.real)]
+        share = (cut.batch_size or len(samples)) // cut.processes
+        return samples[rank * share : rank * share + (share if rows is None else rows.real)]
 
     def trim_repeats(self) -> None:
-        """Do nothing where the first rank cuts whole batches, since the cut needs all rows."""
+        """Do nothing where rank 0 cuts whole batches, since the cut needs all rows."""
         if self._slicing is None:
             super().trim_repeats()
 
-    def leave_out_bad_samples(self, quarantine: Quarantine) -> None:
-        """Raise: the others are sent batches, and not told what is missing in them."""
+    def skip_bad_samples(self, quarantine: Quarantine) -> None:
+        """Raise: the other ranks get batches without the list of skipped samples."""
         raise UnsupportedError(
-            "Samples that cannot be read cannot be left out with dispatch_batches=True. Leave one of the two out."
+            "Bad samples cannot be skipped with dispatch_batches=True. Set dispatch_batches=False, or let bad samples "
+            "raise."
         )
 
-    def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
+    def _read(self, place: LoaderPosition, ending: Ending) -> Iterator[Any]:
         rounds = self._rounds(place) if self._group.rank == 0 else None
         received, is_end = 0, False
         while not is_end:
@@ -104,13 +105,13 @@ class DataLoaderDispatcher(PreparedLoader):
             error.raise_first([parcel])
         return parcel
 
-    def _rounds(self, place: Place) -> Iterator[list[Parcel]]:
-        """Yield what each process gets, round by round."""
-        ending, own, read, left = Ending(), Ending(), 0, None
+    def _rounds(self, place: LoaderPosition) -> Iterator[list[Parcel]]:
+        """Yield the parcels of all ranks, round by round."""
+        ending, read_ending, read, left = Ending(), Ending(), 0, None
         if self._slicing is None:
             batches = self._reader.open(place, self._seed, ending)
         else:
-            batches = self._slicing.slices(self._reader.open(place, self._seed, own), own, ending)
+            batches = self._slicing.slices(self._reader.open(place, self._seed, read_ending), read_ending, ending)
         while left != 0:
             round_ = list(islice(batches, self._group.size))
             read += len(round_)
@@ -128,7 +129,7 @@ class DataLoaderDispatcher(PreparedLoader):
             rows = self._reader.rows_of(batch, ending.rows.get(rank))
         return Parcel(
             holds_batch, batch, rows, remainder,
-            # Of what is left, the first processes get a batch each.
+            # Of the batches that are left, the first ranks get one each.
             is_last=left is not None and left <= rank,
             is_end=left == 0,
             over=ending.over,

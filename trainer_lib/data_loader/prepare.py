@@ -1,4 +1,4 @@
-"""This file is preparing loaders: what becomes of a user's loader, and starting one in the middle of a pass."""
+"""Preparing a DataLoader for several ranks, and skipping its first batches."""
 
 import copy
 import warnings
@@ -47,29 +47,29 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     seed_each_sample: bool = False,
 ) -> DataLoaderShard | DataLoaderDispatcher:
-    """Return a loader that reads this process's share of a user's loader, which itself stays as it is.
+    """Return a loader that reads this rank's share of a user's loader; the user's loader does not change.
 
-    The order of a shuffled loader is a function of seed and epoch, the same for any number of processes. Each pass is
-    an epoch further on, or the one given to `set_epoch`.
+    The order of a shuffled loader is a function of seed and epoch, the same for any number of ranks. Each pass is
+    the next epoch, or the one passed to `set_epoch`.
 
     Args:
         dataloader: The user's loader.
-        device: Where batches go, with `put_on_device`.
-        num_processes: How many processes share it; by default as many as there are.
-        process_index: Which of them this is; by default what it is.
-        split_batches: The loader's batch size is that of all processes together; each takes its slice.
-        put_on_device: Bring batches to `device`.
-        rng_types: The generators to synchronize between the processes at the start of a pass.
-        dispatch_batches: The first process reads and sends the others their batches. Off unless asked for.
-        even_batches: Fill the last round with samples from the beginning, so that all processes have the same number
+        device: Where batches are moved to, with `put_on_device`.
+        num_processes: How many ranks share it; by default the world size.
+        process_index: The rank to read for; by default this rank.
+        split_batches: The loader's batch size is that of all ranks together; each rank takes its slice.
+        put_on_device: Move batches to `device`.
+        rng_types: The generators to synchronize between the ranks at the start of a pass.
+        dispatch_batches: Rank 0 reads, and sends the other ranks their batches. Off by default.
+        even_batches: Fill the last round with the first samples, so that all ranks have the same number
             of full batches.
-        slice_fn_for_dispatch: With `dispatch_batches` and `split_batches`: how to cut a process's slice from a batch;
-            called with the batch, a slice, `process_index` and `num_processes`.
-        use_seedable_sampler: Accepted: the order always is a function of seed and epoch.
-        data_seed: The seed of the order; by default that of the sampler's generator, else torch's seed. The first
-            process's is taken by all.
+        slice_fn_for_dispatch: With `dispatch_batches` and `split_batches`: cuts a rank's slice from a batch; called
+            with the batch, a slice, `process_index` and `num_processes`.
+        use_seedable_sampler: Accepted for compatibility: the order is always a function of seed and epoch.
+        data_seed: The seed of the order; by default that of the sampler's generator, or else torch's seed. All ranks
+            use the seed of rank 0.
         non_blocking: Do not wait for copies to the device.
-        use_stateful_dataloader: Accepted: there is always a `state_dict`.
+        use_stateful_dataloader: Accepted for compatibility: there is always a `state_dict`.
         torch_device_mesh: Not supported by this version.
         seed_each_sample: Seed the generators before each sample of a map-style dataset from (seed, epoch, index).
 
@@ -110,7 +110,7 @@ def prepare_data_loader(
 
 
 def has_indices(loader: DataLoader[Any]) -> bool:
-    """Whether the dataset of a loader is read by index (map-style), and not iterated."""
+    """Whether the dataset of a loader is read by index (map-style) instead of iterated."""
     return not isinstance(loader.dataset, IterableDataset)
 
 
@@ -122,8 +122,9 @@ def check_can_seed(loader: DataLoader[Any]) -> None:
     """
     if not has_indices(loader):
         raise UnsupportedError(
-            "seed_each_sample=True needs samples that have an index, and an iterable dataset has none. Leave it out: "
-            "such a dataset draws from (seed, epoch) anyway, in the same way on all processes and after a resume."
+            "seed_each_sample=True needs samples with an index, and the dataset is iterable. Set "
+            "seed_each_sample=False: an iterable dataset draws from (seed, epoch) anyway, in the same way on all ranks "
+            "and after a resume."
         )
 
 
@@ -132,10 +133,10 @@ def skip_first_batches(dataloader: PreparedLoader, num_batches: int = 0) -> Prep
 @overload
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]: ...
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return a loader whose first pass starts `num_batches` in; its later passes are whole.
+    """Return a loader whose first pass skips `num_batches` batches; later passes are whole.
 
-    The loader given stays usable. Of a prepared one the count of passes is shared: a pass over the loader returned is
-    one over the data, and the next pass over either is the next epoch.
+    You can go on using the other loader. The two loaders of a prepared one share the count of passes: a pass over
+    either counts, and the next pass over either is the next epoch.
 
     Example:
         >>> rest = skip_first_batches(DataLoader(range(6), batch_size=2), 1)
@@ -146,7 +147,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if isinstance(dataloader, PreparedLoader):
         return dataloader.starting_at(num_batches)
     if not isinstance(dataloader, DataLoader):
-        raise ConfigurationError(f"skip_first_batches takes a DataLoader, got {type(dataloader).__name__}.")
+        raise ConfigurationError(f"skip_first_batches needs a DataLoader (got {type(dataloader).__name__}).")
     if isinstance(dataloader.dataset, IterableDataset):
         return prepare_data_loader(dataloader, num_processes=1, process_index=0).starting_at(num_batches)
     skipping = copy.copy(dataloader)
@@ -157,7 +158,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Return the sampler of single samples, also from inside of a batch sampler.
+    """Return the sampler of single samples, also if it is inside a batch sampler.
 
     Example:
         >>> type(get_sampler(DataLoader(range(3), shuffle=True))).__name__
@@ -172,7 +173,7 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Split:
-    """Among whom a loader is split, and how."""
+    """How a loader is split between ranks."""
 
     processes: int
     index: int
@@ -186,39 +187,40 @@ class _Split:
         check_count("num_processes", self.processes)
         if not 0 <= self.index < self.processes:
             raise ConfigurationError(
-                f"process_index={self.index} is none of {self.processes} processes. Known: 0 to {self.processes - 1}."
+                f"process_index must be between 0 and {self.processes - 1} (got {self.index}): "
+                f"num_processes is {self.processes}."
             )
         if self.dispatches and not self.is_real:
             raise ConfigurationError(
-                f"dispatch_batches=True sends batches between the {self.group.size} processes there are, not between "
+                f"dispatch_batches=True sends batches between the {self.group.size} ranks of this world, not between "
                 f"num_processes={self.processes}. Leave num_processes and process_index out."
             )
 
     @property
     def is_real(self) -> bool:
-        """Whether these are the processes there are, which can talk to one another."""
+        """Whether these are the ranks of this world, which can communicate."""
         return (self.processes, self.index) == (self.group.size, self.group.rank)
 
     def agreed_seed(self, seed: int) -> int:
-        """Return the seed of the first process."""
+        """Return the seed of rank 0."""
         return self.group.broadcast_objects([seed])[0] if self.is_real else seed
 
     def sharing(self, batch_size: int | None, drop_last: bool) -> Sharing:
-        """Return how this process shares batches with the others."""
+        """Return how this rank shares batches with the other ranks."""
         return Sharing.of_batches(
             batch_size, self.processes, self.index, self.split_batches, drop_last, self.even_batches
         )
 
     def slicing(self, batch_size: int | None, come_ready: bool) -> Slicing | None:
-        """Return how batches are cut for the others, if they have to be."""
+        """Return how to cut batches for the other ranks; `None` if they are not cut."""
         if not self.split_batches or not (come_ready or self.slice_function is not None):
             return None
         if not self.dispatches:
             if not come_ready:
                 return None
             raise ConfigurationError(
-                "split_batches=True cannot split batches that come ready (batch_size=None). Leave it out, or let the "
-                "first process cut them by dispatch_batches=True."
+                "split_batches=True cannot split batches that the dataset makes (batch_size=None). Set "
+                "split_batches=False, or let rank 0 cut them: dispatch_batches=True."
             )
         self.sharing(batch_size, drop_last=False)
         return Slicing(processes=self.processes, batch_size=batch_size, function=self.slice_function)
@@ -251,8 +253,8 @@ def _iterable_reader(loader: DataLoader[Any], split: _Split, seed_each_sample: b
     is_split = is_split_already(loader.dataset) and split.processes > 1
     if is_split and split.dispatches:
         raise ConfigurationError(
-            "dispatch_batches=True has the first process read for all, but each process has samples of its own from "
-            f"this {type(loader.dataset).__name__}. Do not split it, or leave dispatch_batches out."
+            f"dispatch_batches=True reads on rank 0 for all ranks, but this {type(loader.dataset).__name__} is split "
+            "already, so that each rank has its own samples. Do not split it, or set dispatch_batches=False."
         )
     if is_split:
         sharing = replace(sharing, processes=1, ranks=(0,))
@@ -266,27 +268,27 @@ def _iterable_reader(loader: DataLoader[Any], split: _Split, seed_each_sample: b
 
 def _check(loader: Any, mesh: Any) -> None:
     if not isinstance(loader, DataLoader):
-        raise ConfigurationError(f"prepare_data_loader takes a DataLoader, got {type(loader).__name__}.")
+        raise ConfigurationError(f"prepare_data_loader needs a DataLoader (got {type(loader).__name__}).")
     if getattr(loader, "_is_accelerate_prepared", False):
-        raise PreparationError(f"This {type(loader).__name__} is prepared already. Use it as it is.")
+        raise PreparationError(f"This {type(loader).__name__} is already prepared. Use it as it is.")
     if mesh is not None:
         raise UnsupportedError("torch_device_mesh is not supported by this version. Leave it out.")
     if getattr(loader, "next_iter_state", None) is not None:
         raise PreparationError(
-            f"A state was loaded into this {type(loader).__name__} before it was prepared, where it would be lost. "
-            "Load the state of the prepared loader into the prepared loader."
+            f"A state was loaded into this {type(loader).__name__} before it was prepared, and would be lost. Load the "
+            "state of a prepared loader into the prepared loader."
         )
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     for sampler in samplers:
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise PreparationError(
-                f"This loader's {type(sampler).__name__} shares samples out among {sampler.num_replicas} processes, "
-                "which preparing does too. Give the plain sampler: shuffle=True, or the one inside."
+                f"This loader's {type(sampler).__name__} already divides samples between {sampler.num_replicas} "
+                "ranks, which preparing does too. Use the plain sampler: shuffle=True, or the sampler inside."
             )
     if loader.num_workers > 0 and not loader.in_order:
         warnings.warn(
-            "in_order=False: batches come in another order than samples were given out, so which of them a saved "
-            "position has behind it is not exact.",
+            "in_order=False: batches may arrive in another order, so a saved position is not exact: a resumed run may "
+            "repeat or miss samples. Use in_order=True.",
             stacklevel=3,
         )
 
@@ -298,7 +300,7 @@ def _group(num_processes: int | None, process_index: int | None) -> ProcessGroup
 
 
 def _index_source(loader: DataLoader[Any]) -> str:
-    """Return which attribute of a loader says what to read."""
+    """Return the name of the loader's attribute that yields what to read."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
@@ -311,10 +313,10 @@ def _seed(loader: DataLoader[Any]) -> int:
 
 
 def _generator(loader: DataLoader[Any]) -> torch.Generator | None:
-    """Return the generator that users mean by "generator"."""
+    """Return the generator that "generator" means in `rng_types`."""
     owners = (loader.dataset,) if isinstance(loader.dataset, IterableDataset) else (get_sampler(loader), loader)
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return next((generator for generator in generators if isinstance(generator, torch.Generator)), None)
 
 
 def _kinds(rng_types: Sequence[str | RNGType] | None, generator: torch.Generator | None) -> tuple[str | RNGType, ...]:

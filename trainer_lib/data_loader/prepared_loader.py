@@ -1,4 +1,4 @@
-"""This file is what prepared loaders have in common: the face of the user's loader, a position, a loop over batches."""
+"""The base of prepared loaders: the interface of the user's loader, its position, and the loop over batches."""
 
 import time
 from abc import abstractmethod
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.error_notes import add_notes, dead_workers, iterator_in
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
-from trainer_lib.data_loader.order.loader_position import Pass, Place, Progress
+from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass, Progress
 from trainer_lib.data_loader.order.rank_rounds import Counted, Ending
 from trainer_lib.data_loader.readers.shard_reader import Reader
 from trainer_lib.foundation.errors import StateError, TrainerLibError
@@ -22,13 +22,13 @@ from trainer_lib.state.gradient_state import GradientState, Rows
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """How batches get to the user.
+    """How batches are delivered to the user.
 
     Args:
-        device: Where to; `None`: they stay where they are.
+        device: Where batches are moved to; `None`: they are not moved.
         non_blocking: Do not wait for the copy.
-        rng_types: The generators to synchronize between the processes at the start of a pass.
-        generator: What "generator" stands for among them.
+        rng_types: The generators to synchronize between the ranks at the start of a pass.
+        generator: The generator that "generator" means in `rng_types`.
     """
 
     device: torch.device | str | int | None = None
@@ -38,15 +38,15 @@ class Delivery:
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A user's loader, read by several processes: each gets its share, on its device.
+    """A user's loader, read by several ranks: each gets its share, on its device.
 
-    Attributes and methods of the user's loader are reached through it. Not made by hand, but by `prepare_data_loader`.
+    It has the attributes and methods of the user's loader. `prepare_data_loader` makes it.
     """
 
     _is_accelerate_prepared = True
 
-    # What `__setattr__` keeps here; everything else is the loader's.
-    _OWN = frozenset(
+    # Attributes that `__setattr__` sets here; all others are set on the user's loader.
+    _LOCAL_ATTRIBUTES = frozenset(
         {"end_of_dataloader", "others_read_on", "remainder", "rows", "samples_in_round", "even_batches", "quarantine"}
     )
 
@@ -54,13 +54,13 @@ class PreparedLoader(DataLoader[Any]):
     others_read_on: bool
     remainder: int
     rows: Rows | None
-    samples_in_round: int | None  # of all ranks, without repeats; None: a rank cannot know those of the others
+    samples_in_round: int | None  # of all ranks, without repeats; None: unknown to a single rank
     quarantine: Quarantine | None
     _reader: Reader
     _progress: Progress
 
     def _set_up(self, reader: Reader, delivery: Delivery, seed: int, processes: int) -> None:
-        """Do what `__init__` would; torch's would want to build a loader of its own."""
+        """Initialize; torch's `__init__` would build another loader."""
         self._reader, self._delivery, self._seed, self._processes = reader, delivery, seed, processes
         self._progress = Progress()
         self._skip_batches = 0
@@ -71,8 +71,8 @@ class PreparedLoader(DataLoader[Any]):
         self.quarantine = None
 
     @abstractmethod
-    def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
-        """Yield this process's batches from `place` on, and tell `ending` the end before the last one."""
+    def _read(self, place: LoaderPosition, ending: Ending) -> Iterator[Any]:
+        """Yield this rank's batches from `place` on, and fill in `ending` before the last one."""
         raise NotImplementedError
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class PreparedLoader(DataLoader[Any]):
             self._reader.end_workers()
             raise
         finally:
-            # Also when the loop is left by break or an exception, which closes this generator.
+            # Also if a break or an exception ends the loop, which closes this generator.
             GradientState()._remove_dataloader(self)
             self._progress.leave()
             self.end_of_dataloader, self.others_read_on, self.remainder, self.rows = before
@@ -124,9 +124,9 @@ class PreparedLoader(DataLoader[Any]):
             asked = clock()
 
     def _reach_end(self, batch: Any, reading: Pass, ending: Ending) -> None:
-        """Note that the batch about to be handed out is the last."""
+        """Record that the batch about to be delivered is the last."""
         self.end_of_dataloader = True
-        # Where the processes have different numbers of batches, others may not be through.
+        # Where ranks have different numbers of batches, other ranks may have more.
         self.others_read_on = ending.over is not None and reading.consumed < ending.over
         reading.finished = not self.others_read_on
         if self._reader.unit == "samples":
@@ -138,25 +138,25 @@ class PreparedLoader(DataLoader[Any]):
     def _count_round(self, whole: int | None) -> None:
         self.samples_in_round = self.remainder if whole is not None and self.remainder > 0 else whole
 
-    def _starting_place(self) -> Place:
+    def _starting_place(self) -> LoaderPosition:
         place = self._progress.following
         self._skip_batches = self._skip_batches if self._skip_is_due else 0
         self._skip_is_due = False
-        return Place(place.epoch, self._skip_batches * self._reader.step) if self._skip_batches else place
+        return LoaderPosition(place.epoch, self._skip_batches * self._reader.step) if self._skip_batches else place
 
-    def _synchronize_generators(self, place: Place) -> None:
-        # In the middle of a pass the generators are those of a checkpoint.
+    def _synchronize_generators(self, place: LoaderPosition) -> None:
+        # In the middle of a pass the generators come from a checkpoint.
         if self._delivery.rng_types and not place.consumed:
             from trainer_lib.seeding import synchronize_rng_states
 
             synchronize_rng_states(self._delivery.rng_types, self._delivery.generator)
 
     def sample_ids(self) -> list[Any] | None:
-        """Return which samples this process's batch in hand holds, row by row, without those that repeat others.
+        """Return the samples of this rank's current batch, row by row, without repeats.
 
-        Of a map-style dataset they are its indices, of an iterable one the places in what the pass gives. They are
-        worked out from the order when they are asked for. `None` where that cannot be: nothing is being read, or the
-        loader's class, its workers or its sampler have an order of their own that is not seen a second time.
+        For a map-style dataset they are indices, for an iterable one positions in the pass. They are computed from the
+        order on request. `None` if that is impossible: no batch is being read, or the loader's class, its workers or
+        its sampler have an order that cannot be replayed.
 
         Example:
             >>> from trainer_lib.data_loader import prepare_data_loader
@@ -166,40 +166,40 @@ class PreparedLoader(DataLoader[Any]):
         """
         samples = self._samples_ahead(0, self.rows)
         kept = None if self.quarantine is None else self.quarantine.kept
-        return samples if samples is None or kept is None else [samples[at] for at in kept if at < len(samples)]
+        return samples if samples is None or kept is None else [samples[row] for row in kept if row < len(samples)]
 
     @property
     def seeds_samples(self) -> bool:
-        """Whether the generators are seeded before each sample, so that what samples draw depends on nothing else."""
+        """Whether the generators are seeded before each sample, so that its random numbers depend only on it."""
         return self._reader.seeds_samples
 
     @property
     def may_draw_in_workers(self) -> bool:
-        """Whether what samples draw at random goes by the workers: then it is not the same after a resume mid-pass."""
+        """Whether workers may draw random numbers for samples, which then differ after a resume in mid-pass."""
         return self._reader.style == "map" and bool(self._reader.loader.num_workers) and not self.seeds_samples
 
     @property
     def reads_alike(self) -> bool:
-        """Whether every process reads the same stream, of which it keeps its part."""
+        """Whether every rank reads the same stream and keeps its part."""
         return self._reader.reads_alike
 
     @property
     def opening_digest(self) -> int | None:
-        """The digest of the samples that the stream being read began with, once the first batch is there."""
+        """The digest of the first samples of the current stream, once the first batch was read."""
         return self._reader.opening_digest
 
     def first_samples(self) -> list[Any] | None:
-        """Return which samples the first process reads first, as this one sees it; see `sample_ids`."""
+        """Return the samples that rank 0 reads first, as computed on this rank; see `sample_ids`."""
         return self._reader.samples(self._seed, 0, 0, 0, None)
 
-    def leave_out_bad_samples(self, quarantine: Quarantine) -> None:
-        """From the next pass on, leave out samples that cannot be read, and note them in `quarantine`.
+    def skip_bad_samples(self, quarantine: Quarantine) -> None:
+        """From the next pass on, skip samples that cannot be read, and add them to `quarantine`.
 
-        A batch has fewer rows then; one of which nothing is left has a sample in its place that `rows` does not count.
+        The batch then has fewer rows. If no row is left, it has a stand-in that `rows` does not count.
 
         Raises:
-            UnsupportedError: Of an iterable dataset, of a loader that iterates in a way of its own, and where the first
-                process reads for all.
+            UnsupportedError: For an iterable dataset, for a loader with an `__iter__` of its own, and where rank 0
+                reads for all ranks.
 
         Example:
             >>> from trainer_lib.data_loader import prepare_data_loader
@@ -207,15 +207,15 @@ class PreparedLoader(DataLoader[Any]):
             >>> texts = {0: "a cat", 1: "a dog", 3: "a cow"}
             >>> loader = DataLoader(texts, batch_sampler=[[0, 1], [2, 3]], collate_fn=list)
             >>> loader, quarantine = prepare_data_loader(loader, num_processes=1), Quarantine(LoneProcess(), 10, "most")
-            >>> loader.leave_out_bad_samples(quarantine)
-            >>> list(loader), [entry.index for entry in quarantine.agree()]
+            >>> loader.skip_bad_samples(quarantine)
+            >>> list(loader), [entry.index for entry in quarantine.sync_across_ranks()]
             ([['a cat', 'a dog'], ['a cow']], [2])
         """
-        self._reader.leave_out(quarantine)
+        self._reader.skip_bad_samples(quarantine)
         self.quarantine = quarantine
 
     def keep_last(self) -> None:
-        """Read a last batch that is not full, whatever the loader's `drop_last` says.
+        """Read an incomplete last batch, whatever the loader's `drop_last` is.
 
         Example:
             >>> from trainer_lib.data_loader import prepare_data_loader
@@ -227,10 +227,10 @@ class PreparedLoader(DataLoader[Any]):
         self._reader.keep_last()
 
     def trim_repeats(self) -> None:
-        """Read repeated samples no further than a rank needs them to take part in a round without samples of its own.
+        """Read only as many repeated samples as a rank without samples of its own needs to take part in a round.
 
-        For a caller that gives repeated samples no weight: no rows have to be cut from a batch, whatever `collate_fn`
-        makes of its samples. Batches that come ready are repeated as they are.
+        For callers that give repeated samples no weight: no rows have to be cut from a batch, whatever `collate_fn`
+        returns. Batches that the dataset makes are repeated as they are.
 
         Example:
             >>> from trainer_lib.data_loader import prepare_data_loader
@@ -245,7 +245,7 @@ class PreparedLoader(DataLoader[Any]):
         self._reader.trim_repeats()
 
     def name_dead_workers(self, error: Exception) -> bool:
-        """Note on an error which workers died and what they had to read, if any did: torch raises it at any moment."""
+        """Add notes to an error about workers that died and what they had to read; return whether any died."""
         started = self._reader.read_by
         iterator = iterator_in(error) if started is None else started
         dead = dead_workers(iterator, self._samples_ahead, self._reader.read_ahead)
@@ -255,39 +255,39 @@ class PreparedLoader(DataLoader[Any]):
         return bool(dead)
 
     def _explain(self, error: Exception) -> None:
-        """Note on an error which samples were being read when it was raised."""
+        """Add notes to an error about the samples that were being read."""
         try:
             if not self.name_dead_workers(error) and not isinstance(error, TrainerLibError):
                 add_notes(error, self._samples_ahead, self._reader.read_by, self._reader.read_ahead)
-        except Exception:  # noqa: BLE001 - the sampler itself may be what raises
+        except Exception:  # noqa: BLE001 - the sampler itself may raise
             return
 
     def _samples_ahead(self, batches: int, rows: Rows | None = None) -> list[Any] | None:
-        """Return the samples of the batch that is so many batches after the one in hand."""
+        """Return the samples of the batch that is so many batches after the current one."""
         now, step = self._progress.now, self._reader.step
         return None if now is None else self._samples_from(now, now.consumed + (batches - 1) * step, rows)
 
     def _samples_from(self, reading: Pass, start: int, rows: Rows | None) -> list[Any] | None:
-        """Return the samples of this process's batch in the round that begins at `start`."""
+        """Return the samples of this rank's batch in the round that begins at `start`."""
         return self._reader.samples(self._seed, reading.epoch, start, self._reader.rank, rows)
 
     @property
     def seconds_waited(self) -> float:
-        """How long those who read this loader waited for batches, over all passes."""
+        """The seconds spent waiting for batches of this loader, over all passes."""
         return self._progress.waited
 
     # -- position ------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`, and tell the samplers and the dataset if they want to know.
+        """Make `epoch` the next pass, and call `set_epoch` of the samplers and the dataset if they have it.
 
-        Without it each pass is an epoch further on. A position inside `epoch` from `load_state_dict` stays.
+        Without it each pass is the next epoch. A position inside `epoch` from `load_state_dict` is kept.
         """
         self._progress.set_epoch(epoch)
         self._reader.set_epoch(epoch)
 
     def end_pass(self) -> None:
-        """Count the pass being read as read to its end: a position saved from now on is that of the next pass.
+        """Count the current pass as finished: a position saved from now on is the start of the next pass.
 
         Example:
             >>> from trainer_lib.data_loader import prepare_data_loader
@@ -302,58 +302,61 @@ class PreparedLoader(DataLoader[Any]):
             self._progress.now.finished = True
 
     def rewind(self) -> None:
-        """Have the next pass be the first one, from its beginning."""
-        self._progress.go_to(Place())
+        """Make the next pass the first one, from its start."""
+        self._progress.go_to(LoaderPosition())
         self._reader.set_epoch(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where reading is: the pass, and the samples that all processes have been handed of it.
+        """Return the position: the pass, and how many of its samples were delivered to all ranks.
 
-        It is a state to go on from in another world too, and consists of numbers and texts (but for what an iterable
-        dataset's own `state_dict` may hold).
+        You can resume from it with another world size. It consists of numbers and texts (except for the `state_dict`
+        of an iterable dataset, which may hold anything).
         """
         place = self._progress.where()
         position = {"epoch": place.epoch, "position": place.consumed, "seed": self._seed}
         return {**position, **self._reader.facts(), "bookmark": place.bookmark}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next pass start where `state_dict` was, in the order it was in.
+        """Start the next pass at the position in `state_dict`, in the same order.
 
         Raises:
             StateError: If the state does not fit the loader.
         """
         for name in ("style", "unit"):
-            given, here = state_dict.get(name), getattr(self._reader, name)
-            if given is not None and given != here:
-                raise StateError(f"This state is of a loader of {name} {given!r}, and this one is of {name} {here!r}.")
+            saved, current = state_dict.get(name), getattr(self._reader, name)
+            if saved is not None and saved != current:
+                raise StateError(
+                    f"This state was saved by a loader with {name} {saved!r}, and this loader has {name} {current!r}. "
+                    "Load it into a loader over the same kind of dataset."
+                )
         missing = [name for name in self.state_dict() if name not in state_dict]
         if missing:
             raise StateError(
-                f"This is no state of a prepared loader: {', '.join(missing)} is missing. Give what its state_dict() "
-                "returned."
+                f"This is not the state of a prepared loader: {', '.join(missing)} is missing. Pass what its "
+                "state_dict() returned."
             )
         self._reader.check(state_dict)
         self._seed = state_dict["seed"]
-        self._progress.go_to(Place(state_dict["epoch"], state_dict["position"], state_dict["bookmark"]))
+        self._progress.go_to(LoaderPosition(state_dict["epoch"], state_dict["position"], state_dict["bookmark"]))
 
     def starting_at(self, num_batches: int) -> "PreparedLoader":
-        """Return a loader whose next pass starts `num_batches` in; it shares the count of passes with this one."""
+        """Return a loader whose next pass skips `num_batches`; it shares the count of passes with this one."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._reader = self._reader.duplicate()
         other._skip_batches, other._skip_is_due = num_batches, True
         return other
 
-    # -- the face of a loader ------------------------------------------------------------------------------------
+    # -- the interface of a DataLoader ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
         loader = self._reader.loader
-        own_way = type(loader).__len__ is not DataLoader.__len__
-        return max(0, (len(loader) if own_way else self._reader.length()) - self._skip_batches)
+        has_own_length = type(loader).__len__ is not DataLoader.__len__
+        return max(0, (len(loader) if has_own_length else self._reader.length()) - self._skip_batches)
 
     @property
     def batches_left(self) -> int:
-        """The batches that this process still reads of the pass it is in; all of them between two passes."""
+        """The batches that this rank still has to read in the current pass; all of them between two passes."""
         behind = self._progress.where().consumed
         if type(self._reader.loader).__len__ is not DataLoader.__len__:
             return max(0, len(self) - behind // self._reader.step)
@@ -361,12 +364,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """The samples of a round over all processes; `None` where that is not known."""
+        """The samples of a round over all ranks; `None` if unknown."""
         return self._reader.total_batch_size
 
     @property
     def samples_in_batch(self) -> int | None:
-        """The samples that the batch in hand is made of on this rank, without repeats; `None`: none, or not known."""
+        """The samples of the current batch on this rank, without repeats; `None` if there are none or unknown."""
         of_round = self._reader.total_batch_size
         if self.rows is not None:
             return self.rows.real or None
@@ -374,12 +377,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """The samples of the dataset, over all processes."""
+        """The samples of the dataset, over all ranks."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last round is filled, so that all processes have as many batches."""
+        """Whether the last round is filled, so that all ranks have the same number of batches."""
         return self._reader.even_batches
 
     @even_batches.setter
@@ -388,7 +391,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def knows_end_of_all(self) -> bool:
-        """Whether this process knows, with its last batch, if the others have more."""
+        """Whether this rank knows, at its last batch, if the other ranks have more."""
         return self._reader.knows_end_of_all
 
     def get_sampler(self) -> Any:
@@ -402,18 +405,18 @@ class PreparedLoader(DataLoader[Any]):
         self._reader.set_sampler(sampler)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the user's loader has."""
-        if name == "_reader":  # not there yet while unpickling
+        """Return an attribute of the user's loader."""
+        if name == "_reader":  # not set yet while unpickling
             raise AttributeError(name)
         return self._reader.attribute(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is not this object's own on the loader inside."""
-        if name.startswith("_") or name in self._OWN:
+        """Set an attribute of the loader inside, unless it is one of this class."""
+        if name.startswith("_") or name in self._LOCAL_ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
             self._reader.set_attribute(name, value)
 
     def __repr__(self) -> str:
-        """Return the loader inside, and whose share this reads."""
-        return f"{type(self).__name__}({self._reader.loader!r}, process {self._reader.rank} of {self._processes})"
+        """Return the loader inside, and the rank that reads it."""
+        return f"{type(self).__name__}({self._reader.loader!r}, rank {self._reader.rank} of {self._processes})"

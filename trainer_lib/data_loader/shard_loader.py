@@ -1,4 +1,4 @@
-"""This file is the loader of which each process reads its own share."""
+"""A loader of which each rank reads its own share."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,27 +6,27 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainer_lib.data_loader.order.loader_position import Place
+from trainer_lib.data_loader.order.loader_position import LoaderPosition
 from trainer_lib.data_loader.order.rank_rounds import Ending
 from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
 from trainer_lib.data_loader.readers.shard_reader import Reader
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader of which each process reads its own share, in an order that all agree on.
+    """A loader of which each rank reads its own share of one global order.
 
-    `prepare_data_loader` makes it around a user's loader. Made by hand, from a dataset, it is read by one process.
+    `prepare_data_loader` makes it around a user's loader. Made by hand, from a dataset, one rank reads all of it.
 
     Args:
         dataset: The dataset.
-        device: Where batches go; by default they stay where they are.
-        rng_types: The generators to synchronize between the processes at the start of a pass.
-        synchronized_generator: What "generator" stands for among them.
-        skip_batches: How many batches of the first pass to leave out.
-        use_stateful_dataloader: Accepted: there is always a state.
+        device: Where batches are moved to; by default they are not moved.
+        rng_types: The generators to synchronize between the ranks at the start of a pass.
+        synchronized_generator: The generator that "generator" means in `rng_types`.
+        skip_batches: How many batches of the first pass to skip.
+        use_stateful_dataloader: Accepted for compatibility: there is always a `state_dict`.
         _non_blocking: Do not wait for copies to the device.
         iteration: The epoch of the first pass.
-        **kwargs: What `DataLoader` takes.
+        **kwargs: Arguments of `DataLoader`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DataLoaderShard(PreparedLoader):
     ) -> None:
         from trainer_lib.data_loader.prepare import prepare_data_loader
 
-        made = prepare_data_loader(
+        prepared = prepare_data_loader(
             DataLoader(dataset, drop_last=kwargs.pop("drop_last", _drop_last), **kwargs),
             device,
             num_processes=1,
@@ -56,7 +56,7 @@ class DataLoaderShard(PreparedLoader):
             use_stateful_dataloader=use_stateful_dataloader,
             torch_device_mesh=torch_device_mesh,
         )
-        self.__dict__.update(made.__dict__)
+        self.__dict__.update(prepared.__dict__)
         self._progress.set_epoch(iteration)
         self._skip_batches, self._skip_is_due = skip_batches, True
 
@@ -67,18 +67,18 @@ class DataLoaderShard(PreparedLoader):
         loader._set_up(reader, delivery, seed, processes)
         return loader
 
-    def _read(self, place: Place, ending: Ending) -> Iterator[Any]:
+    def _read(self, place: LoaderPosition, ending: Ending) -> Iterator[Any]:
         return self._reader.open(place, self._seed, ending)
 
 
 class SkipDataLoader(DataLoaderShard):
-    """A loader whose first pass leaves out the first batches.
+    """A loader whose first pass skips the first batches.
 
     Args:
         dataset: The dataset.
-        skip_batches: How many.
-        use_stateful_dataloader: Accepted: there is always a state.
-        **kwargs: What `DataLoader` takes.
+        skip_batches: How many batches to skip.
+        use_stateful_dataloader: Accepted for compatibility: there is always a `state_dict`.
+        **kwargs: Arguments of `DataLoader`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What a data worker does first: it leaves the process group of the training, and sees to it that it dies with it.
+"""The start of a data worker: it leaves the process group of the training process, and dies with it.
 
-Ctrl-C in a terminal, `timeout` and `kill -- -GROUP` reach all processes of a group. The one that trains ends after its
-step, for which it needs its workers; it ends them itself, and the kernel ends them if it cannot.
+Ctrl-C in a terminal, `timeout` and `kill -- -GROUP` reach all processes of a group. The training process ends after
+its step, for which it needs its workers. It ends them itself, and the kernel ends them if it cannot.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from typing import Any
 from trainer_lib.processes.parent_death import die_with_starter
 
 STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)
-_STACKS = "trainer_lib-stacks"  # a file in memory, which is gone with its worker
+_STACKS = "trainer_lib-stacks"  # a file in memory, which disappears with its worker
 
 
-class Apart:
-    """What a worker does first.
+class WorkerInit:
+    """The `worker_init_fn` of a prepared loader.
 
     Args:
-        then: The user's `worker_init_fn`, which comes next.
+        then: The user's `worker_init_fn`, called next.
     """
 
     by_main_thread = True  # whether the main thread starts the workers
@@ -32,11 +32,11 @@ class Apart:
         self.then = then
 
     def note_thread(self) -> None:
-        """Note which thread starts the next workers: this one."""
+        """Record that this thread starts the next workers."""
         self.by_main_thread = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
-        """Do so in the worker of this number."""
+        """Set up the worker of this number."""
         die_with_starter(self.by_main_thread)
         if hasattr(os, "setpgid"):
             with contextlib.suppress(PermissionError):  # the leader of a session stays one
@@ -47,7 +47,7 @@ class Apart:
 
 
 def worker_stacks(pid: int) -> str | None:
-    """Return what a data worker wrote of its stacks so far; `None` if it cannot be asked."""
+    """Return the stacks that a data worker has written so far; `None` if they cannot be read."""
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             if _STACKS in str(descriptor.readlink()):

@@ -1,4 +1,4 @@
-"""This package is what a process knows of itself: its place, its device, its precision, its window of gradients."""
+"""The state of a rank: its world, its device, its precision, and its gradient accumulation."""
 
 from trainer_lib.state.accelerator_state import AcceleratorState
 from trainer_lib.state.gradient_state import GradientState

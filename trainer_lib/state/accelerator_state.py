@@ -1,4 +1,4 @@
-"""This file is what the engine is set to: precision on top of the place of the process."""
+"""Settings of the Accelerator (precision, compilation, sharding), on top of the rank and its device."""
 
 import gc
 from contextlib import ExitStack
@@ -17,28 +17,28 @@ from trainer_lib.state.partial_state import PartialState
 from trainer_lib.state.rank_control import ProcessControl
 
 _HOW_TO_FREE = (
-    "All Accelerators and Trainers of a process share these settings while one of them lives. Before making one with "
-    "other settings, delete the last reference to the first, or call `accelerator.free_memory()` on it "
+    "All Accelerators and Trainers of a process share these settings while one of them exists. Before you make one "
+    "with other settings, delete the last reference to the first, or call `accelerator.free_memory()` on it "
     "(`trainer.accelerator.free_memory()` of a Trainer)."
 )
 
 
 class AcceleratorState(ProcessControl):
-    """The settings of the engine, on top of `PartialState`. All instances are one.
+    """The settings of the Accelerator, on top of `PartialState`. All instances share one state.
 
     Args:
-        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default what the launcher says.
-        cpu: Stay on the CPU even if there is an accelerator.
-        dynamo_plugin: How models are compiled; by default as the launcher says, or not at all.
-        fsdp_plugin: How models are sharded; by default as the launcher says, or not at all.
-        parallelism_config: How many processes replicate a model, and how many share one copy.
+        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default the launcher's setting.
+        cpu: Use the CPU even if there is an accelerator.
+        dynamo_plugin: How models are compiled; by default the launcher's setting, or not at all.
+        fsdp_plugin: How models are sharded; by default the launcher's setting, or not at all.
+        parallelism_config: How many ranks replicate a model, and how many share one copy.
         **kwargs: The fields of `InitProcessGroupKwargs`.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     _living: ClassVar["WeakSet[AcceleratorState]"] = WeakSet()  # each Accelerator has one
 
-    # Engines that this version does not have; scripts ask whether there is one.
+    # Engines that this version does not have; scripts read these attributes.
     deepspeed_plugin: None = None
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
@@ -50,7 +50,7 @@ class AcceleratorState(ProcessControl):
     _partial: PartialState
     _replaceable: bool
     _was_used: bool  # by an Accelerator
-    _told_to_others: ExitStack
+    _environment: ExitStack
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class AcceleratorState(ProcessControl):
             self._mixed_precision, self._asked = precision, asked
             self._dynamo_plugin = dynamo_plugin
             self._arrangement = arrangement
-            self._told_to_others = ExitStack()
+            self._environment = ExitStack()
             self._prepare_sharding(partial)
             self._partial = partial
             self._replaceable = self._was_used = False
         elif mixed_precision is not None and check_precision(mixed_precision, "precision") != self._mixed_precision:
             raise ConfigurationError(
-                f"mixed_precision={str(mixed_precision)!r} came too late: this process already trains with "
+                f"mixed_precision={str(mixed_precision)!r} came too late: this rank already trains with "
                 f"{self._mixed_precision!r}. {_HOW_TO_FREE}"
             )
         else:
@@ -107,7 +107,7 @@ class AcceleratorState(ProcessControl):
 
     @property
     def initialized(self) -> bool:
-        """Whether the engine's settings are made."""
+        """Whether the settings were made."""
         return "_partial" in self._shared_state
 
     @property
@@ -117,12 +117,12 @@ class AcceleratorState(ProcessControl):
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """How prepared models are compiled; with the backend "no", not at all."""
+        """How prepared models are compiled; not at all with backend "no"."""
         return self._dynamo_plugin
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """How models are sharded, if they are."""
+        """How models are sharded; `None` if they are not."""
         return self._arrangement.fsdp_plugin
 
     @property
@@ -132,12 +132,12 @@ class AcceleratorState(ProcessControl):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many processes replicate a model and how many share a copy, if that was said or models are sharded."""
+        """How many ranks replicate a model and how many share a copy; `None` if not set and models are not sharded."""
         return self._arrangement.parallelism_config
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together."""
+        """How the ranks work together."""
         return DistributedType.FSDP if self.is_fsdp2 else self._partial.distributed_type
 
     def destroy_process_group(self, group: Any = None) -> None:
@@ -145,36 +145,36 @@ class AcceleratorState(ProcessControl):
         self._partial.destroy_process_group(group)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what `PartialState` knows: the device, the rank, the world."""
+        """Return an attribute of `PartialState`, such as the device, the rank or the world size."""
         partial = self.__dict__.get("_partial")
         if partial is None or name.startswith("__"):
-            raise AttributeError(f"AcceleratorState has no {name!r}; it is made by `AcceleratorState()`.")
+            raise AttributeError(f"AcceleratorState has no attribute {name!r} yet. Call `AcceleratorState()` first.")
         return getattr(partial, name)
 
     def __repr__(self) -> str:
-        """Return place and settings in one line a fact."""
+        """Return rank, device and settings, one per line."""
         return f"{self._partial!r}Mixed precision type: {self.mixed_precision}\n"
 
     def release(self) -> None:
-        """Let the next `AcceleratorState` have other settings; the process keeps its place and device."""
+        """Allow other settings for the next `AcceleratorState`; rank and device stay."""
         self._replaceable = True
-        self._told_to_others.close()
+        self._environment.close()
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the settings, and with `reset_partial_state` the place too; for tests."""
-        if "_told_to_others" in AcceleratorState._shared_state:
-            AcceleratorState._shared_state["_told_to_others"].close()
+        """Forget the settings, and with `reset_partial_state` the world too; for tests."""
+        if "_environment" in AcceleratorState._shared_state:
+            AcceleratorState._shared_state["_environment"].close()
         AcceleratorState._shared_state.clear()
         AcceleratorState._living.clear()
         if reset_partial_state:
             PartialState._reset_state()
 
     def _release_unused(self, asked: tuple[Any, ...]) -> None:
-        """Let go of the settings if others are asked for now and no living Accelerator has them."""
+        """Release the settings if other ones are requested and no existing Accelerator uses them."""
         if not self.initialized or self._replaceable or not self._was_used or asked == self._asked:
             return
-        gc.collect()  # one that is done may be kept by a cycle of references only
+        gc.collect()  # a cycle of references may be all that keeps an unused Accelerator
         if not self._living:
             self.release()
 
@@ -182,7 +182,7 @@ class AcceleratorState(ProcessControl):
         for name, plugin in plugins.items():
             if plugin is not None and plugin != getattr(self, name):
                 raise ConfigurationError(
-                    f"{name}={plugin} came too late: this process already has {getattr(self, name)}. {_HOW_TO_FREE}"
+                    f"{name}={plugin} came too late: this rank already has {getattr(self, name)}. {_HOW_TO_FREE}"
                 )
 
     def _prepare_sharding(self, partial: PartialState) -> None:
@@ -190,9 +190,9 @@ class AcceleratorState(ProcessControl):
             return
         partial.form_group()
         if self.fsdp_plugin.cpu_ram_efficient_loading:
-            # transformers looks there when it loads a model.
+            # transformers reads these when it loads a model.
             variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-            self._told_to_others.enter_context(environment.patch_environment(**variables))
+            self._environment.enter_context(environment.patch_environment(**variables))
 
 
 def refuse_engines(**plugins: Any) -> None:
@@ -200,5 +200,6 @@ def refuse_engines(**plugins: Any) -> None:
     for name, plugin in plugins.items():
         if plugin is not None:
             raise UnsupportedError(
-                f"{name}={plugin!r}: this version trains on one process, with DDP or with FSDP2. Leave it out."
+                f"{name}={plugin!r} is not supported: this version trains on one device, with DDP or with FSDP2. "
+                "Leave it out."
             )

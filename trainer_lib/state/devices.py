@@ -1,4 +1,4 @@
-"""This file is the choice of a device, by torch's own device-generic API."""
+"""The choice of a rank's device, by torch's device-generic API."""
 
 import torch
 
@@ -8,7 +8,7 @@ from trainer_lib.foundation.errors import ConfigurationError, WorldError
 
 
 def choose_device(cpu: bool, world: World | None) -> torch.device:
-    """Return the device of this process: the accelerator of its local rank if there is one, else the CPU."""
+    """Return the device of this rank: the accelerator of its local rank if there is one, otherwise the CPU."""
     requested = environment.device_requested()
     if cpu or environment.cpu_requested():
         return torch.device("cpu")
@@ -21,7 +21,7 @@ def choose_device(cpu: bool, world: World | None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the current one of its kind."""
+    """Make `device` the current device of its type."""
     if device.type not in ("cpu", "mps", "meta") and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
@@ -30,7 +30,7 @@ def _requested_device(name: str) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise ConfigurationError(f"ACCELERATE_TORCH_DEVICE={name!r} is no device: {error}") from error
+        raise ConfigurationError(f"ACCELERATE_TORCH_DEVICE={name!r} is not a device of torch: {error}") from error
 
 
 def _index(kind: str, world: World | None) -> int:
@@ -41,8 +41,8 @@ def _index(kind: str, world: World | None) -> int:
         return 0  # srun --gpus-per-task=1 shows each task its own device only
     if world.local_rank >= count:
         raise WorldError(
-            f"Process {world.rank} would need {kind} device {world.local_rank}, and this machine has {count}. "
-            f"Start at most {count} processes a machine, or train on the CPU: "
+            f"Rank {world.rank} needs {kind} device {world.local_rank}, and this machine has {count}. "
+            f"Start at most {count} processes per machine, or train on the CPU: "
             "`trainer-lib launch --cpu` or ACCELERATE_USE_CPU=1."
         )
     return world.local_rank

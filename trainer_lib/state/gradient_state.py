@@ -1,4 +1,4 @@
-"""This file is the window of gradients: which micro-batch updates, and which loader is being read."""
+"""The public state of gradient accumulation: whether this micro-batch updates, and which loaders are being read."""
 
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -6,26 +6,26 @@ from trainer_lib.options.accumulation_options import GradientAccumulationPlugin
 
 
 class Rows(NamedTuple):
-    """What the last batch of a loader holds on this process."""
+    """What the last batch of a loader holds on this rank."""
 
     total: int
-    real: int  # the others repeat samples, to make the processes even
-    full: int | None = None  # what an ordinary batch holds; None: not known
+    real: int  # the rest repeats samples, to make ranks even
+    full: int | None = None  # the rows of a full batch; None: unknown
 
 
 class ActiveLoader(Protocol):
-    """What the window asks a loader that is being read."""
+    """The attributes that gradient accumulation reads from a loader."""
 
     end_of_dataloader: bool
-    others_read_on: bool  # at its end: whether other processes have more batches
+    others_read_on: bool  # at its end: whether other ranks have more batches
     remainder: int
-    rows: Rows | None  # None: every row of the batch in hand is real, or nothing is known
+    rows: Rows | None  # None: every row of the current batch is real, or nothing is known
 
 
 class GradientState:
-    """The window of gradients. All instances are one.
+    """The state of gradient accumulation. All instances share it.
 
-    `sync_gradients` is whether the micro-batch in hand is the one that updates.
+    `sync_gradients` is whether the current micro-batch updates.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -65,12 +65,12 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """The loader that is being read (the innermost, if there are several), or `None`."""
+        """The loader that is being read (the innermost of several), or `None`."""
         return self._readers[-1] if self._readers else None
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """The loaders that are being read, the outermost first."""
+        """The loaders that are being read, outermost first."""
         return [None, *self._readers]
 
     @property
@@ -80,17 +80,17 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch in hand is the last of its loader."""
+        """Whether the current batch is the last of its loader."""
         return bool(self._readers) and self._readers[-1].end_of_dataloader
 
     @property
     def others_read_on(self) -> bool:
-        """Whether the batch in hand is the last of its loader here, and not on all processes."""
+        """Whether the current batch is the last of its loader on this rank, but not on all ranks."""
         return bool(self._readers) and getattr(self._readers[-1], "others_read_on", False)
 
     @property
     def remainder(self) -> int:
-        """The real samples in the last round of the loader over all processes; -1 where that is not known."""
+        """The real samples in the last round of the loader over all ranks; -1 if unknown."""
         return self._readers[-1].remainder if self._readers else -1
 
     @property
@@ -99,7 +99,7 @@ class GradientState:
         return False
 
     def __repr__(self) -> str:
-        """Return the window in one line a fact."""
+        """Return the state, one fact per line."""
         return (
             f"Sync Gradients: {self.sync_gradients}\n"
             f"At end of current dataloader: {self.end_of_dataloader}\n"
@@ -111,8 +111,8 @@ class GradientState:
         self._readers.append(dataloader)
 
     def _remove_dataloader(self, dataloader: ActiveLoader) -> None:
-        # By identity, and wherever it stands: a loader abandoned in the middle is closed late. Once, since it may be
-        # read in two loops at a time.
+        # By identity, at any index: a loader whose loop was left is closed late. Only once, since two loops may read
+        # it at the same time.
         for index in reversed(range(len(self._readers))):
             if self._readers[index] is dataloader:
                 del self._readers[index]

@@ -1,4 +1,4 @@
-"""This file is the place of this process in its world, and its device."""
+"""The rank of this process, its world and its device."""
 
 from typing import Any, ClassVar
 
@@ -15,12 +15,12 @@ from trainer_lib.state.rank_control import ProcessControl
 
 
 class PartialState(ProcessControl):
-    """Where this process stands: its rank, its world, its device. All instances are one.
+    """The rank of this process, its world and its device. All instances share one state.
 
-    A launcher's variables always mean a real group of processes, on the CPU too.
+    A launcher's variables always form a real process group, also on the CPU.
 
     Args:
-        cpu: Stay on the CPU even if there is an accelerator.
+        cpu: Use the CPU even if there is an accelerator.
         **kwargs: The fields of `InitProcessGroupKwargs`: `backend`, `init_method`, `timeout`.
 
     Example:
@@ -54,15 +54,15 @@ class PartialState(ProcessControl):
 
     @property
     def default_device(self) -> torch.device:
-        """The device a process alone on this machine would use."""
+        """The device that a single rank on this machine would use."""
         return choose_device(cpu=False, world=None)
 
     def set_device(self) -> None:
-        """Make this process's device the current one of its kind."""
+        """Make this rank's device the current device of its type."""
         use_device(self.device)
 
     def form_group(self) -> None:
-        """Form a real group, of one, for a process that is alone; a group that there is stays."""
+        """Form a real process group of size 1, unless there is a group already."""
         if isinstance(self.group, LoneProcess):
             self.group = process_group.form_alone(self.device, self._options)
             self.backend = self.group.backend
@@ -77,16 +77,16 @@ class PartialState(ProcessControl):
             self.has_left = True
 
     def join_again(self, cpu: bool = False, **kwargs: Any) -> None:
-        """Form the world once more, after it was left; all of its processes have to.
+        """Form the world again after leaving it; all its ranks have to.
 
         Args:
-            cpu: Stay on the CPU even if there is an accelerator.
+            cpu: Use the CPU even if there is an accelerator.
             **kwargs: The fields of `InitProcessGroupKwargs`.
         """
         self._start(cpu or self.device.type == "cpu", _process_group_options(kwargs))
 
     def __repr__(self) -> str:
-        """Return the place of this process in one line a fact."""
+        """Return rank, world and device, one fact per line."""
         return (
             f"Distributed environment: {self.distributed_type}\n"
             f"Num processes: {self.num_processes}\n"
@@ -125,19 +125,19 @@ class PartialState(ProcessControl):
     def _check_same(self, cpu: bool, options: InitProcessGroupKwargs) -> None:
         if cpu and self.device.type != "cpu":
             raise ConfigurationError(
-                f"cpu=True came too late: this process already works on {self.device}. "
-                "Give it to the first PartialState or Accelerator of the script."
+                f"cpu=True came too late: this rank already uses {self.device}. "
+                "Pass it to the first PartialState or Accelerator of the script."
             )
         changed = {key: value for key, value in options.to_kwargs().items() if getattr(self._options, key) != value}
         if changed and not isinstance(self.group, LoneProcess):
             raise ConfigurationError(
                 f"{', '.join(f'{key}={value!r}' for key, value in changed.items())} came too late: the process group "
-                "has formed. Give it to the first PartialState or Accelerator of the script."
+                "exists already. Pass it to the first PartialState or Accelerator of the script."
             )
 
 
 def wait_for_everyone() -> None:
-    """Wait until all processes are here."""
+    """Wait until all ranks have called this."""
     PartialState().wait_for_everyone()
 
 

@@ -1,4 +1,4 @@
-"""This file is who may do what and when: rank gates, ordering, sharing inputs out."""
+"""Running code on some ranks only, in order, or on parts of the inputs."""
 
 import functools
 from collections.abc import Callable, Generator, Mapping
@@ -14,11 +14,11 @@ from trainer_lib.process_group import ProcessGroup
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take anything, do nothing."""
+    """Accept any arguments and do nothing."""
 
 
 class ProcessControl:
-    """Rank gates and ordering for whatever knows its place among the processes."""
+    """Methods to run code on some ranks only, in order, or on parts of the inputs."""
 
     process_index: int
     local_process_index: int
@@ -27,31 +27,31 @@ class ProcessControl:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are other processes."""
+        """Whether there are other ranks."""
         return self.num_processes > 1
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the first of all processes."""
+        """Whether this is rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is the first rank of its machine."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last of all processes."""
+        """Whether this is the last rank."""
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all ranks have called this."""
         self.group.barrier()
 
     @contextmanager
     def main_process_first(self) -> Generator[None]:
-        """Let the main process through a `with` block before the others.
+        """Run a `with` block on the main process first, then on the other ranks.
 
         Example:
             >>> from trainer_lib import PartialState
@@ -64,12 +64,12 @@ class ProcessControl:
 
     @contextmanager
     def local_main_process_first(self) -> Generator[None]:
-        """Let the main process of each machine through a `with` block before the others."""
+        """Run a `with` block on the main process of each machine first, then on the other ranks."""
         with self._goes_first(self.is_local_main_process):
             yield
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only the main process runs it; it returns `None` on the others."""
+        """Decorate a function so that only the main process runs it; it returns `None` on other ranks."""
         return self._gated(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
@@ -77,12 +77,12 @@ class ProcessControl:
         return self._gated(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only the last process runs it."""
+        """Decorate a function so that only the last rank runs it."""
         return self._gated(function, lambda: self.is_last_process)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorate a function so that only process `process_index` runs it."""
-        index = _given("process_index", process_index)
+        index = _required("process_index", process_index)
         return self._gated(function, lambda: self.process_index == index)
 
     def on_local_process(
@@ -93,21 +93,22 @@ class ProcessControl:
         local_process_idx: int | None = None,
     ) -> Any:
         """Decorate a function so that only process `local_process_index` of each machine runs it."""
-        index = _given("local_process_index", local_process_idx if local_process_index is None else local_process_index)
+        local_index = local_process_idx if local_process_index is None else local_process_index
+        index = _required("local_process_index", local_index)
         return self._gated(function, lambda: self.local_process_index == index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once a machine."""
+        """Print once per machine."""
         if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201 - to print is what was asked for
+            print(*args, **kwargs)  # noqa: T201 - printing is the purpose
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
-        """Hand each process its part of `inputs` for the length of a `with` block.
+        """Give each rank its part of `inputs` within a `with` block.
 
         Args:
             inputs: A list, tuple, tensor, array, dataset with `select`, or a dict of those of one length.
-            apply_padding: Repeat the last input so that all processes get as many.
+            apply_padding: Repeat the last input so that all ranks get the same number.
 
         Example:
             >>> from trainer_lib import PartialState
@@ -147,9 +148,9 @@ class ProcessControl:
         return gated
 
 
-def _given(name: str, value: int | None) -> int:
+def _required(name: str, value: int | None) -> int:
     if value is None:
-        raise ConfigurationError(f"Say which process: {name}=0, for example.")
+        raise ConfigurationError(f"{name} is missing. Pass the rank that runs the function, such as {name}=0.")
     return value
 
 
@@ -158,7 +159,9 @@ def _common_length(inputs: Any) -> int:
         return len(inputs)
     lengths = {key: len(value) for key, value in inputs.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigurationError(f"The values to split between processes differ in length: {lengths}.")
+        raise ConfigurationError(
+            f"split_between_processes needs values of one length (got {lengths}). Make them equally long."
+        )
     return next(iter(lengths.values()), 0)
 
 

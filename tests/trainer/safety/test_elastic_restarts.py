@@ -134,7 +134,9 @@ def test_what_cannot_be_gone_on_with_is_refused_by_name(run: Path, options: dict
 def test_as_many_limited_batches_of_another_size_are_other_samples(tmp_path: Path) -> None:
     small("never", output_dir=tmp_path, limit_train_batches=5, save_every=2)
     (run,) = tmp_path.iterdir()
-    with pytest.raises(StateError, match=r"saved with 20 samples a pass.* has 40 now.*limit them to as many samples"):
+    with pytest.raises(
+        StateError, match=r"saved with 20 samples per pass.* has 40 now.*limit them to the same number of samples"
+    ):
         small(at(run, 8), limit_train_batches=5, per_device_train_batch_size=8)
 
 

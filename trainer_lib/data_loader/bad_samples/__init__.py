@@ -1,1 +1,1 @@
-"""Samples that cannot be read: named in the error, or left out."""
+"""Samples that cannot be read: the error names them, or they are skipped."""

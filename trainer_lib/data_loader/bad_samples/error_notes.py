@@ -1,4 +1,4 @@
-"""This file is what is told beside an error that reading raises: which samples, and which worker."""
+"""Notes on errors of data loading: which samples were being read, and by which worker."""
 
 import re
 import signal
@@ -14,67 +14,68 @@ SamplesAhead = Callable[[int], list[Any] | None]
 
 
 def add_notes(error: Exception, samples_ahead: SamplesAhead, iterator: Any, waiting: int) -> None:
-    """Name the samples that were being read; the type and text of the error stay as they are.
+    """Add notes that name the samples being read; the type and text of the error stay the same.
 
     Args:
         error: The error.
-        samples_ahead: Returns the samples of the batch that is so many batches after the one in hand.
+        samples_ahead: Returns the samples of the batch that is so many batches after the current one.
         iterator: The iterator of the loader, if it has workers.
-        waiting: How many batches came from the workers and were not handed out yet, once there were any.
+        waiting: How many batches the workers have delivered that were not handed out yet, once there were any.
     """
     notes = getattr(error, "__notes__", [])
     if any(_NOTE.match(note) for note in notes):
         return
     from_worker = _FROM_WORKER.search(str(error))
-    # A worker's error comes as a text, with what was noted there at its end.
-    told = _NOTE.findall(str(error)) if from_worker else []
-    before = min(waiting, max(getattr(iterator, "_rcvd_idx", 1) - 1, 0))  # the one that failed has arrived too
-    if not told and (samples := samples_ahead(1 + before)) is not None:
-        told = [f"In the batch of {named(samples)}{f', read by worker {from_worker[1]}' if from_worker else ''}."]
-    for note in dict.fromkeys(told):
+    # The error of a worker arrives as a text that ends with the notes added there.
+    new_notes = _NOTE.findall(str(error)) if from_worker else []
+    before = min(waiting, max(getattr(iterator, "_rcvd_idx", 1) - 1, 0))  # the failed batch has arrived too
+    if not new_notes and (samples := samples_ahead(1 + before)) is not None:
+        worker = f", read by worker {from_worker[1]}" if from_worker else ""
+        new_notes = [f"In the batch of {named(samples)}{worker}."]
+    for note in dict.fromkeys(new_notes):
         error.add_note(note)
 
 
 def dead_workers(iterator: Any, samples_ahead: SamplesAhead, waiting: int) -> list[str]:
-    """Return, in words, which workers of an iterator of torch's died, how, and what they had in hand.
+    """Return a sentence for each worker of torch's iterator that died: how it ended, and what it had to read.
 
     Args:
-        iterator: The iterator of a loader; of one without workers there is nothing to tell.
-        samples_ahead: Returns the samples of the batch that is so many batches after the one in hand.
-        waiting: How many batches came from the workers and were not handed out yet, once there were any.
+        iterator: The iterator of a loader; without workers, the list is empty.
+        samples_ahead: Returns the samples of the batch that is so many batches after the current one.
+        waiting: How many batches the workers have delivered that were not handed out yet, once there were any.
     """
-    told: list[str] = []
+    sentences: list[str] = []
     workers, tasks = getattr(iterator, "_workers", ()), getattr(iterator, "_task_info", {})
     arrived: int = getattr(iterator, "_rcvd_idx", 0)
     for number, worker in enumerate(workers):
-        if not worker.exitcode:  # it is there, or was through
+        if not worker.exitcode:  # it is alive, or has finished
             continue
-        own = sorted(task for task, info in tasks.items() if info[0] == number and len(info) == 1)
-        ahead = [samples_ahead(task - arrived + 1 + min(waiting, arrived)) for task in own]
-        in_hand = " and then ".join(named(samples) for samples in ahead if samples is not None)
-        having = f" It had to read {in_hand}." if in_hand else ""
-        told.append(f"Worker {number} (pid {worker.pid}) {_ended(worker.exitcode)}.{having}")
-    return told
+        pending = sorted(task for task, info in tasks.items() if info[0] == number and len(info) == 1)
+        batches = [samples_ahead(task - arrived + 1 + min(waiting, arrived)) for task in pending]
+        listed = " and then ".join(named(samples) for samples in batches if samples is not None)
+        work = f" It had to read {listed}." if listed else ""
+        sentences.append(f"Worker {number} (pid {worker.pid}) {_ended(worker.exitcode)}.{work}")
+    return sentences
 
 
 def iterator_in(error: BaseException) -> Any:
-    """Return the iterator of torch's that raised an error while it was being made, if one did."""
+    """Return the iterator of torch that raised the error in its constructor, if one did."""
     for frame, _ in walk_tb(error.__traceback__):
-        maker = frame.f_locals.get("self")
-        if "_task_info" in getattr(maker, "__dict__", ()):
-            return maker
+        instance = frame.f_locals.get("self")
+        if "_task_info" in getattr(instance, "__dict__", ()):
+            return instance
     return None
 
 
 def named(samples: list[Any]) -> str:
-    """Return samples in words.
+    """Return the words that name samples.
 
     Example:
         >>> named([3, 4])
         'samples 3, 4'
     """
     more = ", …" if len(samples) > _SHOWN else ""
-    return f"samples {', '.join(repr(one) for one in samples[:_SHOWN])}{more}"
+    return f"samples {', '.join(repr(sample) for sample in samples[:_SHOWN])}{more}"
 
 
 def _ended(code: int) -> str:
@@ -84,4 +85,4 @@ def _ended(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"was killed by {name}" + (", maybe for the memory it took" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (", maybe because it used too much memory" if name == "SIGKILL" else "")

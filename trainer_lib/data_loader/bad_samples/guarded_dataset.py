@@ -1,6 +1,6 @@
-"""This file is samples that raise: each error names its sample, and where it is wanted the rest of the batch goes on.
+"""Errors of samples: each error names its sample, or the sample is skipped and the rest of the batch is kept.
 
-What is here runs where samples are read: in a worker, or in the process itself.
+This code runs where samples are read: in a worker process, or in the training process.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,37 +12,37 @@ from torch.utils.data import get_worker_info
 from trainer_lib.data_loader.order.data_rng import RandomStream
 from trainer_lib.foundation.errors import BadSampleError
 
-_TRIES = 64  # samples that may stand in for a batch of which nothing is left
+_TRIES = 64  # samples to try as a stand-in for a batch that has lost all its samples
 
 
 class BadSample(NamedTuple):
     """A sample that could not be read."""
 
     index: Any
-    worker: int | None  # None: the process itself
+    worker: int | None  # None: read in the training process
     error: str
 
 
-class Sifted(NamedTuple):
-    """A batch from which samples were left out."""
+class FilteredBatch(NamedTuple):
+    """A batch from which samples were skipped."""
 
     batch: Any
     bad: list[BadSample]
-    kept: list[int]  # the places of those that are left; none: the batch only stands in
+    kept: list[int]  # the rows that are left; empty: the batch is only a stand-in
 
 
-class Marked(list[Any]):
-    """The keys of a batch of which some are `LeftOut`."""
+class MarkedBatch(list[Any]):
+    """The keys of a batch, some of which are a `SkippedKey`."""
 
 
-class LeftOut(NamedTuple):
-    """The key of a sample that is not to be read."""
+class SkippedKey(NamedTuple):
+    """The key of a sample to skip."""
 
     key: Any
 
 
-class Survivors(NamedTuple):
-    """On the way to the collate function: what it takes, and what was left out."""
+class ReadableSamples(NamedTuple):
+    """The input of the collate function, together with the samples that were skipped."""
 
     samples: Any
     bad: list[BadSample]
@@ -52,83 +52,83 @@ class Survivors(NamedTuple):
 class GuardedSamples:
     """A map-style dataset whose errors name the sample.
 
-    Attributes are those of the dataset inside, for reading and for setting.
+    Reading or setting an attribute reads or sets it on the dataset inside.
 
     Args:
         dataset: The dataset.
-        is_keyed: Its keys are those of `SeededKeys`.
+        is_keyed: Whether its keys are those of `SeededKeys`.
     """
 
     dataset: Any
     is_keyed: bool
-    leaves_out: bool
-    in_hand: Any
+    skips: bool
+    current_keys: Any
 
     def __init__(self, dataset: Any, is_keyed: bool) -> None:
         self.dataset, self.is_keyed = dataset, is_keyed
-        self.leaves_out = False
-        self.in_hand = ()
+        self.skips = False
+        self.current_keys = ()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return what the dataset has for a key."""
-        self.__dict__["in_hand"] = (key,)
-        if type(key) is LeftOut:
-            return Survivors(self._stand_in(key.key), [], [])
+        """Return the sample of a key."""
+        self.__dict__["current_keys"] = (key,)
+        if type(key) is SkippedKey:
+            return ReadableSamples(self._stand_in(key.key), [], [])
         try:
             return self.dataset[key]
         except Exception as error:
-            if not self.leaves_out:
+            if not self.skips:
                 self.name(error, key)
                 raise
-            return Survivors(self._stand_in(key), [self.bad(key, error)], [])
+            return ReadableSamples(self._stand_in(key), [self.bad(key, error)], [])
 
     def __getitems__(self, keys: Sequence[Any]) -> Any:
-        """Return several samples; without the bad ones, if these are left out."""
-        self.__dict__["in_hand"] = keys  # not by setattr, which is the dataset's
-        if type(keys) is Marked:
-            return self._sifted(keys)
+        """Return several samples; without the bad ones, if those are skipped."""
+        self.__dict__["current_keys"] = keys  # setattr would set it on the dataset
+        if type(keys) is MarkedBatch:
+            return self._filtered(keys)
         fetch = getattr(self.dataset, "__getitems__", None)
         if fetch is None:
             return self._one_by_one(keys)
         try:
             return fetch(keys)
         except Exception as error:
-            if self.leaves_out:
-                return self._sifted(keys)
-            self._find(keys)
-            told = ", ".join(repr(self.index_of(key)) for key in keys)
-            error.add_note(f"In one of the samples {told}{by_worker()}.")
+            if self.skips:
+                return self._filtered(keys)
+            self._raise_of_first_bad(keys)
+            indices = ", ".join(repr(self.index_of(key)) for key in keys)
+            error.add_note(f"In one of the samples {indices}{by_worker()}.")
             raise
 
     def name(self, error: Exception, key: Any) -> None:
-        """Note on an error which sample it is of."""
+        """Add a note to an error that names its sample."""
         note = f"In sample {self.index_of(key)!r}{by_worker()}."
-        if isinstance(error, StopIteration):  # would end the pass as if there were no more
-            other = RuntimeError("The dataset raised StopIteration, which ends a loop, for a sample.")
-            other.add_note(note)
-            raise other from error
+        if isinstance(error, StopIteration):  # would end the pass as if there were no more samples
+            replacement = RuntimeError("The dataset raised StopIteration, which ends a loop, for a sample.")
+            replacement.add_note(note)
+            raise replacement from error
         error.add_note(note)
 
     def bad(self, key: Any, error: Exception) -> BadSample:
-        """Return a sample that could not be read, with why."""
+        """Return the record of a sample that could not be read, with its error."""
         worker = get_worker_info()
         text = f"{type(error).__name__}: {error}"
         return BadSample(_plain(self.index_of(key)), None if worker is None else worker.id, text)
 
     def index_of(self, key: Any) -> Any:
-        """Return the index of the sample that a key is of."""
+        """Return the index of a key's sample."""
         key = _bare(key)
         return key[1] if self.is_keyed else key
 
     def stand_in(self) -> Any:
-        """Return a sample in the place of a batch of which nothing is left."""
-        return self._stand_in(_bare(self.in_hand[0]))
+        """Return a sample to stand in for a batch that has lost all its samples."""
+        return self._stand_in(_bare(self.current_keys[0]))
 
     def read(self, key: Any) -> Any:
-        """Return one sample as it comes in a batch."""
+        """Return one sample as the dataset returns it in a batch."""
         fetch = getattr(self.dataset, "__getitems__", None)
         return self.dataset[key] if fetch is None else fetch([key])[0]
 
@@ -137,33 +137,33 @@ class GuardedSamples:
         dataset = self.dataset
         try:
             for key in keys:
-                samples.append(dataset[key])  # noqa: PERF401 - how many there are says which of them raised
+                samples.append(dataset[key])  # noqa: PERF401 - their number tells which sample raised
         except Exception as error:
-            if self.leaves_out:
-                return self._sifted(keys, samples, error)
+            if self.skips:
+                return self._filtered(keys, samples, error)
             self.name(error, keys[len(samples)])
             raise
         return samples
 
-    def _sifted(self, keys: Sequence[Any], read: Sequence[Any] = (), error: Exception | None = None) -> Any:
-        """Return the samples that can be read; those that were read already are not read again."""
+    def _filtered(self, keys: Sequence[Any], read: Sequence[Any] = (), error: Exception | None = None) -> Any:
+        """Return the samples that can be read; those in `read` are not read again."""
         samples, bad, kept = list(read), list[BadSample](), list(range(len(read)))
         if error is not None:
             bad.append(self.bad(keys[len(read)], error))
-        for place in range(len(read) + (error is not None), len(keys)):
-            key = keys[place]
-            if type(key) is LeftOut:
+        for row in range(len(read) + (error is not None), len(keys)):
+            key = keys[row]
+            if type(key) is SkippedKey:
                 continue
             try:
                 samples.append(self.read(key))
             except Exception as failure:  # noqa: BLE001 - whatever a sample raises
                 bad.append(self.bad(key, failure))
             else:
-                kept.append(place)
-        return Survivors(samples or 2 * [self._stand_in(_bare(keys[0]))], bad, kept)  # BatchNorm wants two
+                kept.append(row)
+        return ReadableSamples(samples or 2 * [self._stand_in(_bare(keys[0]))], bad, kept)  # BatchNorm needs two
 
-    def _find(self, keys: Sequence[Any]) -> None:
-        """Raise as the first sample does that cannot be read alone."""
+    def _raise_of_first_bad(self, keys: Sequence[Any]) -> None:
+        """Raise the error of the first sample that cannot be read alone."""
         for key in keys:
             try:
                 self.read(key)
@@ -172,30 +172,30 @@ class GuardedSamples:
                 raise
 
     def _stand_in(self, key: Any) -> Any:
-        # The next one that can be read: whatever was read before, and so also after a resume.
+        # The next sample that can be read: independent of what was read before, so the same after a resume.
         seed, index = key if self.is_keyed else (None, key)
-        apart = RandomStream(0) if get_worker_info() is None else nullcontext()
+        stream = RandomStream(0) if get_worker_info() is None else nullcontext()
         failure: Exception | None = None
-        with apart:
-            for further in range(1, min(_TRIES, len(self.dataset))):
+        with stream:
+            for offset in range(1, min(_TRIES, len(self.dataset))):
                 try:
-                    other = (index + further) % len(self.dataset)
-                    return self.read((seed, other) if self.is_keyed else other)
+                    candidate = (index + offset) % len(self.dataset)
+                    return self.read((seed, candidate) if self.is_keyed else candidate)
                 except Exception as error:  # noqa: BLE001 - whatever a sample raises
                     failure = error
         raise BadSampleError(
-            f"Of a whole batch no sample could be read, and none of those after {index!r} could stand in: "
-            f"{type(failure).__name__}: {failure}"
+            f"No sample of a whole batch could be read, and none of the samples after {index!r} either, to stand in "
+            f"for it: {type(failure).__name__}: {failure}"
         ) from failure
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the dataset has."""
-        if name == "dataset" or name.startswith("__"):  # not there yet while unpickling
+        """Return an attribute of the dataset inside."""
+        if name == "dataset" or name.startswith("__"):  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is not this object's own on the dataset."""
+        """Set an attribute of the dataset, unless it is one of this class."""
         if name in GuardedSamples.__annotations__:
             object.__setattr__(self, name, value)
         else:
@@ -203,12 +203,12 @@ class GuardedSamples:
 
 
 class GuardedCollate:
-    """A collate function whose errors name the samples, and which tells what was left out.
+    """A collate function whose errors name the samples, and which reports skipped samples.
 
     Args:
         collate: The user's function.
-        samples: Where the samples come from.
-        is_batched: Whether it gets a list of samples, and not what the dataset has as a batch.
+        samples: The dataset that reads the samples.
+        is_batched: Whether it gets a list of samples, rather than a batch made by the dataset.
     """
 
     def __init__(self, collate: Callable[[Any], Any], samples: GuardedSamples, is_batched: bool) -> None:
@@ -216,65 +216,66 @@ class GuardedCollate:
 
     def __call__(self, samples: Any) -> Any:
         """Return the batch."""
-        if type(samples) is Survivors:
-            return self._survivors(samples)
+        if type(samples) is ReadableSamples:
+            return self._collated(samples)
         try:
             return self.collate(samples)
         except Exception as error:
-            if self._samples.leaves_out:
-                return self._survivors(Survivors(samples, [], list(range(len(self._samples.in_hand)))))
-            culprits = self._alone(samples, list(range(len(self._samples.in_hand))))
-            self._name(error, [place for place, _ in culprits])
+            if self._samples.skips:
+                rows = list(range(len(self._samples.current_keys)))
+                return self._collated(ReadableSamples(samples, [], rows))
+            bad_rows = self._uncollatable(samples, list(range(len(self._samples.current_keys))))
+            self._name(error, [row for row, _ in bad_rows])
             raise
 
-    def _survivors(self, found: Survivors) -> Sifted:
+    def _collated(self, readable: ReadableSamples) -> FilteredBatch:
         try:
-            return Sifted(self.collate(found.samples), found.bad, found.kept)
+            return FilteredBatch(self.collate(readable.samples), readable.bad, readable.kept)
         except Exception as error:
-            culprits = self._alone(found.samples, found.kept)
-            if not culprits:
+            bad_rows = dict(self._uncollatable(readable.samples, readable.kept))
+            if not bad_rows:
                 self._name(error, [])
                 raise
-            bad = [self._samples.bad(self._samples.in_hand[place], why) for place, why in culprits]
-            out = {place for place, _ in culprits}
-            kept = [place for place in found.kept if place not in out]
+            bad = [self._samples.bad(self._samples.current_keys[row], why) for row, why in bad_rows.items()]
+            kept = [row for row in readable.kept if row not in bad_rows]
             if kept:
-                rest: Any = [one for place, one in zip(found.kept, found.samples, strict=True) if place not in out]
+                rows = zip(readable.kept, readable.samples, strict=True)
+                rest: Any = [sample for row, sample in rows if row not in bad_rows]
             else:
                 rest = 2 * [self._samples.stand_in()] if self._is_batched else self._samples.stand_in()
-            return Sifted(self.collate(rest), [*found.bad, *bad], kept)
+            return FilteredBatch(self.collate(rest), [*readable.bad, *bad], kept)
 
-    def _alone(self, samples: Any, places: list[int]) -> list[tuple[int, Exception]]:
-        """Return which samples cannot be collated even alone, and why."""
-        culprits: list[tuple[int, Exception]] = []
-        for place, sample in zip(places, samples if self._is_batched else [samples], strict=False):
+    def _uncollatable(self, samples: Any, rows: list[int]) -> list[tuple[int, Exception]]:
+        """Return the rows whose samples cannot be collated even alone, and their errors."""
+        bad_rows: list[tuple[int, Exception]] = []
+        for row, sample in zip(rows, samples if self._is_batched else [samples], strict=False):
             try:
                 self.collate([sample] if self._is_batched else sample)
             except Exception as error:  # noqa: BLE001 - whatever a collate function raises
-                culprits.append((place, error))
-        return culprits
+                bad_rows.append((row, error))
+        return bad_rows
 
-    def _name(self, error: Exception, places: list[int]) -> None:
-        keys = self._samples.in_hand
-        if len(places) == 1:
-            self._samples.name(error, keys[places[0]])
+    def _name(self, error: Exception, rows: list[int]) -> None:
+        keys = self._samples.current_keys
+        if len(rows) == 1:
+            self._samples.name(error, keys[rows[0]])
             return
-        told = ", ".join(repr(self._samples.index_of(key)) for key in keys)
-        error.add_note(f"In the batch of samples {told}{by_worker()}.")
+        indices = ", ".join(repr(self._samples.index_of(key)) for key in keys)
+        error.add_note(f"In the batch of samples {indices}{by_worker()}.")
 
 
 def by_worker() -> str:
-    """Return by which worker, in words, if this is one."""
+    """Return the words that name this worker, or an empty string in the training process."""
     worker = get_worker_info()
     return "" if worker is None else f", read by worker {worker.id}"
 
 
 def _bare(key: Any) -> Any:
-    return key.key if type(key) is LeftOut else key
+    return key.key if type(key) is SkippedKey else key
 
 
 def _plain(index: Any) -> Any:
-    """Return an index as it can be written down."""
+    """Return an index as a text or an int, for JSON."""
     if isinstance(index, str):
         return index
     try:

@@ -1,4 +1,4 @@
-"""This file is cutting batches that are made for all processes into one slice for each."""
+"""Batches made for all ranks, cut into one slice for each rank."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Slicing:
     """How batches are cut.
 
     Args:
-        processes: Into how many slices.
-        batch_size: How many rows a whole batch has; `None`: as many as it comes with.
-        function: Cuts: called with the batch, a slice, `process_index` and `num_processes`.
+        processes: How many slices to cut.
+        batch_size: How many rows a whole batch has; `None`: the rows of each batch.
+        function: Cuts a slice; called with the batch, a slice, `process_index` and `num_processes`.
     """
 
     processes: int
@@ -29,8 +29,8 @@ class Slicing:
 
         Args:
             batches: The batches, of which the last may hold repeats.
-            own: How they end.
-            ending: Is told how the slices end.
+            own: How the batches end.
+            ending: Receives how the slices end.
         """
         handed_out = 0
         for read, batch in enumerate(batches, 1):
@@ -41,7 +41,7 @@ class Slicing:
             if is_last:
                 ending.batches, ending.over, ending.remainder = handed_out, own.over, own.remainder
             elif own.batches == read + 1 and (rows := own.rows.get(0)) is not None and self.batch_size is not None:
-                # Those who get no slice of the last batch have to know now.
+                # Ranks that get no slice of the last batch have to know now.
                 ending.batches = handed_out + -(-rows.total * self.processes // self.batch_size)
             yield from slices
 
@@ -57,16 +57,17 @@ class Slicing:
             start, stop = rank * sharing.share, min((rank + 1) * sharing.share, held)
             if start < stop:
                 part = cut(batch, slice(start, stop), process_index=rank, num_processes=self.processes)
-                of_part = Rows(stop - start, min(max(real - start, 0), stop - start), sharing.share)
-                is_plain = of_part.real == sharing.share
-                slices.append(Counted(part, None if is_plain else of_part, remainder))
+                part_rows = Rows(stop - start, min(max(real - start, 0), stop - start), sharing.share)
+                is_plain = part_rows.real == sharing.share
+                slices.append(Counted(part, None if is_plain else part_rows, remainder))
         return slices
 
     def _size_of(self, batch: Any) -> int:
         size = ignorant_find_batch_size(batch)
         if not size or size % self.processes:
             raise ConfigurationError(
-                f"split_batches=True: a batch that comes ready with {size} rows has no {self.processes} equal parts. "
-                f"Have the dataset yield multiples of {self.processes} rows, or leave split_batches out."
+                f"split_batches=True: a batch of the dataset has {size} rows, which do not split into "
+                f"{self.processes} equal parts. Yield batches of a multiple of {self.processes} rows, or set "
+                "split_batches=False."
             )
         return size

@@ -1,4 +1,4 @@
-"""This file is random numbers that belong to the data: derived seeds, and streams kept apart from training's."""
+"""Random numbers for data: derived seeds, and streams separate from the generators of training."""
 
 import random
 from hashlib import blake2b
@@ -15,7 +15,7 @@ State = dict[str, Any]
 
 
 def derived_seed(seed: int, *keys: object) -> int:
-    """Return a seed for something that has a name, such as a pass or a sampler: a pure function of the arguments."""
+    """Return a seed for something with a name, such as a pass or a sampler: a pure function of the arguments."""
     text = ":".join(str(key) for key in (seed, *keys))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> (64 - _SEED_BITS)
 
@@ -26,10 +26,10 @@ def positive_seed(seed: int) -> int:
 
 
 class RandomStream:
-    """Random numbers of its own for the code in a `with` block, from Python's, numpy's and torch's CPU generators.
+    """Separate random numbers for the code in a `with` block, from Python's, numpy's and torch's CPU generators.
 
-    What runs inside draws from the stream, which goes on where the block before stopped; what runs outside finds the
-    generators as it left them. A block costs about 25 µs.
+    Code inside the block draws from the stream, which continues where the block before stopped. Code outside finds
+    the generators unchanged. A block costs about 25 µs.
 
     Example:
         >>> stream = RandomStream(7)
@@ -42,8 +42,8 @@ class RandomStream:
 
     def __init__(self, seed: int) -> None:
         self._python: Any = random.Random(seed).getstate()
-        # Swapping numpy's bit generators takes 0.4 µs, its states 60 µs. (The second value of a pair drawn by its old
-        # normal() is lost in a swap.)
+        # Swapping numpy's bit generators takes 0.4 µs, swapping their states 60 µs. (A swap loses the second value of
+        # a pair drawn by numpy's old normal().)
         self._numpy = np.random.MT19937(seed)
         self._torch = torch.Generator().manual_seed(seed).get_state()
         self._outside: Any = None
@@ -64,7 +64,7 @@ class RandomStream:
         torch.default_generator.set_state(in_torch)
 
     def state_dict(self) -> State:
-        """Return where the stream stands, in numbers and texts."""
+        """Return the position of the stream, in numbers and texts."""
         numpy = self._numpy.state["state"]
         return {
             "python": [self._python[0], list(self._python[1]), self._python[2]],
@@ -73,7 +73,7 @@ class RandomStream:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where `state` stands."""
+        """Continue at the position in `state`."""
         version, words, gauss = state["python"]
         self._python = (version, tuple(words), gauss)
         key = np.array(state["numpy"]["key"], dtype=np.uint32)

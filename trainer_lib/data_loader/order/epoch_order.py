@@ -1,6 +1,6 @@
-"""This file is the global order of a pass: a function of seed and epoch, whoever's sampler it comes from.
+"""The global order of samples in a pass, as a function of seed and epoch.
 
-The orders of torch's own samplers are computed; a user's sampler is replayed, without loading a sample.
+The orders of torch's samplers are computed. A user's sampler is replayed, without loading a sample.
 """
 
 import copy
@@ -15,17 +15,17 @@ import torch
 from torch.utils.data import Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
-from trainer_lib.data_loader.order.permutation import Places
+from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.data_loader.order.samplers import SeedableRandomSampler
 
-# Samplers that draw from the generator they are given and from nothing else.
+# Samplers that draw random numbers only from the generator passed to them.
 _CONTAINED = frozenset({SubsetRandomSampler, WeightedRandomSampler, list, tuple, range})
 
 _CHUNK = 4096  # units skipped at once
 
 
 class ComputedOrder:
-    """An order in which the sample at any place can be computed."""
+    """An order in which the sample at any position can be computed."""
 
     def __init__(self, source: "SequentialSampler | SeedableRandomSampler") -> None:
         self.source = source
@@ -34,26 +34,26 @@ class ComputedOrder:
         """Return how many samples a pass has."""
         return len(self.source)
 
-    def lookup(self, seed: int, epoch: int) -> Callable[[Places], Places]:
-        """Return the function from places to samples."""
+    def lookup(self, seed: int, epoch: int) -> Callable[[Positions], Positions]:
+        """Return the function from positions to samples."""
         return self.source.lookup(seed, epoch) if isinstance(self.source, SeedableRandomSampler) else _same
 
 
 class ReplayedOrder:
-    """The order of a sampler that has to be asked for one unit after the other."""
+    """The order of a sampler that yields one unit after the other."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self.source = source
 
     def length(self) -> int | None:
-        """Return how many units a pass has, if the sampler knows."""
+        """Return how many units a pass has; `None` if the sampler has no length."""
         try:
             return len(self.source)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             return None
 
     def replay(self, seed: int, epoch: int, remembered: int, at_once: int) -> "Replay":
-        """Return the units of a pass from its beginning (see `Replay`)."""
+        """Return the units of a pass from its start (see `Replay`)."""
         source = seeded(self.source, derived_seed(seed, epoch, "sampler"))
         if type(source) in _CONTAINED:
             return Replay(source, remembered)
@@ -61,12 +61,12 @@ class ReplayedOrder:
 
 
 class Replay:
-    """The units of one pass, one after the other from its beginning.
+    """The units of one pass, one after the other from its start.
 
     Args:
         source: The sampler.
         remembered: How many of the first units to keep in `opening`.
-        scope: What to draw in: random numbers that are kept apart from training's.
+        scope: The context to draw in, which separates its random numbers from those of training.
         at_once: How many units to draw in one scope, at least.
     """
 
@@ -86,7 +86,7 @@ class Replay:
             self._units = iter(source)
 
     def draw(self, count: int) -> list[Any]:
-        """Return the next `count` units, or those that are left."""
+        """Return the next `count` units, or the rest if fewer are left."""
         if self._at_once <= count and not self._drawn:
             with self._scope:
                 units = list(islice(self._units, count))
@@ -106,20 +106,20 @@ class Replay:
         return units
 
     def skip(self, count: int) -> None:
-        """Leave out the next `count` units."""
+        """Skip the next `count` units."""
         while count > 0 and (units := self.draw(min(count, _CHUNK))):
             count -= len(units)
 
 
 def order_of(source: Iterable[Any]) -> ComputedOrder | ReplayedOrder:
-    """Return the order in which a sampler (or batch sampler) wants the units of a pass."""
+    """Return the order in which a sampler (or batch sampler) yields the units of a pass."""
     if isinstance(source, SeedableRandomSampler) or iterates_as(source, "SequentialSampler"):
         return ComputedOrder(source)  # type: ignore[arg-type]
     return ReplayedOrder(source)
 
 
 def iterates_as(sampler: Any, kind: str) -> bool:
-    """Whether `sampler` iterates as torch's own `kind` of sampler does (or torchdata's, which has twins of some)."""
+    """Whether `sampler` has the `__iter__` of torch's (or torchdata's) sampler class named `kind`."""
     iterate = getattr(type(sampler), "__iter__", None)
     return getattr(iterate, "__qualname__", "") == f"{kind}.__iter__" and (
         getattr(iterate, "__module__", "") in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
@@ -127,16 +127,16 @@ def iterates_as(sampler: Any, kind: str) -> bool:
 
 
 def seedable(sampler: Any) -> Any:
-    """Return the sampler, or in place of torch's own random sampler one that is a function of seed and epoch."""
+    """Return the sampler; for torch's random sampler, one whose order is a function of seed and epoch."""
     if iterates_as(sampler, "RandomSampler"):
         return SeedableRandomSampler.like(sampler)
     return sampler
 
 
 def seeded(sampler: Any, seed: int, outer: tuple[Any, ...] = ()) -> Any:
-    """Return the sampler with generators seeded from `seed`: its own, and those of samplers inside it.
+    """Return the sampler with its generators, and those of samplers inside it, seeded from `seed`.
 
-    A copy, where there are generators; the user's objects stay as they are. `outer` are the samplers it is inside of.
+    It is a copy if it has generators: the user's objects do not change. `outer` are the samplers that contain it.
     """
     replaced: dict[str, Any] = {}
     attributes: dict[str, Any] = getattr(sampler, "__dict__", {})
@@ -154,7 +154,7 @@ def seeded(sampler: Any, seed: int, outer: tuple[Any, ...] = ()) -> Any:
 
 
 def announce_epoch(epoch: int, *listeners: Any) -> None:
-    """Tell the epoch to those who have `set_epoch`."""
+    """Call `set_epoch` on each listener that has it."""
     for listener in listeners:
         set_epoch = getattr(listener, "set_epoch", None)
         if callable(set_epoch):
@@ -175,5 +175,5 @@ def _seeded_value(value: Any, seed: int, outer: tuple[Any, ...]) -> Any:
     return value
 
 
-def _same(places: Places) -> Places:
+def _same(places: Positions) -> Positions:
     return places

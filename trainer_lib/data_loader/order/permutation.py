@@ -1,8 +1,8 @@
-"""This file is a shuffle that needs no list: where each place of a pass finds its sample is computed.
+"""A shuffle without a list: the sample at each position of a pass is computed.
 
 A Feistel network is a bijection whatever its round functions are. On a grid of two nearly equal sides it covers hardly
-more than the samples there are; a place that lands outside is sent through again until it lands inside, which keeps
-the bijection. So any place can be asked for at once, in constant memory.
+more numbers than there are samples. A position that lands outside goes through the network again until it lands
+inside, which keeps the bijection. So any position can be looked up at once, in constant memory.
 """
 
 import math
@@ -11,18 +11,18 @@ from hashlib import shake_128
 import numpy as np
 import numpy.typing as npt
 
-Places = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 
 _ODD, _OTHER_ODD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
-_FEW = 4096  # few samples need more rounds before all their permutations are equally likely
+_FEW = 4096  # below this number of samples, more rounds are needed for equally likely permutations
 
 
 class Shuffle:
-    """A bijection of the places 0 to `size` - 1 onto the samples 0 to `size` - 1.
+    """A bijection of the positions 0 to `size` - 1 onto the samples 0 to `size` - 1.
 
     Args:
-        size: How many samples.
-        key: What the bijection depends on.
+        size: The number of samples.
+        key: The text that determines the bijection.
 
     Example:
         >>> sorted(Shuffle(5, "seed 7, pass 0")(np.arange(5)).tolist())
@@ -36,15 +36,15 @@ class Shuffle:
         self._rows, self._columns = np.uint64(rows), np.uint64(columns)
         self._keys = _keys(key, 16 if size < _FEW else 8)
 
-    def __call__(self, places: Places) -> Places:
-        """Return the samples at `places`."""
-        found = self._permuted(places.astype(np.uint64))
+    def __call__(self, positions: Positions) -> Positions:
+        """Return the samples at `positions`."""
+        samples = self._permuted(positions.astype(np.uint64))
         if self._grid > self._size:
-            outside = found >= self._size
+            outside = samples >= self._size
             while outside.any():
-                found[outside] = self._permuted(found[outside])
-                outside = found >= self._size
-        return found.astype(np.int64)
+                samples[outside] = self._permuted(samples[outside])
+                outside = samples >= self._size
+        return samples.astype(np.int64)
 
     def _permuted(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         row = numbers // self._columns
@@ -58,33 +58,33 @@ class Shuffle:
 
 
 class Draws:
-    """Samples drawn with replacement: each place has one of its own, whatever the others have.
+    """Samples drawn with replacement: the draw of each position is independent of the others.
 
     Args:
-        size: How many samples to draw from.
-        key: What the draws depend on.
+        size: The number of samples to draw from.
+        key: The text that determines the draws.
     """
 
     def __init__(self, size: int, key: str) -> None:
         self._size = np.uint64(size)
         self._keys = _keys(key, 2)
 
-    def __call__(self, places: Places) -> Places:
-        """Return the samples drawn for `places`."""
-        numbers = places.astype(np.uint64)
+    def __call__(self, positions: Positions) -> Positions:
+        """Return the samples drawn for `positions`."""
+        numbers = positions.astype(np.uint64)
         for key in self._keys:
             numbers = _mixed(numbers + key)
-        # The upper half scaled to the size: as good as even for all sizes that fit a dataset.
+        # The upper half scaled to the size: practically uniform for any size of a dataset.
         return (((numbers >> np.uint64(32)) * self._size) >> np.uint64(32)).astype(np.int64)
 
 
 def _shifted(
     half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: np.uint64, side: np.uint64
 ) -> npt.NDArray[np.uint64]:
-    """Return `half` moved on by a function of the other half, round the side of the grid."""
+    """Return `half` shifted by a function of the other half, modulo the side of the grid."""
     step = ((_mixed(other + key) >> np.uint64(32)) * side) >> np.uint64(32)
     moved = half + step
-    # Below 0 is a huge number for unsigned ones, so the smaller of the two is the one inside.
+    # A number below 0 wraps to a huge unsigned one, so the smaller of the two is the one inside.
     return np.minimum(moved, moved - side)
 
 

@@ -1,4 +1,4 @@
-"""This file is a batch sampler for one of several processes: its part of what a sampler or batch sampler yields."""
+"""A batch sampler for one of several ranks: its part of what a sampler or batch sampler yields."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,23 +11,23 @@ from trainer_lib.data_loader.order.epoch_order import ComputedOrder, Replay, ite
 from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing, completed, deal
 from trainer_lib.foundation.errors import ConfigurationError
 
-_CHUNK = 4096  # samples whose places are computed at once
-# What a user's sampler is asked for at once: changing the random numbers it draws from and back takes 25 µs.
+_CHUNK = 4096  # samples whose positions are computed at once
+# Units drawn from a user's sampler at once: swapping the random generators and back takes 25 µs.
 _SAMPLES_AT_ONCE, _BATCHES_AT_ONCE = 256, 8
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches that one process reads of those of another batch sampler.
+    """The batches of another batch sampler that one rank reads.
 
-    A plain `BatchSampler` is shared by samples: each round is cut from the order of its sampler. Of any other sampler
-    the batches are shared as they are.
+    The samples of a plain `BatchSampler` are divided: each round is cut from the order of its sampler. The batches of
+    any other sampler are divided as they are.
 
     Args:
-        batch_sampler: The other sampler.
-        num_processes: How many processes share its batches.
-        process_index: Which of them this is.
-        split_batches: Each batch is that of all processes together; each takes its slice.
-        even_batches: Fill the last round with the first samples, so that all processes have as many full batches.
+        batch_sampler: The other batch sampler.
+        num_processes: How many ranks share its batches.
+        process_index: The rank.
+        split_batches: Each batch is one for all ranks together, of which each takes its slice.
+        even_batches: Fill the last round with the first samples, so that all ranks have the same number of batches.
 
     Example:
         >>> batches = BatchSampler(range(5), batch_size=2, drop_last=False)
@@ -43,7 +43,7 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        # Not super().__init__: sampler, batch size and drop_last are the other's.
+        # Not super().__init__: sampler, batch size and drop_last are those of the other batch sampler.
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
@@ -58,17 +58,17 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler inside the other batch sampler, if it has one."""
+        """The sampler inside the other batch sampler, if there is one."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
-        """The batch size of the other sampler, if it has one."""
+        """The batch size of the other batch sampler, if there is one."""
         return getattr(self.batch_sampler, "batch_size", None)
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether a last round that is not complete is left out."""
+        """Whether an incomplete last round is dropped."""
         return bool(getattr(self.batch_sampler, "drop_last", False)) and not self._keeps_last
 
     @property
@@ -83,38 +83,38 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches of the other sampler."""
+        """The number of batches of the other batch sampler."""
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return self._batches_of(self.sharing)
 
     def length_of(self, rank: int, behind: int = 0) -> int:
-        """Return how many batches a process reads, whoever's are read here, once so many units are behind it."""
+        """Return how many batches a rank still reads after `behind` units, whichever ranks are read here."""
         return self._batches_of(replace(self.sharing, ranks=(rank,)), behind)
 
     def read_for_all(self) -> None:
-        """Read the parts of all processes, one after the other, on this one."""
+        """Read the parts of all ranks, one after the other, on this one."""
         self._reads_for_all = True
         self.sharing = self._sharing()
 
     def fill_for(self, processes: int) -> None:
-        """Fill the last round although a single process reads it: it is cut for several afterwards."""
+        """Fill the last round although a single rank reads it: it is cut for several ranks afterwards."""
         self._evened = processes
         self.sharing = self._sharing()
 
     def trim_repeats(self) -> None:
-        """Of the samples that fill the last round, read only those that a process needs to take part."""
+        """Of the samples that fill the last round, read only the ones that a rank needs to take part."""
         self._trims = True
         self.sharing = self._sharing()
 
     def keep_last(self) -> None:
-        """Read a last round that is not complete, whatever `drop_last` of the other sampler says."""
+        """Read an incomplete last round, whatever `drop_last` of the other batch sampler is."""
         self._keeps_last = True
         self.sharing = self._sharing()
 
     def enter(self, seed: int, epoch: int, position: int, ending: Ending) -> None:
-        """Have the next iteration start at a position of a pass of the global order, and tell its ending."""
+        """Start the next iteration at a position of a pass of the global order, and fill in `ending`."""
         self._place = (seed, epoch, position, ending)
         if isinstance(self.order, ComputedOrder) and not self.cuts_batches:
             length = self.order.length()
@@ -122,7 +122,7 @@ class BatchSamplerShard(BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         if self._place is None:
-            # Nobody said which pass: the one that the sampler itself is at.
+            # No pass was set: use the one that the sampler itself is at.
             return self._replayed(lambda: Replay(self.order.source, self.step), 0, Ending())
         seed, epoch, position, ending = self._place
         order = self.order
@@ -132,17 +132,17 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def step(self) -> int:
-        """The units that all processes together read while this one reads a batch."""
+        """The units that all ranks together read while this rank reads a batch."""
         return 1 if self.cuts_batches else self.sharing.round_size
 
     @property
     def at_once(self) -> int:
-        """How many units a user's sampler is asked for at once."""
+        """How many units to draw from a user's sampler at once."""
         return _SAMPLES_AT_ONCE if self.shares_samples else _BATCHES_AT_ONCE
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the other sampler has."""
-        if name == "batch_sampler":  # not there yet while unpickling
+        """Return an attribute of the other batch sampler."""
+        if name == "batch_sampler":  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -154,7 +154,7 @@ class BatchSamplerShard(BatchSampler):
     def _batches_of(self, sharing: Sharing, behind: int = 0) -> int:
         length = self.order.length()
         if length is None:
-            raise TypeError(f"{type(self.batch_sampler).__name__} has no length, and so its share has none.")
+            raise TypeError(f"{type(self.batch_sampler).__name__} has no length, so its share for a rank has none.")
         length = max(0, length - behind)
         return length * len(sharing.ranks) if self.cuts_batches else sharing.batches(length)
 
@@ -175,28 +175,28 @@ class BatchSamplerShard(BatchSampler):
         )
 
     def _computed(self, order: ComputedOrder, sample_at: Callable[[Any], Any], position: int) -> Iterator[Any]:
-        """Yield batches of samples whose places are computed, many at once and only this process's own."""
+        """Yield batches of samples whose positions are computed, many at once and only those of `sharing.ranks`."""
         sharing, total = self.sharing, order.length()
         size, share = sharing.round_size, sharing.share
-        own = np.concatenate([np.arange(rank * share, (rank + 1) * share) for rank in sharing.ranks])
-        at_once = max(1, _CHUNK // len(own)) * size
+        offsets = np.concatenate([np.arange(rank * share, (rank + 1) * share) for rank in sharing.ranks])
+        at_once = max(1, _CHUNK // len(offsets)) * size
         whole = position + max(0, total - position) // size * size
         for start in range(position, whole, at_once):
             rounds = np.arange(start, min(start + at_once, whole), size)
-            samples: list[int] = sample_at((rounds[:, None] + own).ravel()).tolist()
+            samples: list[int] = sample_at((rounds[:, None] + offsets).ravel()).tolist()
             for first in range(0, len(samples), share):
                 yield samples[first : first + share] if self.shares_samples else samples[first]
         if sharing.tail_batches(max(0, total - whole)):
-            places = np.arange(whole, total)
-            rest = len(places)
+            positions = np.arange(whole, total)
+            rest = len(positions)
             if sharing.fill:
-                places = np.concatenate([places, np.arange(size - rest) % total])
-            for _, part in sharing.parts(sample_at(places).tolist(), rest):
+                positions = np.concatenate([positions, np.arange(size - rest) % total])
+            for _, part in sharing.parts(sample_at(positions).tolist(), rest):
                 yield part if self.shares_samples else part[0]
 
     def _replayed(self, start: Callable[[], Replay], position: int, ending: Ending) -> Iterator[Any]:
-        """Yield batches of what a sampler yields, which has to be drawn from the beginning."""
-        # Only now, since torch makes two iterators for a pass with workers and reads only one of them.
+        """Yield batches of a sampler that has to be drawn from its start."""
+        # Not earlier, since torch makes two iterators for a pass with workers and reads only one of them.
         units = start()
         units.skip(position)
         if self.cuts_batches:
@@ -208,19 +208,20 @@ class BatchSamplerShard(BatchSampler):
             yield part if self.shares_samples else part[0]
 
     def _cut(self, units: Replay, position: int, ending: Ending) -> Iterator[Any]:
-        """Yield slices of ready batches; each batch is a round of its own."""
+        """Yield slices of ready batches; each batch is a round."""
         batches, upcoming = 0, units.draw(1)
         ending.batches = None if upcoming else 0
         while upcoming:
             (batch,), upcoming = upcoming, units.draw(1)
-            # One of unequal size is shared as evenly as it goes, which only the last one may need.
+            # A batch that does not divide evenly is allowed only at the end.
             sharing = replace(self.sharing, share=-(-len(batch) // self.num_processes), drop_last=False)
             if not upcoming:
                 ending.foresee(sharing, batches, 0, len(batch))
             elif len(batch) % self.num_processes:
                 raise ConfigurationError(
                     f"split_batches=True: batch {position} of {type(self.batch_sampler).__name__} has {len(batch)} "
-                    f"samples, which have no {self.num_processes} equal parts. Only the last batch may be like that."
+                    f"samples, which do not split into {self.num_processes} equal parts. Only the last batch may have "
+                    "another size; or set split_batches=False."
                 )
             position += 1
             ending.over = None if upcoming else position

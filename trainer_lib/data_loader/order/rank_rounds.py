@@ -1,7 +1,7 @@
-"""This file is the arithmetic of rounds: which process gets which units of a pass.
+"""Rounds: which rank gets which units of a pass.
 
-A unit is a sample; or a whole batch, where a sampler or dataset of the user's own makes the batches. A round gives
-each process its share of consecutive units, the first process the first ones.
+A unit is a sample, or a whole batch where a user's sampler or dataset makes the batches. A round gives each rank its
+share of consecutive units; rank 0 gets the first ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.state.gradient_state import Rows
 
-TAKING_PART = 2  # samples that a rank without any of its own computes: BatchNorm needs two
+TAKING_PART = 2  # samples that a rank without samples of its own computes: BatchNorm needs two
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the units of a pass are dealt out.
+    """How the units of a pass are divided between ranks.
 
     Args:
-        share: The units that a process gets in a round.
-        processes: How many processes share a round.
-        ranks: The processes whose parts are read here: this one, or all where one process reads for all.
-        drop_last: Leave out a last round that is not complete.
-        fill: Complete it with the first units of the pass.
-        trims: Of the units that complete it, give a process none but the one or two that it needs to take part
-            where it has no units of its own.
+        share: The units that a rank gets in a round.
+        processes: How many ranks share a round.
+        ranks: The ranks whose parts are read here: this rank, or all where one rank reads for all.
+        drop_last: Drop an incomplete last round.
+        fill: Fill an incomplete last round with the first units of the pass.
+        trims: Of the units that fill the last round, give a rank only the one or two that it needs to take part
+            if it has no units of its own.
     """
 
     share: int = 1
@@ -45,15 +45,15 @@ class Sharing:
         drop_last: bool = False,
         even_batches: bool = True,
     ) -> "Sharing":
-        """Return how batches of `batch_size` samples (`None`: batches that come ready) are shared.
+        """Return how batches of `batch_size` samples (`None`: batches made by the dataset) are divided.
 
         Raises:
-            ConfigurationError: If batches are to be split and do not go into that many equal parts.
+            ConfigurationError: If batches are to be split and do not divide into equal parts.
         """
         if split_batches and batch_size is not None and batch_size % processes:
             raise ConfigurationError(
-                f"split_batches=True: a batch of {batch_size} samples has no {processes} equal parts. "
-                f"Give the loader a batch size that is a multiple of {processes}, or leave split_batches out."
+                f"split_batches=True: batch_size={batch_size} does not split into {processes} equal parts. "
+                f"Use a batch_size that is a multiple of {processes}, or set split_batches=False."
             )
         share = 1 if batch_size is None else batch_size // processes if split_batches else batch_size
         return cls(
@@ -61,7 +61,7 @@ class Sharing:
             processes=processes,
             ranks=(index,),
             drop_last=drop_last,
-            # A process alone is even with itself.
+            # A single rank has nothing to be even with.
             fill=even_batches and processes > 1,
         )
 
@@ -71,22 +71,22 @@ class Sharing:
         return self.share * self.processes
 
     def batches(self, units: int) -> int:
-        """Return how many batches are read here of so many units."""
+        """Return how many of the batches of so many units are read here."""
         rounds, rest = divmod(units, self.round_size)
         return rounds * len(self.ranks) + self.tail_batches(rest)
 
     def tail_batches(self, rest: int) -> int:
-        """Return how many batches are read here of a last round that has `rest` units of its own."""
+        """Return how many batches of a last round with `rest` real units are read here."""
         if not rest or self.drop_last:
             return 0
         return len(self.ranks) if self.fill else sum(rest > rank * self.share for rank in self.ranks)
 
     def parts(self, units: list[Any], rest: int | None = None) -> Iterator[tuple[int, list[Any]]]:
-        """Yield each process read here with its part of a round, unless that is empty.
+        """Yield each rank read here with its part of a round, unless the part is empty.
 
         Args:
             units: The units of the round.
-            rest: How many of them are no repeats; `None`: all.
+            rest: How many of them are real, not repeats; `None`: all.
         """
         for rank in self.ranks:
             start = rank * self.share
@@ -96,7 +96,7 @@ class Sharing:
                 yield rank, part
 
     def rows(self, rest: int, rank: int) -> Rows | None:
-        """Return what a process's part of a last round of `rest` units holds, if it is not simply a full batch."""
+        """Return the row counts of a rank's part of a last round of `rest` units; `None` for a full batch."""
         real = self._real(rest, rank)
         if real == self.share:
             return None
@@ -106,7 +106,7 @@ class Sharing:
         return min(max(rest - rank * self.share, 0), self.share)
 
     def _held(self, real: int) -> int:
-        """Return how many units a process gets of a round in which `real` ones are its own."""
+        """Return how many units a rank gets of a round in which `real` units are its own."""
         if not self.fill:
             return real
         return real or min(TAKING_PART, self.share) if self.trims else self.share
@@ -114,15 +114,15 @@ class Sharing:
 
 @dataclass
 class Ending:
-    """What is known of the end of a pass; it is known before the last batch is handed out."""
+    """What is known of the end of a pass, which is known before the last batch is delivered."""
 
     batches: int | None = None  # how many batches are read here
-    over: int | None = None  # the position in the global order at which nothing is left for anybody
-    remainder: int = -1  # the units of the last round that are no repeats; 0 if that is a whole round
-    rows: dict[int, Rows] = field(default_factory=dict[int, Rows])  # what the last batches of processes hold
+    over: int | None = None  # the position in the global order at which no rank has anything left
+    remainder: int = -1  # the real units of the last round; 0 if it is a whole round
+    rows: dict[int, Rows] = field(default_factory=dict[int, Rows])  # what the last batches of ranks hold
 
     def foresee(self, sharing: Sharing, batches: int, position: int, units: int) -> None:
-        """Work out the end: `batches` were handed out up to `position`, and `units` are left from there on."""
+        """Compute the end: `batches` were delivered up to `position`, and `units` are left from there on."""
         rounds, rest = divmod(units, sharing.round_size)
         rest = 0 if sharing.drop_last else rest
         self.batches = batches + sharing.batches(units)
@@ -130,11 +130,11 @@ class Ending:
         self.remainder = rest
         if rest:
             rows = {rank: sharing.rows(rest, rank) for rank in sharing.ranks}
-            self.rows = {rank: of_rank for rank, of_rank in rows.items() if of_rank is not None and of_rank.total}
+            self.rows = {rank: counts for rank, counts in rows.items() if counts is not None and counts.total}
 
 
 class Counted(NamedTuple):
-    """A batch on its way to the user, with what is known of its rows."""
+    """A batch to deliver, with the counts of its rows."""
 
     batch: Any
     rows: Rows | None
@@ -144,14 +144,14 @@ class Counted(NamedTuple):
 def deal(
     draw: Callable[[], list[Any]], opening: Callable[[], list[Any]], sharing: Sharing, position: int, ending: Ending
 ) -> Iterator[tuple[int, list[Any], int]]:
-    """Yield the parts of one round after the other: the process, its units, and how many the round has of its own.
+    """Yield the parts of one round after the other: the rank, its units, and the real units of the round.
 
     Args:
         draw: Returns the units of the next round; fewer than a round, or none, at the end.
-        opening: Returns the first units of the pass, as many as a round has (or all there are).
-        sharing: Who gets what.
-        position: Where in the pass the first round starts.
-        ending: Is told the end as soon as it is known: a round ahead.
+        opening: Returns the first units of the pass: a round of them, or all if there are fewer.
+        sharing: How units are divided between ranks.
+        position: The position in the pass at which the first round starts.
+        ending: Receives the end as soon as it is known: a round ahead.
     """
     size, batches = sharing.round_size, 0
     units = draw()
@@ -173,5 +173,5 @@ def deal(
 
 
 def completed(units: list[Any], opening: list[Any], size: int) -> list[Any]:
-    """Return `units` completed to `size` with those of `opening`, over and over if need be."""
+    """Return `units` filled up to `size` with the units of `opening`, repeated if necessary."""
     return units + [opening[index % len(opening)] for index in range(size - len(units))]

@@ -1,4 +1,4 @@
-"""This file is which samples a batch holds: worked out from the order when somebody asks, and noted down by nobody."""
+"""The indices of the samples in a batch, computed from the order on request instead of being stored."""
 
 import copy
 from typing import Any
@@ -7,25 +7,25 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from trainer_lib.data_loader.order.epoch_order import ComputedOrder, ReplayedOrder
-from trainer_lib.data_loader.order.permutation import Places
+from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
 
-# To look up thousands of places takes hardly longer than a few, and who asks once asks again for the next batch.
+# Looking up thousands of positions takes hardly longer than a few, and the caller asks again for the next batch.
 _BLOCK = 4096
-_blocks: WeakKeyDictionary[ComputedOrder, tuple[tuple[int, ...], Places]] = WeakKeyDictionary()
+_blocks: WeakKeyDictionary[ComputedOrder, tuple[tuple[int, ...], Positions]] = WeakKeyDictionary()
 
 
 def samples_of_batch(shard: BatchSamplerShard, seed: int, epoch: int, start: int, rank: int) -> list[Any] | None:
-    """Return the indices of the samples in a process's batch, without those that repeat others to fill a round.
+    """Return the indices of the samples in a rank's batch, without repeats that fill a round.
 
-    The order of a user's sampler is drawn anew up to there, apart from training's random numbers.
+    The order of a user's sampler is drawn again up to that position, without using training's random numbers.
 
     Args:
-        shard: What shares the batches out.
+        shard: The batch sampler that divides the batches between ranks.
         seed: The seed of the order.
         epoch: The pass.
-        start: Where in the pass the round begins.
-        rank: Whose batch.
+        start: The position in the pass at which the round begins.
+        rank: The rank of the batch.
 
     Returns:
         The indices; `None` where a sampler cannot be read a second time.
@@ -47,7 +47,7 @@ def samples_of_batch(shard: BatchSamplerShard, seed: int, epoch: int, start: int
 
 
 def _looked_up(order: ComputedOrder, seed: int, epoch: int, first: int, last: int) -> list[Any]:
-    """Return the samples at some places of a computed order."""
+    """Return the samples at some positions of a computed order."""
     begin = first - first % _BLOCK
     if last - begin > _BLOCK:
         return order.lookup(seed, epoch)(np.arange(first, last)).tolist()
@@ -60,7 +60,7 @@ def _looked_up(order: ComputedOrder, seed: int, epoch: int, first: int, last: in
 
 
 def _units(shard: BatchSamplerShard, order: ReplayedOrder, seed: int, epoch: int, first: int, last: int) -> list[Any]:
-    # A copy, since the sampler may count the passes over itself.
+    # A copy, since the sampler may count its passes.
     units = ReplayedOrder(copy.copy(order.source)).replay(seed, epoch, 0, shard.at_once)
     units.skip(first)
     return units.draw(last - first)

@@ -1,4 +1,4 @@
-"""This file is random augmentations that depend on nothing but seed, epoch and sample."""
+"""Random augmentations that depend only on seed, epoch and sample."""
 
 import operator
 import random
@@ -16,59 +16,59 @@ _64_BITS = (1 << 64) - 1
 
 
 class SeededSamples:
-    """A map-style dataset whose generators are seeded anew for each sample.
+    """A map-style dataset that seeds the generators before each sample.
 
-    Its keys are those of `SeededKeys`: they bring the seed of the pass along, also to workers that have lived through
-    several passes. Attributes are those of the dataset inside, for reading and for setting.
+    Its keys are those of `SeededKeys`: they carry the seed of the pass, also to workers that persist over several
+    passes. Reading or setting an attribute reads or sets it on the dataset inside.
     """
 
     dataset: Any
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        # In a worker the generators are nobody else's; in the main process they are training's.
-        self._apart = RandomStream(0)
+        # In a worker only samples draw from the generators; in the main process training does.
+        self._stream = RandomStream(0)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a sample (or what the dataset has for a list of indices)."""
+        """Return a sample (or what the dataset returns for a list of indices)."""
         if get_worker_info() is not None:
             return self._sample(key)
-        with self._apart:
+        with self._stream:
             return self._sample(key)
 
     def __getitems__(self, keys: list[Any]) -> list[Any]:
-        """Return several samples, one by one: what a sample draws must not depend on the batch it is in."""
+        """Return several samples, one by one: what a sample draws must not depend on its batch."""
         if get_worker_info() is not None:
             return [self._sample(key) for key in keys]
-        with self._apart:
+        with self._stream:
             return [self._sample(key) for key in keys]
 
     def _sample(self, key: Any) -> Any:
         seed, index = key
         _seed_generators(_mixed(seed, index))
         fetch: Any = getattr(self.dataset, "__getitems__", None)
-        # As torch would fetch it: some datasets have a better way to several samples.
+        # As torch fetches it: some datasets read several samples faster.
         return self.dataset[index] if fetch is None or isinstance(index, list) else fetch([index])[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the dataset has."""
-        if name == "dataset" or name.startswith("__"):  # not there yet while unpickling
+        """Return an attribute of the dataset inside."""
+        if name == "dataset" or name.startswith("__"):  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is not this object's own on the dataset."""
-        if name in ("dataset", "_apart"):
+        """Set an attribute of the dataset, unless it is one of this class."""
+        if name in ("dataset", "_stream"):
             object.__setattr__(self, name, value)
         else:
             setattr(self.dataset, name, value)
 
 
 class SeededKeys:
-    """A sampler (or batch sampler) whose indices carry the seed of the pass along, for `SeededSamples`."""
+    """A sampler (or batch sampler) whose indices carry the seed of the pass, for `SeededSamples`."""
 
     def __init__(self, source: Any, by_batches: bool) -> None:
         self.source = source
@@ -86,8 +86,8 @@ class SeededKeys:
         return _keyed(self.source, self.seed, self.by_batches)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the sampler has."""
-        if name == "source":  # not there yet while unpickling
+        """Return an attribute of the sampler inside."""
+        if name == "source":  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -112,5 +112,5 @@ def _mixed(seed: int, index: Any) -> int:
 def _seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # Not torch.manual_seed, which takes 100 times as long to seed accelerators too.
+    # Not torch.manual_seed, which also seeds accelerators and takes 100 times as long.
     torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""This file is the samplers users meet: a shuffle that is a function of seed and epoch, and batches skipped."""
+"""Samplers: a shuffle that is a function of seed and epoch, and a batch sampler that skips batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
@@ -9,20 +9,20 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from trainer_lib.data_loader.order.data_rng import positive_seed
-from trainer_lib.data_loader.order.permutation import Draws, Places, Shuffle
+from trainer_lib.data_loader.order.permutation import Draws, Positions, Shuffle
 
-_CHUNK = 4096  # places computed at once: numpy's own cost a call is small beside it, and so is the memory
+_CHUNK = 4096  # positions computed at once: the overhead of a numpy call is small beside it, and so is the memory
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random order that is a function of seed and epoch, the same on all processes, and can be entered anywhere.
+    """A random order that is a function of seed and epoch, the same on all ranks, and can start at any position.
 
     Args:
         data_source: The dataset.
         replacement: Draw with replacement.
-        num_samples: How many samples a pass has, if not as many as the dataset.
-        generator: Its seed is the seed, if `data_seed` is not given.
-        data_seed: The seed; by default that of `generator`, else torch's.
+        num_samples: How many samples a pass has; by default as many as the dataset.
+        generator: The generator whose seed is used if `data_seed` is not given.
+        data_seed: The seed; by default that of `generator`, or else torch's.
 
     Example:
         >>> sampler = SeedableRandomSampler(range(6), data_seed=7)
@@ -48,45 +48,45 @@ class SeedableRandomSampler(RandomSampler):
 
     @classmethod
     def like(cls, sampler: Any) -> "SeedableRandomSampler":
-        """Return one over the same samples as torch's own sampler (or torchdata's)."""
+        """Return a sampler over the same samples as torch's (or torchdata's) random sampler."""
         seedable = cls(sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator)
-        # What a subclass brought along besides.
+        # Attributes that a subclass adds.
         seedable.__dict__ = {**sampler.__dict__, **seedable.__dict__}
         return seedable
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`."""
+        """Make `epoch` the next pass."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
         return self.iterate_from(0)
 
     def iterate_from(self, position: int) -> Iterator[int]:
-        """Yield the samples of this epoch from `position` on, without computing those before."""
+        """Yield the samples of this epoch from `position` on, without computing the ones before."""
         epoch, end = self.epoch, self.num_samples
         sample_at = self.lookup(self.initial_seed, epoch)
         for start in range(position, end, _CHUNK):
             yield from sample_at(np.arange(start, min(start + _CHUNK, end))).tolist()
-        if self.epoch == epoch:  # nobody said otherwise in the meantime
+        if self.epoch == epoch:  # set_epoch was not called in the meantime
             self.epoch = epoch + 1
 
-    def lookup(self, seed: int, epoch: int) -> Callable[[Places], Places]:
-        """Return the function from places of a pass to its samples."""
+    def lookup(self, seed: int, epoch: int) -> Callable[[Positions], Positions]:
+        """Return the function from positions of a pass to its samples."""
         size, key = len(self.data_source), f"{seed}:{epoch}"
         if self.replacement:
             return Draws(size, key)
         if self.num_samples <= size:
             return Shuffle(size, key)
-        return _Rounds(size, key)
+        return _RepeatedShuffle(size, key)
 
 
 class SkipBatchSampler(BatchSampler):
-    """The batches of another sampler without the first ones.
+    """The batches of another batch sampler, without the first ones.
 
     Args:
-        batch_sampler: The other sampler.
-        skip_batches: How many batches to leave out.
-        every_pass: Leave them out of each pass, not only of the first.
+        batch_sampler: The other batch sampler.
+        skip_batches: How many batches to skip.
+        every_pass: Skip them in each pass, not only in the first.
 
     Example:
         >>> list(SkipBatchSampler([[0, 1], [2, 3], [4]], skip_batches=2))
@@ -94,7 +94,7 @@ class SkipBatchSampler(BatchSampler):
     """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0, every_pass: bool = True) -> None:
-        # Not super().__init__: sampler, batch size and drop_last are the other's.
+        # Not super().__init__: sampler, batch size and drop_last are those of the other batch sampler.
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
         self._every_pass = every_pass
@@ -108,29 +108,29 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches with those left out."""
+        """The number of batches including the skipped ones."""
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return max(0, self.total_length - self.skip_batches)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the other sampler has."""
-        if name == "batch_sampler":  # not there yet while unpickling
+        """Return an attribute of the other batch sampler."""
+        if name == "batch_sampler":  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
 
-class _Rounds:
-    """All samples in random order, then all in another one, for more draws than there are samples."""
+class _RepeatedShuffle:
+    """All samples in one random order, then all in another, for more draws than there are samples."""
 
     def __init__(self, size: int, key: str) -> None:
         self._size, self._key = size, key
 
-    def __call__(self, places: Places) -> Places:
-        rounds = places // self._size
-        samples = np.empty_like(places)
+    def __call__(self, positions: Positions) -> Positions:
+        rounds = positions // self._size
+        samples = np.empty_like(positions)
         for number in np.unique(rounds).tolist():
             chosen = rounds == number
-            samples[chosen] = Shuffle(self._size, f"{self._key}:{number}")(places[chosen] - number * self._size)
+            samples[chosen] = Shuffle(self._size, f"{self._key}:{number}")(positions[chosen] - number * self._size)
         return samples

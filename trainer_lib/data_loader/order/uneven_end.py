@@ -1,4 +1,4 @@
-"""This file is ending together, where each process has data of its own and cannot know how much the others have."""
+"""A common end of a pass, where each rank has its own data and does not know how much the other ranks have."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,16 +13,16 @@ from trainer_lib.state.gradient_state import Rows
 _NOTHING = object()
 
 
-def evened(batches: Iterator[Any], own: Ending, ending: Ending, group: ProcessGroup) -> Iterator[Any]:
-    """Yield batches until no process has any left; one that has none left repeats its first.
+def until_all_end(batches: Iterator[Any], own: Ending, ending: Ending, group: ProcessGroup) -> Iterator[Any]:
+    """Yield batches until no rank has any left; a rank that has none left repeats its first batch.
 
-    The processes agree on it before each batch, by a reduction of one number.
+    Before each batch, the ranks reduce one number to find out.
 
     Args:
-        batches: What this process reads.
-        own: How that ends; it has to be known before its last batch is read.
-        ending: Is told how all end.
-        group: The processes.
+        batches: The batches that this rank reads.
+        own: How those end; it has to be known before the last batch is read.
+        ending: Receives how all ranks end.
+        group: The ranks.
     """
     batch = next(batches, _NOTHING)
     first = _first_batch(batch, group)
@@ -38,19 +38,19 @@ def evened(batches: Iterator[Any], own: Ending, ending: Ending, group: ProcessGr
             read += 1
             has_more = own.batches != read
         handed_out += 1
-        if not _anybody(has_more, group):
+        if not _any_rank_has_more(has_more, group):
             ending.batches = handed_out
         yield batch
         batch = next(batches, _NOTHING) if has_more else _NOTHING
 
 
 def _first_batch(batch: Any, group: ProcessGroup) -> Any:
-    """Return this process's first batch, or one of another process if this has none and another has."""
-    have_one = group.all_gather_objects(batch is not _NOTHING)
-    lent = _NOTHING
-    if any(have_one) and not all(have_one):
-        lent = group.broadcast_objects([_content(batch)], source=have_one.index(True))[0]
-    return lent if batch is _NOTHING else _content(batch)
+    """Return this rank's first batch, or that of another rank if this rank has none."""
+    have_batch = group.all_gather_objects(batch is not _NOTHING)
+    borrowed = _NOTHING
+    if any(have_batch) and not all(have_batch):
+        borrowed = group.broadcast_objects([_content(batch)], source=have_batch.index(True))[0]
+    return borrowed if batch is _NOTHING else _content(batch)
 
 
 def _content(batch: Any) -> Any:
@@ -59,8 +59,8 @@ def _content(batch: Any) -> Any:
     return batch.batch if type(batch) is Counted else batch
 
 
-def _anybody(has_more: bool, group: ProcessGroup) -> bool:
-    # Where the processes can talk over the CPU, no device has to be waited for.
+def _any_rank_has_more(has_more: bool, group: ProcessGroup) -> bool:
+    # Where ranks can communicate over the CPU, no device has to be synchronized.
     device = "cpu" if "gloo" in str(group.backend) else torch.accelerator.current_accelerator()
     flag = torch.tensor(int(has_more), dtype=torch.int32, device=device)
     return bool(group.all_reduce(flag, "max").item())

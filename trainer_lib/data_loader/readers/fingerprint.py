@@ -1,4 +1,4 @@
-"""Fingerprints of samples: types, shapes and some values, to compare what several processes read."""
+"""Fingerprints of samples (types, shapes and some values), to compare what several ranks read."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +14,12 @@ Fingerprint = Any  # texts, numbers, and tuples of these
 _VALUES = 8  # of an array, besides its mean
 _PARTS = 32  # of a sample that is a list or a dict
 _LETTERS = 64
-_LARGEST = 1 << 20  # elements of an array that its mean is of
+_LARGEST = 1 << 20  # elements of an array of which the mean is taken
 _TOLERANCE = 1e-4  # processors differ in the last digits of what they compute
 
 
 def fingerprint(sample: Any, depth: int = 4) -> Fingerprint:
-    """Return what a sample looks like: the same for equal samples.
+    """Return the fingerprint of a sample, the same for equal samples.
 
     Example:
         >>> fingerprint({"inputs": torch.tensor([1.0, 3.0]), "label": 2})
@@ -62,7 +62,7 @@ def alike(one: Fingerprint, other: Fingerprint) -> bool:
 
 
 def digest(samples: Iterable[Any]) -> int:
-    """Return a number for samples, the same for equal ones; never 0.
+    """Return a number for samples, the same for equal samples; never 0.
 
     Example:
         >>> digest([1, "a"]) == digest([1, "a"]) != digest([2, "a"])

@@ -1,4 +1,4 @@
-"""This file is reading iterable datasets, whose samples come in an order of their own."""
+"""Reads iterable datasets, whose samples come in the order that the dataset yields."""
 
 import copy
 from collections import deque
@@ -12,28 +12,28 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from trainer_lib.data_loader.order.data_rng import derived_seed
 from trainer_lib.data_loader.order.epoch_order import announce_epoch
-from trainer_lib.data_loader.order.loader_position import Place
+from trainer_lib.data_loader.order.loader_position import LoaderPosition
 from trainer_lib.data_loader.order.rank_rounds import Counted, Ending, Sharing
-from trainer_lib.data_loader.order.uneven_end import evened
+from trainer_lib.data_loader.order.uneven_end import until_all_end
 from trainer_lib.data_loader.readers.iterable_shard import IterableDatasetShard, TailCollate
-from trainer_lib.data_loader.readers.shard_reader import Reader, ahead, copied
+from trainer_lib.data_loader.readers.shard_reader import Reader, copied, look_ahead
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradient_state import Rows
 
-_BATCHES_A_BOOKMARK = 16
+_BATCHES_PER_BOOKMARK = 16
 
 
 class IterableReader(Reader):
-    """Reads an iterable dataset, whose samples come in an order of its own.
+    """Reads an iterable dataset, in the order that it yields.
 
     Args:
         loader: The user's loader.
-        sharing: How its samples are shared.
-        rank: The process.
-        world: Among how many processes batches are to be even.
-        split_among: Among how many of them the dataset is split already.
-        group: The processes, if each of them has samples of its own already and they have to end together.
+        sharing: How its samples are divided between ranks.
+        rank: The rank.
+        world: How many ranks should have the same number of batches.
+        split_among: Between how many of them the dataset is already split.
+        group: The ranks, if each already has its own samples and they have to end together.
     """
 
     style = "iterable"
@@ -49,7 +49,7 @@ class IterableReader(Reader):
     ) -> None:
         super().__init__(loader, rank)
         self._world, self._split_among, self._group = world, split_among, group
-        self._own = self._sharing = sharing
+        self._rank_sharing = self._sharing = sharing
         self._is_batched = loader.batch_sampler is not None
         self.unit = "samples" if self._is_batched else "batches"
         self._bookmarks: deque[dict[str, Any]] = deque(maxlen=2)
@@ -57,97 +57,103 @@ class IterableReader(Reader):
 
     @property
     def sharing(self) -> Sharing:
-        """How units are shared."""
+        """How units are divided between ranks."""
         return self._sharing
 
     @property
     def step(self) -> int:
-        """The units that all processes together read while this one reads a batch."""
-        return self._own.round_size
+        """The units that all ranks together read while this rank reads a batch."""
+        return self._rank_sharing.round_size
 
     @property
     def deals_whole_batches(self) -> bool:
-        """Whether a unit is a batch, handed out as it is."""
+        """Whether a unit is a batch, delivered as it is."""
         return not self._is_batched
 
     @property
     def total_batch_size(self) -> int | None:
-        """The samples of a round over all processes, if that is known."""
-        return self._own.round_size * self._split_among if self._is_batched else None
+        """The samples of a round over all ranks; `None` if unknown."""
+        return self._rank_sharing.round_size * self._split_among if self._is_batched else None
 
     @property
     def even_batches(self) -> bool:
         """Whether the last round is filled."""
-        return self._own.fill
+        return self._rank_sharing.fill
 
     @even_batches.setter
     def even_batches(self, even_batches: bool) -> None:
         fill = even_batches and self._world > 1
-        self._own, self._sharing = replace(self._own, fill=fill), replace(self._sharing, fill=fill)
+        self._rank_sharing, self._sharing = replace(self._rank_sharing, fill=fill), replace(self._sharing, fill=fill)
         self._shard.share(self._sharing)
 
     @property
     def counts_alike(self) -> bool:
-        """Whether every rank knows how many samples all of them together read in a round."""
+        """Whether every rank knows how many samples all ranks together read in a round."""
         return self.total_batch_size is not None and self._split_among == 1
 
     @property
     def reads_alike(self) -> bool:
-        """Whether every process reads the same stream, of which it keeps its part."""
-        return self._split_among == 1 and len(self.sharing.ranks) == 1 < self._own.processes
+        """Whether every rank reads the same stream and keeps its part."""
+        return self._split_among == 1 and len(self.sharing.ranks) == 1 < self._rank_sharing.processes
 
     @property
     def opening_digest(self) -> int | None:
-        """The digest of the first samples of the stream being read, if they were read here."""
+        """The digest of the first samples of the current stream; `None` if they were not read here."""
         return self._shard.opening_digest
 
     def trim_repeats(self) -> None:
-        """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
-        if len(self._sharing.ranks) == 1:  # else the parts of several ranks are batched one after the other
-            self._own, self._sharing = replace(self._own, trims=True), replace(self._sharing, trims=True)
+        """Of samples repeated to make ranks even, read only the ones that a rank needs to take part."""
+        if len(self._sharing.ranks) == 1:  # otherwise the parts of several ranks are batched one after the other
+            self._rank_sharing, self._sharing = (
+                replace(self._rank_sharing, trims=True),
+                replace(self._sharing, trims=True),
+            )
             self._shard.share(self._sharing)
 
     def keep_last(self) -> None:
-        """Read a last round that is not complete, whatever the loader's `drop_last` says."""
-        self._own, self._sharing = replace(self._own, drop_last=False), replace(self._sharing, drop_last=False)
+        """Read an incomplete last round, whatever the loader's `drop_last` is."""
+        self._rank_sharing, self._sharing = (
+            replace(self._rank_sharing, drop_last=False),
+            replace(self._sharing, drop_last=False),
+        )
         self._shard.share(self._sharing)
         self.swap("drop_last", False)
 
     @property
     def knows_end_of_all(self) -> bool:
-        """Whether the end that `open` tells is that of all processes."""
+        """Whether the end that `open` reports is that of all ranks."""
         return self.even_batches or (self._group is None and self.loader.num_workers == 0)
 
-    def open(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
-        """Return the batches from a place on."""
+    def open(self, place: LoaderPosition, seed: int, ending: Ending) -> Iterator[Any]:
+        """Return the batches from a position on."""
         by_process = (self.rank,) if self._split_among > 1 else ()
         self._generator.manual_seed(derived_seed(seed, place.epoch, *by_process, "workers"))
         self.set_epoch(place.epoch)
         if self._group is None or not self.even_batches:
             return self._batches(place, seed, ending)
         own = Ending()
-        return evened(self._batches(place, seed, own), own, ending, self._group)
+        return until_all_end(self._batches(place, seed, own), own, ending, self._group)
 
     @property
     def read_ahead(self) -> int:
-        """One, if workers read: so the last batch is known before it is handed out."""
+        """How many batches are read ahead with workers, so that the last one is known before it is delivered."""
         return len(self.sharing.ranks) if self.loader.num_workers else 0
 
     def length(self, behind: int = 0) -> int:
-        """Return how many batches the process reads in a pass, of which so many units are behind it."""
-        return self._own.batches(max(0, len(self.attribute("dataset")) - behind))
+        """Return how many batches the rank still reads in a pass after `behind` units."""
+        return self._rank_sharing.batches(max(0, len(self.attribute("dataset")) - behind))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset the epoch."""
+        """Set the epoch of the dataset."""
         announce_epoch(epoch, self.attribute("dataset"))
 
     def read_for_all(self) -> None:
-        """Read the batches of all processes, one after the other."""
+        """Read the batches of all ranks, one after the other."""
         self._sharing = replace(self._sharing, ranks=tuple(range(self._sharing.processes)))
         self._shard.share(self._sharing)
 
     def facts(self) -> dict[str, Any]:
-        """Return what a position depends on."""
+        """Return the facts that a position depends on."""
         return {
             "style": self.style,
             "unit": self.unit,
@@ -158,45 +164,45 @@ class IterableReader(Reader):
         }
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise if a position in `state` means nothing here."""
+        """Raise if a position in `state` is not valid for this loader."""
         facts = self.facts()
         self._check_length(state, facts["length"])
         if state["split_among"] != self._split_among:
             raise StateError(
-                f"The dataset was split among {state['split_among']} processes when this state was saved, and is among "
-                f"{self._split_among} now; each had an order of its own. Go on with as many, or do not split it: the "
-                "loader shares it out itself."
+                f"The dataset was split between {state['split_among']} ranks when this state was saved, and is split "
+                f"between {self._split_among} now; each rank's part had its own order. Resume with "
+                f"{state['split_among']} ranks, or do not split the dataset: the loader divides it itself."
             )
         before, now = max(1, state["num_workers"]), max(1, facts["num_workers"])
         if before != now:
             raise StateError(
                 f"num_workers was {state['num_workers']} when this state was saved, and is {facts['num_workers']} now. "
-                "Workers share an iterable dataset among themselves, so the order would be another. Go on with "
+                "Workers divide an iterable dataset between them, so the order would change. Resume with "
                 f"num_workers={state['num_workers']}."
             )
         if now > 1 and state["round"] != self.step:
             raise StateError(
-                f"All processes together read {state['round']} {self.unit} a round when this state was saved, and "
+                f"All ranks together read {state['round']} {self.unit} per round when this state was saved, and read "
                 f"{self.step} now; with num_workers={now} the order of an iterable dataset depends on it. Keep batch "
-                "size times processes, or read with num_workers of 0 or 1."
+                "size times world size, or set num_workers to 0 or 1."
             )
 
     def bookmark_before(self, position: int) -> Any:
-        """Return what helps to get to a position of the pass being read, if anything does."""
+        """Return the newest bookmark of the current pass before a position; `None` if there is none."""
         if self.loader.num_workers == 0:
             return self._shard.bookmark_before(position)
         fitting = [bookmark for bookmark in self._bookmarks if bookmark["position"] <= position]
         return fitting[-1] if fitting else None
 
     def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
-        """Return the places of a batch's samples in what the pass gives; see `Reader.samples`.
+        """Return the positions of a batch's samples in the pass; see `Reader.samples`.
 
-        Where each process has samples of its own, they are places among those.
+        Where each rank has its own samples, they are positions among those.
         """
         del seed, epoch
         if self.iterates_itself or (self.loader.num_workers and not self.loader.in_order):
             return None
-        share = self._own.share
+        share = self._rank_sharing.share
         first = start + (0 if self._split_among > 1 else rank * share)
         return list(range(first, first + (share if rows is None else min(rows.real, share))))
 
@@ -204,11 +210,11 @@ class IterableReader(Reader):
         """Set an attribute of the loader."""
         if name == "collate_fn":
             self._replaced["collate_fn"] = value
-            value = TailCollate(value, self._own.share if self._is_batched else None)
+            value = TailCollate(value, self._rank_sharing.share if self._is_batched else None)
         super().set_attribute(name, value)
 
     def duplicate(self) -> "IterableReader":
-        """Return another one for the same loader."""
+        """Return another reader for the same loader."""
         other = copy.copy(self)
         other._replaced = dict(self._replaced)
         other.loader = copied(self.loader)
@@ -225,23 +231,23 @@ class IterableReader(Reader):
         if self.loader.num_workers:
             shard.share_place_with_workers()
         self.swap("dataset", shard)
-        self.swap("collate_fn", TailCollate(collate, self._own.share if self._is_batched else None))
+        self.swap("collate_fn", TailCollate(collate, self._rank_sharing.share if self._is_batched else None))
         if self._is_batched:
-            # It yields no samples, only how many a batch has.
-            self.swap("batch_sampler", BatchSampler(self.loader.sampler, self._own.share, drop_last=False))
+            # It yields no samples, only the number of them in a batch.
+            self.swap("batch_sampler", BatchSampler(self.loader.sampler, self._rank_sharing.share, drop_last=False))
 
-    def _batches(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
+    def _batches(self, place: LoaderPosition, seed: int, ending: Ending) -> Iterator[Any]:
         loader, bookmark = self.loader, self._usable(place.bookmark)
         self._bookmarks.clear()
         if loader.num_workers == 0:
             own = Ending() if self.iterates_itself else ending
             self._shard.enter(seed, place.epoch, place.consumed, bookmark, own)
             batches = self._iterated()
-            return ahead(batches, ending, own, by=len(self.sharing.ranks)) if self.iterates_itself else batches
+            return look_ahead(batches, ending, own, by=len(self.sharing.ranks)) if self.iterates_itself else batches
         if bookmark is not None:
             loader.load_state_dict(bookmark["loader"])  # type: ignore[attr-defined]
             self._bookmarks.append(bookmark)
-        # A single worker finds the place by itself; several share the samples in ways of their own.
+        # A single worker finds the position itself; several workers divide the samples in their own way.
         skipped = 0 if bookmark is None else bookmark["position"]
         by_worker = loader.num_workers == 1 and bookmark is None
         self._shard.enter(seed, place.epoch, place.consumed if by_worker else 0, None, Ending())
@@ -249,23 +255,23 @@ class IterableReader(Reader):
             skipped = place.consumed
         batches = self._marked(self._iterated(), skipped) if self._loader_keeps_place else self._iterated()
         unwanted = (place.consumed - skipped) // self.step * len(self.sharing.ranks)
-        return ahead(islice(batches, unwanted, None), ending, by=len(self.sharing.ranks))
+        return look_ahead(islice(batches, unwanted, None), ending, by=len(self.sharing.ranks))
 
     def _usable(self, bookmark: Any) -> Any:
-        """Return a bookmark if it helps here: one of a loader that was shared otherwise counts other batches."""
+        """Return the bookmark if it is valid here: batches count differently if the loader was divided otherwise."""
         if bookmark is None or self.loader.num_workers == 0:
             return bookmark if bookmark is not None and "dataset" in bookmark else None
         return bookmark if self._loader_keeps_place and bookmark.get("shared") == self._shared else None
 
     @property
     def _shared(self) -> list[int]:
-        return [self._own.share, self._own.processes, self.rank, self.loader.num_workers]
+        return [self._rank_sharing.share, self._rank_sharing.processes, self.rank, self.loader.num_workers]
 
     def _iterated(self) -> Iterator[Any]:
         if not self.iterates_itself:
             return super()._iterated()
-        self._apart.note_thread()
-        # The user's class is not to meet batches with counts.
+        self._worker_init.note_thread()
+        # The user's class must not see batches with counts.
         counts: deque[Any] = deque()
         get_iterator = type(self.loader)._get_iterator
         self.loader.__dict__["_get_iterator"] = lambda: Uncounted(get_iterator(self.loader), counts)
@@ -278,21 +284,21 @@ class IterableReader(Reader):
         )
 
     def _marked(self, batches: Iterator[Any], position: int) -> Iterator[Any]:
-        """Yield the batches, and note now and then where the loader's workers are."""
+        """Yield the batches, and save the state of the loader's workers from time to time."""
         for count, batch in enumerate(batches, 1):
             position += self.step
-            if count % _BATCHES_A_BOOKMARK == 0:
+            if count % _BATCHES_PER_BOOKMARK == 0:
                 kept = self.loader.state_dict()  # type: ignore[attr-defined]
                 self._bookmarks.append({"position": position, "loader": kept, "shared": self._shared})
             yield batch
 
 
 class Uncounted:
-    """A loader's iterator whose batches have their counts put aside.
+    """A loader's iterator that removes the counts from batches, and keeps them.
 
     Args:
         iterator: The iterator.
-        counts: Where to put them, in the order of the batches.
+        counts: Receives the counts, in the order of the batches.
     """
 
     def __init__(self, iterator: Any, counts: deque[Any]) -> None:
@@ -308,7 +314,7 @@ class Uncounted:
         return batch.batch if is_counted else batch
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the iterator has."""
+        """Return an attribute of the iterator."""
         return getattr(self._iterator, name)
 
 

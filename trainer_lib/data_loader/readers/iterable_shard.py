@@ -1,4 +1,4 @@
-"""This file is an iterable dataset for one of several processes: it reads everything and keeps its part."""
+"""An iterable dataset for one of several ranks: it reads all samples and keeps its part."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,22 +14,22 @@ from trainer_lib.data_loader.readers.sample_stream import Bookmark, SampleStream
 from trainer_lib.foundation.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
 
-_OPENING = 2  # samples that processes compare
+_OPENING = 2  # samples that ranks compare
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples that one process reads of those of an iterable dataset.
+    """The samples of an iterable dataset that belong to one rank.
 
-    All processes read all samples, so the order does not depend on how many they are. Attributes are those of the
-    dataset inside, for reading and for setting (as a `worker_init_fn` does).
+    All ranks read all samples, so the order does not depend on the world size. Reading or setting an attribute (as a
+    `worker_init_fn` does) reads or sets it on the dataset inside.
 
     Args:
         dataset: The dataset.
-        batch_size: How many consecutive samples a process gets; with `split_batches`, all of them together.
-        drop_last: Leave out a last round that is not complete; else it is completed with the first samples.
-        num_processes: How many processes share the samples.
-        process_index: Which of them this is.
-        split_batches: `batch_size` is that of all processes together.
+        batch_size: How many consecutive samples a rank gets; with `split_batches`, all ranks together.
+        drop_last: Drop an incomplete last round; otherwise the first samples fill it.
+        num_processes: How many ranks share the samples.
+        process_index: The rank.
+        split_batches: `batch_size` is that of all ranks together.
 
     Example:
         >>> class Numbers(IterableDataset):
@@ -51,7 +51,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.dataset = dataset
         self._sharing = Sharing.of_batches(batch_size, num_processes, process_index, split_batches, drop_last)
         self._marks_tails = False
-        # Whether entered, and if so the seed, the epoch and the position: in memory that workers can share.
+        # Whether entered, and if so the seed, the epoch and the position, in memory that workers can share.
         self._place = torch.zeros(4, dtype=torch.int64)
         self._resumed_at: int | None = None
         self._bookmark: Bookmark | None = None
@@ -62,31 +62,31 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def opening_digest(self) -> int | None:
-        """The digest of the first samples of the pass, as this process or its first worker has read them."""
+        """The digest of the first samples of the pass, as read by this rank or its first worker."""
         return int(self._digest) or None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset the epoch, if it wants to know."""
+        """Call `set_epoch` of the dataset if it has it."""
         announce_epoch(epoch, self.dataset)
 
     def __len__(self) -> int:
         rounds, rest = divmod(len(self.dataset), self._sharing.round_size)
-        of_one = {rank: self._sharing.rows(rest, rank) for rank in self._sharing.ranks}
-        tail = sum(self._sharing.share if rows is None else rows.total for rows in of_one.values())
-        whole = rounds * self._sharing.share * len(of_one)
+        tails = [self._sharing.rows(rest, rank) for rank in self._sharing.ranks]
+        tail = sum(self._sharing.share if rows is None else rows.total for rows in tails)
+        whole = rounds * self._sharing.share * len(tails)
         return whole + (tail if self._sharing.tail_batches(rest) else 0)
 
     @property
     def is_split_between_processes(self) -> bool:
-        """Whether each process reads samples of its own."""
+        """Whether each rank reads its own samples."""
         return self._sharing.processes > 1 or is_split_already(self.dataset)
 
     def share(self, sharing: Sharing) -> None:
-        """Share the samples in this way."""
+        """Divide the samples in this way."""
         self._sharing = sharing
 
     def share_place_with_workers(self) -> None:
-        """Let workers see where to start, even those that live on from pass to pass."""
+        """Let workers see where to start, also workers that persist from pass to pass."""
         self._place.share_memory_()
         self._digest.share_memory_()
 
@@ -95,21 +95,21 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._marks_tails = True
 
     def enter(self, seed: int, epoch: int, position: int, bookmark: Bookmark | None, ending: Ending) -> None:
-        """Have the next iteration start at a position of a pass, and tell its ending (if in the same process)."""
+        """Start the next iteration at a position of a pass, and fill in `ending` (if in the same process)."""
         self._place.copy_(torch.tensor([1, seed, epoch, position]))
         self._bookmark, self._ending = bookmark, ending
         self._digest.zero_()
 
     def bookmark_before(self, position: int) -> Bookmark | None:
-        """Return the newest bookmark of the pass being read that does not lie behind `position`."""
+        """Return the newest bookmark of the current pass that is not after `position`."""
         return None if self._stream is None else self._stream.bookmark_before(position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration is; torchdata's StatefulDataLoader asks for it in its workers."""
+        """Return the position of the iteration; torchdata's StatefulDataLoader calls it in its workers."""
         return {"position": self._position, "bookmark": self.bookmark_before(self._position)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next iteration go on where `state_dict` was."""
+        """Start the next iteration at the position in `state_dict`."""
         # Not in `_place`, which all workers share.
         self._resumed_at = state_dict["position"]
         self._bookmark = state_dict["bookmark"]
@@ -129,13 +129,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(derived_seed(seed, epoch, "generator"))
-        # Workers are seeded, and nobody else draws there.
+        # Workers are seeded, and only samples draw random numbers there.
         worker = get_worker_info()
-        apart = RandomStream(derived_seed(seed, epoch, "stream")) if worker is None else None
+        stream = RandomStream(derived_seed(seed, epoch, "stream")) if worker is None else None
         looks = self._sharing.processes > 1 and (worker is None or worker.id == 0)
-        return SampleStream(self.dataset, size, apart, self._note_opening if looks else None)
+        return SampleStream(self.dataset, size, stream, self._digest_opening if looks else None)
 
-    def _note_opening(self, samples: list[Any]) -> None:
+    def _digest_opening(self, samples: list[Any]) -> None:
         self._digest.fill_(digest(samples[:_OPENING]))
 
     def _read(self, stream: SampleStream, position: int, bookmark: Bookmark | None, ending: Ending) -> Iterator[Any]:
@@ -152,38 +152,38 @@ class IterableDatasetShard(IterableDataset[Any]):
                 yield from part
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the dataset has."""
-        if name == "dataset" or name.startswith("__"):  # not there yet while unpickling
+        """Return an attribute of the dataset inside."""
+        if name == "dataset" or name.startswith("__"):  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is not the shard's own on the dataset."""
-        if name == "dataset" or name in _OWN:
+        """Set an attribute of the dataset, unless it is one of this class."""
+        if name == "dataset" or name in _LOCAL_ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
             setattr(self.dataset, name, value)
 
 
-_OWN = frozenset(
+_LOCAL_ATTRIBUTES = frozenset(
     {"_sharing", "_marks_tails", "_place", "_resumed_at", "_bookmark", "_ending", "_stream", "_position", "_digest"}
 )
 
 
 class TailSample(NamedTuple):
-    """A sample of a last round that is not complete."""
+    """A sample of an incomplete last round."""
 
     sample: Any
-    is_real: bool  # the others are repeats
-    own: int  # how many samples of its own the round has, over all processes
+    is_real: bool  # False: a repeat
+    own: int  # how many real samples the round has, over all ranks
 
 
 class TailCollate:
-    """The user's collate function, for batches that may be of a last round; it counts which samples are real.
+    """The user's collate function, which also counts the real samples in batches of a last round.
 
     Args:
         collate: The user's function.
-        full: How many samples an ordinary batch has; `None` where the dataset yields batches.
+        full: How many samples a full batch has; `None` where the dataset yields batches.
     """
 
     def __init__(self, collate: Callable[[Any], Any], full: int | None) -> None:
@@ -191,7 +191,7 @@ class TailCollate:
         self._full = full
 
     def __call__(self, samples: Any) -> Any:
-        """Return the batch, together with its counts if it is of a last round."""
+        """Return the batch, with its counts if it is of a last round."""
         if self._full is None:
             return self._ready(samples) if type(samples) is TailSample else self.collate(samples)
         if not samples or type(samples[-1]) is not TailSample:

@@ -1,4 +1,4 @@
-"""This file is reading map-style datasets, whose samples can be had in any order."""
+"""Reads map-style datasets, whose samples can be read in any order."""
 
 import copy
 from collections.abc import Iterator
@@ -8,26 +8,26 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.guarded_dataset import GuardedCollate, GuardedSamples
-from trainer_lib.data_loader.bad_samples.sample_quarantine import MarkedKeys, Quarantine, counted
+from trainer_lib.data_loader.bad_samples.sample_quarantine import MarkedKeys, Quarantine, with_row_counts
 from trainer_lib.data_loader.order.data_rng import derived_seed
 from trainer_lib.data_loader.order.epoch_order import announce_epoch, order_of
-from trainer_lib.data_loader.order.loader_position import Place
+from trainer_lib.data_loader.order.loader_position import LoaderPosition
 from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
 from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing
 from trainer_lib.data_loader.order.sample_ids import samples_of_batch
 from trainer_lib.data_loader.order.sample_seeds import SeededKeys, SeededSamples
-from trainer_lib.data_loader.readers.shard_reader import Reader, ahead, copied
+from trainer_lib.data_loader.readers.shard_reader import Reader, copied, look_ahead
 from trainer_lib.state.gradient_state import Rows
 
 
 class MapReader(Reader):
-    """Reads a map-style dataset, whose samples can be had in any order.
+    """Reads a map-style dataset, whose samples can be read in any order.
 
     Args:
         loader: The user's loader.
-        name: Which attribute of it says what to read: `batch_sampler`, or `sampler`.
-        shard: Our share of that.
-        seeds_samples: Seed the generators before each sample.
+        name: The loader's attribute that yields what to read: `batch_sampler`, or `sampler`.
+        shard: The share of it that this rank reads.
+        seeds_samples: Whether to seed the generators before each sample.
     """
 
     style = "map"
@@ -46,27 +46,27 @@ class MapReader(Reader):
 
     @property
     def shard(self) -> BatchSamplerShard:
-        """What says which batches to read."""
+        """The batch sampler that yields the batches to read."""
         return self._shard
 
     @property
     def step(self) -> int:
-        """The units that all processes together read while this one reads a batch."""
+        """The units that all ranks together read while this rank reads a batch."""
         return self._shard.step
 
     @property
     def sharing(self) -> Sharing:
-        """How units are shared."""
+        """How units are divided between ranks."""
         return self._shard.sharing
 
     @property
     def deals_whole_batches(self) -> bool:
-        """Whether a unit is a batch, handed out as it is."""
+        """Whether a unit is a batch, delivered as it is."""
         return not self._shard.shares_samples and not self._shard.cuts_batches
 
     @property
     def total_batch_size(self) -> int | None:
-        """The samples of a round over all processes, if that is known."""
+        """The samples of a round over all ranks; `None` if unknown."""
         if self.unit == "samples":
             return self.sharing.round_size
         size = self._shard.batch_size
@@ -82,15 +82,15 @@ class MapReader(Reader):
         self._shard.even_batches = even_batches
 
     def trim_repeats(self) -> None:
-        """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
+        """Of samples repeated to make ranks even, read only the ones that a rank needs to take part."""
         self._shard.trim_repeats()
 
     def keep_last(self) -> None:
-        """Read a last round that is not complete, whatever the loader's `drop_last` says."""
+        """Read an incomplete last round, whatever the loader's `drop_last` is."""
         self._shard.keep_last()
 
-    def open(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
-        """Return the batches from a place on."""
+    def open(self, place: LoaderPosition, seed: int, ending: Ending) -> Iterator[Any]:
+        """Return the batches from a position on."""
         self._generator.manual_seed(derived_seed(seed, place.epoch, place.consumed, self.rank, "workers"))
         self.set_epoch(place.epoch)
         if self._keys is not None:
@@ -100,15 +100,15 @@ class MapReader(Reader):
             return self._without_bad(place.epoch, ending)
         own = Ending()
         self._shard.enter(seed, place.epoch, place.consumed, own)
-        return ahead(self._iterated(), ending, own, by=len(self.sharing.ranks))
+        return look_ahead(self._iterated(), ending, own, by=len(self.sharing.ranks))
 
-    def leave_out(self, quarantine: Quarantine) -> None:
-        """Leave out samples that cannot be read, and note them."""
+    def skip_bad_samples(self, quarantine: Quarantine) -> None:
+        """Skip samples that cannot be read, and add them to `quarantine`."""
         if self.iterates_itself:
-            super().leave_out(quarantine)
+            super().skip_bad_samples(quarantine)
         self._quarantine = quarantine
         self._samples = copy.copy(self._samples)
-        self._samples.leaves_out = True
+        self._samples.skips = True
         self.swap("dataset", self._samples)
         self._guard_collate(self._replaced["collate_fn"])
         self._use(self._shard)
@@ -116,32 +116,32 @@ class MapReader(Reader):
     def _without_bad(self, epoch: int, ending: Ending) -> Iterator[Any]:
         if self._quarantine is None:
             return self._iterated()
-        self._marks.left_out = self._quarantine.before(epoch)
+        self._marks.skipped = self._quarantine.before(epoch)
         whole = self.deals_whole_batches
-        return counted(self._iterated(), self._quarantine, epoch, ending, self.sharing, whole)
+        return with_row_counts(self._iterated(), self._quarantine, epoch, ending, self.sharing, whole)
 
     def length(self, behind: int = 0) -> int:
-        """Return how many batches the process reads in a pass, of which so many units are behind it."""
+        """Return how many batches the rank still reads in a pass after `behind` units."""
         return self._shard.length_of(self.rank, behind)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch to the samplers and the dataset."""
+        """Set the epoch of the samplers and the dataset."""
         announce_epoch(epoch, self.attribute("dataset"), self._shard.batch_sampler, self._shard.sampler)
 
     def read_for_all(self) -> None:
-        """Read the batches of all processes, one after the other."""
+        """Read the batches of all ranks, one after the other."""
         self._shard.read_for_all()
 
     def facts(self) -> dict[str, Any]:
-        """Return what a position depends on."""
+        """Return the facts that a position depends on."""
         return {"style": self.style, "unit": self.unit, "length": self._shard.order.length()}
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise if a position in `state` means nothing here."""
+        """Raise if a position in `state` is not valid for this loader."""
         self._check_length(state, self._shard.order.length())
 
     def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
-        """Return the indices of the samples in a process's batch; see `Reader.samples`."""
+        """Return the indices of the samples in a rank's batch; see `Reader.samples`."""
         del rows
         if self.iterates_itself or (self.loader.num_workers and not self.loader.in_order):
             return None
@@ -156,7 +156,7 @@ class MapReader(Reader):
             super().set_attribute(name, value)
 
     def attribute(self, name: str) -> Any:
-        """Return an attribute of the loader as the user knows it; of the batch sampler, our share."""
+        """Return an attribute of the loader as the user set it; for the batch sampler, this rank's share."""
         if name == self._name:
             return self._shard
         return self._shard.sampler if name == "sampler" and self._shard.shares_samples else super().attribute(name)
@@ -172,7 +172,7 @@ class MapReader(Reader):
         self._use(shard)
 
     def duplicate(self) -> "MapReader":
-        """Return another one for the same loader."""
+        """Return another reader for the same loader."""
         other = copy.copy(self)
         other._replaced = dict(self._replaced)
         other.loader = copied(self.loader)

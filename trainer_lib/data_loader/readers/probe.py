@@ -1,4 +1,4 @@
-"""First samples of a dataset, read apart: generators, counters and open files of the training stay as they are."""
+"""Reads samples of a dataset without changing generators, counters or open files of the training."""
 
 import copy
 import random
@@ -12,14 +12,14 @@ from torch.utils.data import Dataset
 
 from trainer_lib.data_loader.order.data_rng import RandomStream
 
-_SEED = 20_240_229  # the same on all processes
+_SEED = 20_240_229  # the same on all ranks
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def samples_at(dataset: Any, keys: Sequence[Any]) -> list[Any] | None:
-    """Return samples of a map-style dataset; `None` where they cannot be read like that.
+    """Return samples of a map-style dataset; `None` if they cannot be read this way.
 
-    Generators are seeded with one fixed seed, so that a dataset that draws random numbers draws the same everywhere.
+    Generators get one fixed seed, so that a dataset that draws random numbers draws the same on all ranks.
 
     Example:
         >>> samples_at([5, 6, 7], [2, 0])
@@ -30,12 +30,12 @@ def samples_at(dataset: Any, keys: Sequence[Any]) -> list[Any] | None:
             twin = _twin(dataset)
             fetch = getattr(twin, "__getitems__", None)
             return [twin[key] if fetch is None else fetch([key])[0] for key in keys]
-    except Exception:  # noqa: BLE001 - whatever it is, training meets it where it can be told better
+    except Exception:  # noqa: BLE001 - training raises it too, with a better message
         return None
 
 
 def samples_of_stream(dataset: Any, count: int) -> list[Any] | None:
-    """Return the first samples of an iterable dataset; `None` where that would use them up, or they cannot be read."""
+    """Return the first samples of an iterable dataset; `None` if that would consume them, or they cannot be read."""
     try:
         with RandomStream(_SEED):
             twin = _twin(dataset)
@@ -48,7 +48,7 @@ def samples_of_stream(dataset: Any, count: int) -> list[Any] | None:
 
 
 def _twin(dataset: Any) -> Any:
-    """Return a shallow copy of a dataset, and of those inside of it, with generators of its own."""
+    """Return a shallow copy of a dataset, and of the datasets inside it, with copies of their generators."""
     if isinstance(dataset, (list, tuple, dict)):
         return dataset  # pyright: ignore[reportUnknownVariableType]
     if hasattr(type(dataset), "__del__"):

@@ -1,4 +1,4 @@
-"""This file is one pass over an iterable dataset: what comes next, and bookmarks to find back to a place sooner."""
+"""One pass over an iterable dataset, with bookmarks to return to a position quickly."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from typing import Any
 from trainer_lib.data_loader.bad_samples.guarded_dataset import by_worker
 from trainer_lib.data_loader.order.data_rng import RandomStream
 
-_DRAWS_A_BOOKMARK = 16  # a state may cost as much as reading a batch, so not each batch has one
+_DRAWS_PER_BOOKMARK = 16  # a state may cost as much as reading a batch, so not every batch has one
 _CHUNK = 1024  # samples skipped at once
 
-# The step of a Hugging Face pipeline whose state leaves out samples: those in its buffer.
+# The step of a Hugging Face pipeline whose state omits samples: those in its buffer.
 _FORGETFUL = "BufferShuffledExamplesIterable"
 
 Bookmark = dict[str, Any]
@@ -23,9 +23,9 @@ class SampleStream:
 
     Args:
         dataset: The dataset.
-        remembered: How many of the first samples of the pass to keep, to fill its last round with.
-        randomness: Where the dataset draws random numbers from; by default from where everybody does.
-        look: Is shown the first samples, unless the pass is entered by a bookmark.
+        remembered: How many of the first samples of the pass to keep, to fill its last round.
+        randomness: The stream that the dataset draws random numbers from; by default the global generators.
+        look: Called with the first samples, unless the pass starts from a bookmark.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class SampleStream:
         self._iterator: Any = None
         self._draws = 0
         self._keeps_place = keeps_place(dataset)
-        # Two, since the newer one may lie ahead of the batch in hand.
+        # Two, since the newer one may be ahead of the current batch.
         self._bookmarks: deque[Bookmark] = deque(maxlen=2)
 
     def start(self, position: int, bookmark: Bookmark | None = None) -> None:
-        """Go to `position`: from a bookmark before it if there is one, else by reading from the beginning."""
+        """Go to `position`: from a bookmark before it if there is one, otherwise by reading from the start."""
         if bookmark is not None:
             self._dataset.load_state_dict(bookmark["dataset"])
             self.position = bookmark["position"]
@@ -63,18 +63,18 @@ class SampleStream:
             pass
 
     def draw(self, count: int) -> list[Any]:
-        """Return the next `count` samples, or those that are left."""
-        if self._keeps_place and self._draws and self._draws % _DRAWS_A_BOOKMARK == 0:
+        """Return the next `count` samples, or the rest if fewer are left."""
+        if self._keeps_place and self._draws and self._draws % _DRAWS_PER_BOOKMARK == 0:
             self._bookmarks.append(self._bookmark())
         samples: list[Any] = []
         try:
             with self._scope:
                 samples.extend(islice(self._iterator, count))
-        except Exception as error:  # what came before it is there
+        except Exception as error:  # `samples` holds the ones before it
             error.add_note(f"In sample {self.position + len(samples)}{by_worker()}.")
             raise
         if self._entered_by_bookmark and not self._draws and is_pipeline(self._dataset):
-            self._dataset.load_state_dict(None)  # or it would start the next pass from there too
+            self._dataset.load_state_dict(None)  # otherwise the next pass would start there too
         self._draws += 1
         self.position += len(samples)
         if len(self._opening) < self._remembered:
@@ -84,17 +84,17 @@ class SampleStream:
         return samples
 
     def opening(self) -> list[Any]:
-        """Return the first samples of the pass, as far as they can be had.
+        """Return the first samples of the pass, if they are available.
 
-        A pass that was entered by a bookmark has not read them. A Hugging Face dataset is asked for them again, which
-        others may not bear; there the first ones since the bookmark stand in.
+        A pass that starts from a bookmark has not read them. A Hugging Face dataset can read them again. For other
+        datasets, the first samples after the bookmark take their place.
         """
         if self._entered_by_bookmark and is_pipeline(self._dataset):
             return list(islice(iter(self._dataset), self._remembered))
         return self._opening
 
     def bookmark_before(self, position: int) -> Bookmark | None:
-        """Return the newest bookmark that does not lie behind `position`."""
+        """Return the newest bookmark that is not after `position`."""
         fitting = [bookmark for bookmark in self._bookmarks if bookmark["position"] <= position]
         return fitting[-1] if fitting else None
 
@@ -104,7 +104,7 @@ class SampleStream:
 
 
 def keeps_place(dataset: Any) -> bool:
-    """Whether a dataset has a state that says exactly where it is."""
+    """Whether a dataset has a state that holds its exact position."""
     if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
         return False
     return all(type(step).__name__ != _FORGETFUL for step in _steps(dataset))
@@ -116,9 +116,9 @@ def is_pipeline(dataset: Any) -> bool:
 
 
 def is_split_already(dataset: Any) -> bool:
-    """Whether each process reads samples of its own from this dataset.
+    """Whether each rank reads its own samples from this dataset.
 
-    As after `split_dataset_by_node`, or where a dataset says so itself by an attribute `is_split_between_processes`.
+    As after `split_dataset_by_node`, or if the dataset has a true attribute `is_split_between_processes`.
     """
     return getattr(dataset, "_distributed", None) is not None or bool(
         getattr(dataset, "is_split_between_processes", False)
@@ -126,12 +126,12 @@ def is_split_already(dataset: Any) -> bool:
 
 
 def _steps(dataset: Any) -> list[Any]:
-    """Return the steps that a Hugging Face pipeline consists of."""
-    found: list[Any] = []
+    """Return the steps of a Hugging Face pipeline."""
+    steps: list[Any] = []
     waiting = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
         step = waiting.pop()
         if step is not None:
-            found.append(step)
+            steps.append(step)
             waiting += [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", [])]
-    return found
+    return steps

@@ -1,6 +1,6 @@
-"""This file is reading a user's loader: a copy of it, in which the sampler (or the dataset) is swapped for our share.
+"""A copy of a user's loader, with its sampler (or dataset) replaced by the share of one rank.
 
-Everything else of the loader stays: its class, collate function, workers, pinning, attributes.
+Everything else of the loader is kept: its class, collate function, workers, pinned memory and attributes.
 """
 
 import copy
@@ -14,24 +14,24 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
-from trainer_lib.data_loader.order.loader_position import Place
+from trainer_lib.data_loader.order.loader_position import LoaderPosition
 from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing
-from trainer_lib.data_loader.worker_init import Apart
+from trainer_lib.data_loader.worker_init import WorkerInit
 from trainer_lib.foundation.errors import StateError, UnsupportedError
 from trainer_lib.foundation.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
 
 
 class Reader(ABC):
-    """A copy of a user's loader that reads the share of a process, from any place on.
+    """A copy of a user's loader that reads the share of a rank, from any position on.
 
     Args:
-        loader: The user's loader, which stays as it is.
-        rank: The process.
+        loader: The user's loader, which does not change.
+        rank: The rank.
     """
 
     style: str
-    unit: str  # what positions count: "samples", or "batches" that come ready
+    unit: str  # what positions count: "samples", or "batches" made by the dataset
     seeds_samples: bool = False
 
     def __init__(self, loader: DataLoader[Any], rank: int) -> None:
@@ -39,31 +39,31 @@ class Reader(ABC):
         self.rank = rank
         self._replaced: dict[str, Any] = {}
         self._read_by: ref[Any] | None = None
-        # Workers are seeded from it. One of our own, so that neither reading nor resuming draws from training's.
+        # Seeds the workers. A separate generator, so that neither reading nor resuming draws from training's.
         self._generator = torch.Generator()
         self.swap("generator", self._generator)
-        self._apart = Apart(loader.worker_init_fn)
-        self.swap("worker_init_fn", self._apart)
+        self._worker_init = WorkerInit(loader.worker_init_fn)
+        self.swap("worker_init_fn", self._worker_init)
 
     @property
     @abstractmethod
     def sharing(self) -> Sharing:
-        """How units are shared."""
+        """How units are divided between ranks."""
 
     @property
     @abstractmethod
     def step(self) -> int:
-        """The units that all processes together read while this one reads a batch."""
+        """The units that all ranks together read while this rank reads a batch."""
 
     @property
     @abstractmethod
     def deals_whole_batches(self) -> bool:
-        """Whether a unit is a batch, handed out as it is."""
+        """Whether a unit is a batch, delivered as it is."""
 
     @property
     @abstractmethod
     def total_batch_size(self) -> int | None:
-        """The samples of a round over all processes, if that is known."""
+        """The samples of a round over all ranks; `None` if unknown."""
 
     @property
     @abstractmethod
@@ -76,91 +76,91 @@ class Reader(ABC):
 
     @property
     def counts_alike(self) -> bool:
-        """Whether every rank knows how many samples all of them together read in a round."""
+        """Whether every rank knows how many samples all ranks together read in a round."""
         return self.total_batch_size is not None
 
-    def trim_repeats(self) -> None:  # noqa: B027 - nothing to do where samples are not dealt out one by one
-        """Of samples that are repeated to make ranks even, read only those that a rank needs to take part."""
+    def trim_repeats(self) -> None:  # noqa: B027 - nothing to do where samples are not divided one by one
+        """Of samples repeated to make ranks even, read only the ones that a rank needs to take part."""
 
     @abstractmethod
     def keep_last(self) -> None:
-        """Read a last round that is not complete, whatever the loader's `drop_last` says."""
+        """Read an incomplete last round, whatever the loader's `drop_last` is."""
 
     @property
     def reads_alike(self) -> bool:
-        """Whether every process reads the same stream, of which it keeps its part."""
+        """Whether every rank reads the same stream and keeps its part."""
         return False
 
     @property
     def opening_digest(self) -> int | None:
-        """The digest of the first samples of the stream being read, if they were read here."""
+        """The digest of the first samples of the current stream; `None` if they were not read here."""
         return None
 
     @property
     def knows_end_of_all(self) -> bool:
-        """Whether the end that `open` tells is that of all processes."""
+        """Whether the end that `open` reports is that of all ranks."""
         return True
 
     @property
     def read_ahead(self) -> int:
-        """How many batches the workers have handed over before the first one is handed out."""
+        """How many batches the workers have delivered before the first one is handed out."""
         return 0
 
     @abstractmethod
-    def open(self, place: Place, seed: int, ending: Ending) -> Iterator[Any]:
-        """Return the batches from a place on; `ending` is told the end before the last batch comes."""
+    def open(self, place: LoaderPosition, seed: int, ending: Ending) -> Iterator[Any]:
+        """Return the batches from a position on, and fill in `ending` before the last one."""
 
     @abstractmethod
     def length(self, behind: int = 0) -> int:
-        """Return how many batches the process reads in a pass, of which so many units are behind it."""
+        """Return how many batches the rank still reads in a pass after `behind` units."""
 
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch to those objects of the user's who want to know."""
+        """Set the epoch of the user's objects that have `set_epoch`."""
 
     @abstractmethod
     def read_for_all(self) -> None:
-        """Read the batches of all processes, one after the other."""
+        """Read the batches of all ranks, one after the other."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what a position depends on."""
+        """Return the facts that a position depends on."""
 
     @abstractmethod
     def check(self, state: dict[str, Any]) -> None:
-        """Raise if a position in `state` means nothing here."""
+        """Raise if a position in `state` is not valid for this loader."""
 
     @abstractmethod
     def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
-        """Return which samples a process's batch holds, without repeats; `None` where that cannot be told.
+        """Return the samples of a rank's batch, without repeats; `None` if they are unknown.
 
         Args:
             seed: The seed of the order.
             epoch: The pass.
-            start: Where in the pass the batch's round begins.
-            rank: Whose batch.
-            rows: What is known of its rows.
+            start: The position in the pass at which the batch's round begins.
+            rank: The rank of the batch.
+            rows: The counts of its rows, if known.
         """
 
-    def leave_out(self, quarantine: Quarantine) -> None:
-        """Leave out samples that cannot be read, and note them.
+    def skip_bad_samples(self, quarantine: Quarantine) -> None:
+        """Skip samples that cannot be read, and add them to `quarantine`.
 
         Raises:
-            UnsupportedError: If that cannot be done here.
+            UnsupportedError: If this loader cannot skip samples.
         """
         del quarantine
         if self.iterates_itself:
-            why = f"{type(self.loader).__name__} iterates in a way of its own"
+            reason = f"{type(self.loader).__name__} has an __iter__ of its own. Use a plain DataLoader"
         else:
-            why = "an iterable dataset that raises has come to its end: catch the error in its __iter__"
-        raise UnsupportedError(f"Samples that cannot be read cannot be left out here: {why}.")
+            reason = "an iterable dataset ends when it raises. Catch the error in its __iter__"
+        raise UnsupportedError(f"Bad samples cannot be skipped with this loader: {reason}.")
 
     @abstractmethod
     def duplicate(self) -> "Reader":
-        """Return another one for the same loader."""
+        """Return another reader for the same loader."""
 
     def rows_of(self, batch: Any, rows: Rows | None) -> Rows | None:
-        """Return what is known of a batch's rows; one that was counted as a whole is a repeat as a whole."""
+        """Return the counts of a batch's rows; a batch that counts as one unit is a repeat as a whole."""
         if rows is None or not self.deals_whole_batches:
             return rows
         return Rows(ignorant_find_batch_size(batch) or 1, 0)
@@ -168,22 +168,22 @@ class Reader(ABC):
     def set_sampler(self, sampler: Any) -> None:
         """Read in the order of another sampler."""
         raise UnsupportedError(
-            f"{type(sampler).__name__} cannot be set: a loader of {self.style} style whose unit is {self.unit} has no "
-            "sampler of single samples."
+            f"set_sampler({type(sampler).__name__}): this loader has no sampler of single samples (it is {self.style}-"
+            f"style and reads {self.unit}). Make a loader with that sampler instead."
         )
 
     def bookmark_before(self, position: int) -> Any:
-        """Return what helps to get to a position of the pass being read, if anything does."""
+        """Return the newest bookmark of the current pass before a position; `None` if there is none."""
         del position
 
     def swap(self, name: str, value: Any) -> None:
-        """Replace an attribute of the copy; the user goes on seeing the old value."""
+        """Replace an attribute of the copy; the user still sees the old value."""
         self._replaced.setdefault(name, self.loader.__dict__.get(name))
         # Not setattr: torch forbids most of these.
         self.loader.__dict__[name] = value
 
     def attribute(self, name: str) -> Any:
-        """Return an attribute of the loader as the user knows it."""
+        """Return an attribute of the loader as the user set it."""
         return self._replaced[name] if name in self._replaced else getattr(self.loader, name)
 
     def set_attribute(self, name: str, value: Any) -> None:
@@ -191,44 +191,44 @@ class Reader(ABC):
         setattr(self.loader, name, value)
 
     def _iterated(self) -> Iterator[Any]:
-        self._apart.note_thread()
+        self._worker_init.note_thread()
         iterator = iter(self.loader)
         self._read_by = ref(iterator) if hasattr(iterator, "_workers") else None  # weakly: its workers end with it
         return iterator
 
     def end_workers(self) -> None:
         """End the workers after an error."""
-        # Its traceback keeps them alive, and left to the collector of garbage they are waited for in vain, 5 s each.
+        # The traceback keeps the workers alive, and the garbage collector would wait 5 s in vain for each of them.
         end = getattr(self.read_by, "_shutdown_workers", None)
         if end is not None and not self.loader.persistent_workers:
             end()
 
     @property
     def read_by(self) -> Any:
-        """The iterator of torch's whose workers read, if there are any."""
+        """The iterator of torch whose workers read; `None` without workers."""
         return None if self._read_by is None else self._read_by()
 
     @property
     def iterates_itself(self) -> bool:
-        """Whether the loader's class iterates in a way of its own."""
+        """Whether the loader's class has its own `__iter__`."""
         return not type(self.loader).__iter__.__module__.startswith(("torch.utils.data", "torchdata."))
 
     def _check_length(self, state: dict[str, Any], length: int | None) -> None:
         if None not in (length, state["length"]) and length != state["length"]:
             raise StateError(
-                f"This state was saved with {state['length']} {self.unit} a pass, and the loader has {length} now; "
-                "another number of samples gives another order. Load it into a loader of the same dataset; where "
-                "batches are limited (limit_train_batches) and of another size now, limit them to as many samples."
+                f"This state was saved with {state['length']} {self.unit} per pass, and the loader has {length} now: "
+                "the order would differ. Load the state into a loader of the same dataset. If limit_train_batches is "
+                "set and the batch size changed, limit them to the same number of samples."
             )
 
 
-def ahead(batches: Iterator[Any], ending: Ending, own: Ending | None = None, by: int = 1) -> Iterator[Any]:
-    """Yield batches late, so that the end is known before the last ones are handed out.
+def look_ahead(batches: Iterator[Any], ending: Ending, own: Ending | None = None, by: int = 1) -> Iterator[Any]:
+    """Yield batches late, so that the end is known before the last ones are delivered.
 
     Args:
         batches: The batches.
-        ending: Is told their number.
-        own: What else is known of the end.
+        ending: Receives their number.
+        own: Holds the rest of what is known of the end.
         by: How many batches to read ahead.
     """
     waiting: deque[Any] = deque()
@@ -246,7 +246,7 @@ def ahead(batches: Iterator[Any], ending: Ending, own: Ending | None = None, by:
 
 
 def copied(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a shallow copy of a loader that shares no running workers with it."""
+    """Return a shallow copy of a loader, without its running workers."""
     duplicate = copy.copy(loader)
     duplicate.__dict__["_iterator"] = None
     return duplicate

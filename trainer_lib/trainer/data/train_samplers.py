@@ -15,7 +15,7 @@ from torch.utils.data import Sampler, SequentialSampler
 
 from trainer_lib.data_loader.order.data_rng import RandomStream
 from trainer_lib.data_loader.order.epoch_order import iterates_as
-from trainer_lib.data_loader.order.permutation import Draws, Places, Shuffle
+from trainer_lib.data_loader.order.permutation import Draws, Positions, Shuffle
 from trainer_lib.data_loader.order.samplers import SeedableRandomSampler
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 
@@ -50,7 +50,7 @@ class LengthGroupedSampler(SeedableRandomSampler):
         super().__init__(range(len(self.lengths)), data_seed=seed)
         self.group_size = group_size or min(_GROUP, max(1, len(self.lengths) // 4))
 
-    def lookup(self, seed: int, epoch: int) -> Callable[[Places], Places]:
+    def lookup(self, seed: int, epoch: int) -> Callable[[Positions], Positions]:
         """Return the function from positions in an epoch to samples."""
         size = len(self.lengths)
         shuffled = Shuffle(size, f"{seed}:{epoch}")(np.arange(size))
@@ -85,12 +85,12 @@ class WeightedSampler(SeedableRandomSampler):
         self._bounds = np.cumsum(self.weights)
         self._last = int(np.flatnonzero(self.weights)[-1])
 
-    def lookup(self, seed: int, epoch: int) -> Callable[[Places], Places]:
+    def lookup(self, seed: int, epoch: int) -> Callable[[Positions], Positions]:
         """Return the function from positions in an epoch to samples."""
         # Two draws of 32 bits: a single one is too coarse for hundreds of millions of samples.
         high, low = (Draws(_BITS, f"{seed}:{epoch}:{half}") for half in ("high", "low"))
 
-        def samples_at(positions: Places) -> Places:
+        def samples_at(positions: Positions) -> Positions:
             drawn = (high(positions) + low(positions) / _BITS) / _BITS * self._bounds[-1]
             return np.minimum(np.searchsorted(self._bounds, drawn, side="right"), self._last).astype(np.int64)
 

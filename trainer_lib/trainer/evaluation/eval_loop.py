@@ -105,7 +105,7 @@ class Evaluator:
                 values = self._measure(name, outputs, measured[name])
                 of_set = _prefixed(prefix, name, zip(measured[name], values, strict=True))
                 if (bad := eval_set.loader.quarantine) is not None:
-                    bad.agree()
+                    bad.sync_across_ranks()
                     of_set["_".join(part for part in (prefix, name, "left_out") if part)] = len(bad.agreed)
                 self._dispatcher.fire("on_evaluate_set_end", run, name, of_set)
                 metrics |= of_set

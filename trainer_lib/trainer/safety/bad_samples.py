@@ -40,7 +40,7 @@ class BadSamples:
         self._quarantine = Quarantine(group, _most(args, dataset), _limit(args), lambda: fitting.run.control.ask("log"))
         self._written = 0
         if self._leaves_out:
-            fitting.loader.leave_out_bad_samples(self._quarantine)
+            fitting.loader.skip_bad_samples(self._quarantine)
 
     def agree(self) -> None:
         """Have all processes know of what any of them left out. All of them have to ask.
@@ -51,7 +51,7 @@ class BadSamples:
         if not self._leaves_out:
             return
         try:
-            self._quarantine.agree()
+            self._quarantine.sync_across_ranks()
         finally:
             folder = self._fitting.folder
             if folder is not None and self._fitting.run.is_main_process and self._is_news:
@@ -63,7 +63,8 @@ class BadSamples:
         if samples:
             where = "" if self._fitting.folder is None else f" {self._fitting.folder.path / FILE} lists them."
             count = f"{len(samples)} samples were" if len(samples) > 1 else "1 sample was"
-            _logger.warning("%s left out, as they could not be read. %s%s", count, self._quarantine.told(), where)
+            listed = self._quarantine.description()
+            _logger.warning("%s left out, as they could not be read. %s%s", count, listed, where)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was left out, as far as the processes agreed on it."""
@@ -102,7 +103,7 @@ def check_can_leave_out(args: "TrainingArguments", loader: DataLoader[Any], opti
 def leave_out_while_evaluating(args: "TrainingArguments", loader: Any, group: Any) -> None:
     """Leave out bad samples of a set that is evaluated, if that is wanted."""
     if args.on_bad_sample == "skip":
-        loader.leave_out_bad_samples(Quarantine(group, _most(args, loader.dataset), _limit(args)))
+        loader.skip_bad_samples(Quarantine(group, _most(args, loader.dataset), _limit(args)))
 
 
 def _most(args: "TrainingArguments", dataset: Any) -> int:
