@@ -99,7 +99,7 @@ def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
 
 @pytest.fixture(autouse=True)
 def counted(request: pytest.FixtureRequest, ledger: Ledger) -> Iterator[None]:
-    """Count tests of faults that say which they are: `@pytest.mark.fault("a loss that is no number")`."""
+    """Count tests of faults that say which they are: `@pytest.mark.fault("a NaN loss")`."""
     yield
     marker = request.node.get_closest_marker("fault")
     if marker is not None and marker.args:

@@ -1,6 +1,6 @@
-"""This file is what the suite has injected and what came out, counted; and docs/faults.md, which is made from that.
+"""Counts of the faults that the suite injects and their outcomes, and docs/faults.md, which is made from them.
 
-python -m pytest -m fault --soak    # counts, and writes outcomes.json if all went well
+python -m pytest -m fault --soak    # counts, and writes outcomes.json if no test fails
 python -m tests.faults.ledger       # writes the page
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 
-Table = dict[str, dict[str, int]]  # by the name of a row, counts by what was counted
+Table = dict[str, dict[str, int]]  # the counts of each row, by the key of the column
 
 
 class Ledger:
@@ -21,53 +21,53 @@ class Ledger:
         self.tables: dict[str, Table] = {}
 
     def note(self, table: str, row: str, **counts: int) -> None:
-        """Add to what was counted before."""
-        held = self.tables.setdefault(table, {}).setdefault(row, dict.fromkeys(_COLUMNS[table], 0))
+        """Add counts to a row."""
+        totals = self.tables.setdefault(table, {}).setdefault(row, dict.fromkeys(_COLUMNS[table], 0))
         for name, count in counts.items():
-            held[name] += count
+            totals[name] += count
 
     def write(self) -> None:
-        """Write all down, in the place of what was written of the same rows."""
+        """Write the counts to outcomes.json, replacing rows of the same names."""
         known = recorded() if OUTCOMES.exists() else {}
         tables = {table: {**known.get(table, {}), **self.tables.get(table, {})} for table in _COLUMNS}
         OUTCOMES.write_text(json.dumps({name: rows for name, rows in tables.items() if rows}, indent=1) + "\n")
 
 
-# What is counted, and how a table calls it. What must be 0 comes with what says so.
+# The columns of each table: the key and the heading.
 _COLUMNS: dict[str, dict[str, str]] = {
     "kills": {
         "kills": "kills",
         "inside": "inside a save",
-        "unloadable": "states not whole",
-        "resumed": "gone on from the last commit",
+        "unloadable": "damaged checkpoints",
+        "resumed": "resumed from the last commit",
         "equal": "equal to the bit",
     },
     "damage": {
         "injected": "how often",
-        "noticed": "noticed",
+        "noticed": "detected",
         "named": "file named",
-        "used": "used all the same",
+        "used": "loaded anyway",
     },
     "disks": {
         "injected": "how often",
-        "told": "told, with path and reason",
-        "whole": "state before whole",
-        "went_on": "next save good",
+        "told": "error with path and reason",
+        "whole": "previous checkpoint intact",
+        "went_on": "next save intact",
     },
     "content": {
         "injected": "how often",
         "refused": "refused",
-        "harmless": "read, as nothing was wrong",
+        "harmless": "read, because nothing was wrong",
         "executed": "code run",
     },
     "stops": {
         "asked": "how often",
-        "agreed": "both ended after the same step, with its exit code",
-        "equal": "gone on with, equal to the bit",
+        "agreed": "both ranks ended after the same step, with its exit code",
+        "equal": "resumed, equal to the bit",
     },
     "guards": {
         "injected": "how often",
-        "kept": "came out as said",
+        "kept": "behaved as documented",
     },
     "runs": {
         "compared": "runs",
@@ -80,59 +80,57 @@ _COLUMNS: dict[str, dict[str, str]] = {
     },
 }
 
-# What there is nothing of in some rows: no error where nothing is wrong, no next save on a disk that stays as it is.
+# The columns that do not apply to some rows, such as the next save on a disk that stays read-only.
 _MAY_BE_NONE = {"told", "went_on", "harmless"}
 
 _TEXTS = {
     "kills": (
-        "Killed",
-        "`SIGKILL`, from outside, at a random moment after the first save of a process; every second time while a save "
-        "is under way. The next process goes on in the same folder and is killed in its turn. Before it trains it "
-        "compares weights and optimizer with what was there when that state was saved; a run of the Trainer is "
-        "compared with one that nobody disturbed.",
+        "Kills",
+        "`SIGKILL` from another process, at a random moment after the first save; every second time during a save. The "
+        "next process resumes in the same folder and is killed in its turn. Before it trains, it compares weights and "
+        "optimizer with those at the time of the save; a run of the Trainer is compared with an uninterrupted one.",
     ),
     "damage": (
-        "Damaged",
-        "A state is damaged, read, and made whole again. Of each kind of damage the place is random.",
+        "Damaged checkpoints",
+        "A checkpoint is damaged, read, and repaired again. The position of each damage is random.",
     ),
     "disks": (
-        "Out of disk",
-        "A file system of 4 MB that is filled up (tmpfs), a limit on the size of files (`RLIMIT_FSIZE`) on one "
-        "process, an `fsync` that fails, a folder or a file system that cannot be written to.",
+        "Full and failing disks",
+        "A full file system of 4 MB (tmpfs), a limit on the size of files (`RLIMIT_FSIZE`) on one rank, an `fsync` "
+        "that fails, a folder or a file system without write permission.",
     ),
     "content": (
-        "Made to do harm",
-        "Files that somebody put there, or changed, together with a manifest that has the right sizes, checksums and "
-        "digest for them. A pickle in any of them would leave a file behind if it ran.",
+        "Malicious files",
+        "Files that an attacker added or changed, with a manifest that has the right sizes, checksums and digest. A "
+        "pickle in any of them would leave a file behind if it ran.",
     ),
     "stops": (
-        "Asked to end",
-        "Signals at a random moment to one of two processes, or to both; within five seconds both have saved and "
+        "Signals",
+        "Signals at a random moment to one of two ranks, or to both; within five seconds both ranks have saved and "
         "ended.",
     ),
     "guards": (
-        "Gone wrong on the way",
-        "Losses and gradients that are no numbers, processes and workers that stop or die, samples that cannot be "
-        "read, memory that does not suffice. Weights and losses are compared with those of a run in which the same is "
-        "left out, or nothing is wrong; messages have to name process, step, sample and worker as far as there are "
-        "any.",
+        "Failures during training",
+        "NaN and Inf in losses and gradients, ranks and workers that hang or die, unreadable samples, out of memory. "
+        "Weights and losses are compared with those of a run that skips the same samples or updates, or has no fault; "
+        "messages must name the rank, step, sample and worker where they apply.",
     ),
     "runs": (
-        "Interrupted, and gone on with",
-        'A run of the Trainer that ends after some step, in a new process by `resume="auto"`: the history of losses, '
-        "rates and evaluations, and the weights, next to those of the run without a break.",
+        "Resumed runs",
+        'A run of the Trainer ends after some step and is resumed in a new process by `resume="auto"`: the history of '
+        "losses, learning rates and evaluations, and the weights, are compared with those of an uninterrupted run.",
     ),
     "worlds": (
-        "Gone on with by other processes",
-        "Saved by one number of processes, with their batch and accumulation, and taken up by another, in the middle "
-        "of a pass too.",
+        "Resuming with another world size",
+        "A checkpoint of one world size, batch size and accumulation is resumed with another, in the middle of an "
+        "epoch too.",
     ),
 }
 
 _HEAD = """# Faults
 
-What is done to training, saving and resuming in the tests, how often, and what came of it. A part of it runs with the
-tests of each version; the figures are those of the long run, `make soak`, which writes this page.
+The faults that the tests inject into training, saving and resuming, how often, and their outcomes. A part of them runs
+with the tests of each version; the figures are those of the long run, `make soak`, which writes this page.
 """
 
 
@@ -151,7 +149,7 @@ def page(tables: Mapping[str, Table]) -> str:
 
 
 def recorded() -> dict[str, Table]:
-    """Return what was written down."""
+    """Return the recorded counts."""
     return json.loads(OUTCOMES.read_text())
 
 

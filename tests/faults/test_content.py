@@ -154,7 +154,7 @@ def test_a_pickle_under_any_name_does_not_run(
         is_named = any(name in one for one in refused)
         assert is_named or name in OTHERS, refused
         counts = {"injected": 1, "refused": is_named, "harmless": not is_named}
-        ledger.note("content", "a pickle in the place of a file", **counts)
+        ledger.note("content", "a pickle in place of a file", **counts)
         shutil.rmtree(state)
         shutil.rmtree(tmp_path / "consolidated", ignore_errors=True)
     capsys.readouterr()
@@ -234,7 +234,7 @@ def test_broken_files_of_tensors_are_refused_by_name(
                 with pytest.raises(TrainerLibError) as told:
                     read()
                 assert path.name in str(told.value), f"{kind}: {told.value}"
-                ledger.note("content", "a file of tensors with a false head", injected=1, refused=1)
+                ledger.note("content", "a safetensors file with an invalid header", injected=1, refused=1)
         path.write_bytes(whole)
 
 
@@ -281,7 +281,9 @@ def test_broken_json_is_refused_by_name(states: Path, tmp_path: Path, training: 
             is_named = stem in said or CALLED.get(stem, stem) in said
             if not is_named:
                 wrong.append(f"{kind} as {path.name}: {said}")
-            ledger.note("content", "JSON that is broken, deep or of something else", injected=1, refused=is_named)
+            ledger.note(
+                "content", "JSON that is malformed, too deep or of another format", injected=1, refused=is_named
+            )
         path.write_bytes(whole)
         if path.name != "manifest.json":
             reseal(state)
@@ -332,7 +334,7 @@ def test_whatever_json_says_is_taken_up_or_refused(
             is_refused = False
         except TrainerLibError:
             is_refused = True
-        ledger.note("content", "JSON with one thing changed", injected=1, refused=is_refused, harmless=not is_refused)
+        ledger.note("content", "JSON with one value changed", injected=1, refused=is_refused, harmless=not is_refused)
         path.write_bytes(whole)
         if path.name != "manifest.json":
             reseal(state)
@@ -413,7 +415,7 @@ def test_a_later_format_is_refused_with_who_wrote_it(state: Path, training: Acce
     reseal(state, schema=99, versions={"trainer_lib": "9.0"})
     with pytest.raises(CheckpointError, match=r"has format 99, and this .* written by trainer_lib 9\.0"):
         training.load_state(state)
-    ledger.note("content", "a state of a later format", injected=1, refused=1)
+    ledger.note("content", "a checkpoint of a later format", injected=1, refused=1)
 
 
 def test_what_is_no_state_is_refused_by_name(tmp_path: Path, training: Accelerator, ledger: Ledger) -> None:
@@ -433,7 +435,7 @@ def test_what_is_no_state_is_refused_by_name(tmp_path: Path, training: Accelerat
         with pytest.raises(CheckpointError, match=words) as told:
             training.load_state(place)
         assert str(place) in str(told.value)
-        ledger.note("content", "a folder that is no state", injected=1, refused=1)
+        ledger.note("content", "a folder that is not a checkpoint", injected=1, refused=1)
 
 
 def _with(folder: Path, name: str, content: bytes = b"") -> None:
@@ -454,7 +456,7 @@ def test_the_names_and_shapes_of_another_model_are_listed(states: Path, ledger: 
     said = str(told.value)
     for words in ("4.weight", "4.bias", "3.bias", "0.weight", "(9, 6)", "(8, 6)"):
         assert words in said, said
-    ledger.note("content", "a state of another model", injected=1, refused=1)
+    ledger.note("content", "a checkpoint of another model", injected=1, refused=1)
 
 
 def test_files_of_others_stay_where_they_are(state: Path, training: Accelerator, ledger: Ledger) -> None:
@@ -466,4 +468,4 @@ def test_files_of_others_stay_where_they_are(state: Path, training: Accelerator,
     assert (state / "tokenizer.json").read_text() == "{"
     assert (state / "notes" / "model.safetensors").read_bytes() == b"mine"
     verify_state(state)
-    ledger.note("content", "files of others in the folder", injected=2, harmless=2)
+    ledger.note("content", "added files in the folder", injected=2, harmless=2)

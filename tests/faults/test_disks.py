@@ -214,7 +214,7 @@ def test_a_folder_without_permission_is_told_and_left_alone(of_another: Path, le
     assert is_as_before
     verify_state(of_another / "checkpoints" / "checkpoint_0")
     verify_state(of_another / "open")
-    ledger.note("disks", "a folder of somebody else", injected=len(said), told=len(said), whole=len(said))
+    ledger.note("disks", "a folder without write permission", injected=len(said), told=len(said), whole=len(said))
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="root may write anywhere")

@@ -131,44 +131,46 @@ OF_ROWS: dict[str, Any] = {"collate_fn": collated}
 BOTH = (1, 2)
 
 CASES = {
-    "in the middle of the first pass": Case(3, processes=BOTH),
-    "in the middle of the second pass": Case(processes=BOTH),
-    "at the end of a pass": Case(6, {"save_every": 3}, processes=BOTH),
-    "after the end of a pass": Case(7, {"save_every": 3}),
-    "with the last step of all to go": Case(11, {"save_every": 5}),
-    "saved at once": Case(options={"save_in_background": False}, processes=BOTH),
+    "in the middle of the first epoch": Case(3, processes=BOTH),
+    "in the middle of the second epoch": Case(processes=BOTH),
+    "at the end of an epoch": Case(6, {"save_every": 3}, processes=BOTH),
+    "after the end of an epoch": Case(7, {"save_every": 3}),
+    "before the last step": Case(11, {"save_every": 5}),
+    "saved in the foreground": Case(options={"save_in_background": False}, processes=BOTH),
     "without shuffling": Case(options={"shuffle": False}),
     "without accumulation": Case(15, {"global_batch_size": 4}, processes=BOTH),
-    "accumulation over the end of a pass": Case(4, {"global_batch_size": 16}),
+    "accumulation across the end of an epoch": Case(4, {"global_batch_size": 16}),
     "sgd with momentum, no clipping": Case(
         options={"optimizer": "sgd", "optimizer_kwargs": {"momentum": 0.9}, "max_grad_norm": None}
     ),
     "bf16": Case(options={"mixed_precision": "bf16"}),
     "a linear schedule": Case(options={"lr_scheduler": "linear"}),
-    "a schedule that waits for a plateau": Case(options={"lr_scheduler": "plateau", "warmup": LEFT_OUT}),
-    "a schedule of one's own": Case(options={"lr_scheduler": LEFT_OUT, "warmup": LEFT_OUT}, parts=own_schedule),
+    "ReduceLROnPlateau": Case(options={"lr_scheduler": "plateau", "warmup": LEFT_OUT}),
+    "a custom schedule": Case(options={"lr_scheduler": LEFT_OUT, "warmup": LEFT_OUT}, parts=own_schedule),
     "two workers": Case(options={"num_workers": 2}, processes=BOTH),
-    "two workers, and none then": Case(options={"num_workers": 2}, then={"num_workers": 0}),
-    "no workers, and two then": Case(then={"num_workers": 2}),
+    "two workers, then none": Case(options={"num_workers": 2}, then={"num_workers": 0}),
+    "no workers, then two": Case(then={"num_workers": 2}),
     "data that draws random numbers": Case(data=Drawing, processes=BOTH),
     "the same in workers, each sample seeded": Case(
         options={"num_workers": 2, "seed_each_sample": True}, data=Drawing, processes=BOTH
     ),
-    "the same, and without workers then": Case(
+    "the same, then without workers": Case(
         options={"num_workers": 2}, then={"num_workers": 0}, data=Drawing, parts=seeded, processes=BOTH
     ),
     "a stream": Case(3, STREAMED, data=Stream, processes=BOTH),
-    "a stream, in a later pass": Case(options=STREAMED, data=Stream, processes=BOTH),
+    "a stream, in a later epoch": Case(options=STREAMED, data=Stream, processes=BOTH),
     "a stream that a worker reads": Case(options={**STREAMED, "num_workers": 1}, data=Stream),
     "a stream of a known length": Case(data=SizedStream, processes=BOTH),
     "a stream that draws random numbers": Case(options=STREAMED, data=DrawingStream),
-    "a stream that two workers read, which draws": Case(options={**STREAMED, "num_workers": 2}, data=DrawingStream),
-    "rows of Hugging Face": Case(data=lambda: rows().map(moved), parts=lambda: OF_ROWS),
-    "rows of Hugging Face in workers": Case(options={"num_workers": 2}, data=rows, parts=lambda: OF_ROWS),
-    "a stream of Hugging Face": Case(
+    "a stream that draws random numbers in two workers": Case(
+        options={**STREAMED, "num_workers": 2}, data=DrawingStream
+    ),
+    "a Hugging Face dataset": Case(data=lambda: rows().map(moved), parts=lambda: OF_ROWS),
+    "a Hugging Face dataset in workers": Case(options={"num_workers": 2}, data=rows, parts=lambda: OF_ROWS),
+    "a Hugging Face stream": Case(
         options=STREAMED, data=lambda: rows().to_iterable_dataset(4).map(moved), parts=lambda: OF_ROWS, processes=BOTH
     ),
-    "a stream of Hugging Face with a buffer that shuffles": Case(
+    "a Hugging Face stream with a shuffle buffer": Case(
         options=STREAMED,
         data=lambda: rows().to_iterable_dataset(4).shuffle(seed=3, buffer_size=11),
         parts=lambda: OF_ROWS,
@@ -208,26 +210,26 @@ def run(folder: Path, case: Case, dies: bool = False, **options: Any) -> list[An
 # The cases that `make test` runs: each covers what no other case does. The rest runs with `make test-all`.
 DAILY = {
     1: {
-        "in the middle of the first pass",
-        "at the end of a pass",
-        "with the last step of all to go",
-        "saved at once",
-        "accumulation over the end of a pass",
+        "in the middle of the first epoch",
+        "at the end of an epoch",
+        "before the last step",
+        "saved in the foreground",
+        "accumulation across the end of an epoch",
         "bf16",
-        "a schedule that waits for a plateau",
-        "two workers, and none then",
+        "ReduceLROnPlateau",
+        "two workers, then none",
         "data that draws random numbers",
         "the same in workers, each sample seeded",
-        "a stream, in a later pass",
+        "a stream, in a later epoch",
         "a stream that draws random numbers",
-        "a stream of Hugging Face with a buffer that shuffles",
+        "a Hugging Face stream with a shuffle buffer",
     },
     2: {
-        "in the middle of the second pass",
+        "in the middle of the second epoch",
         "without accumulation",
         "data that draws random numbers",
         "a stream",
-        "a stream of Hugging Face with a buffer that shuffles",
+        "a Hugging Face stream with a shuffle buffer",
     },
 }
 NUMBERS = {1: "one process", 2: "two processes"}

@@ -542,7 +542,7 @@ def test_under_the_launcher_the_exit_code_tells_and_nothing_is_started_again(
 
 @pytest.mark.slow
 @pytest.mark.launch
-@pytest.mark.fault("`SIGKILL` for the launcher before the first save")
+@pytest.mark.fault("`SIGKILL` to the launcher before the first save")
 def test_ranks_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     words = (str(tmp_path / "runs"), "launcher", "SIGKILL")
     ended = run_launched(SCRIPT, tmp_path, *words, variables={"TMPDIR": str(tmp_path)}, timeout=90)

@@ -41,7 +41,7 @@ def _errors(*runs: tuple[Callable[[int], Any], dict[str, Any]]) -> list[tuple[st
     return list(zip(*run_world(train, (), 2, timeout=60), strict=True))
 
 
-@pytest.mark.fault("data that end on one of two processes")
+@pytest.mark.fault("data that end on one of two ranks")
 def test_a_stream_that_ends_on_one_rank_ends_the_run_on_all() -> None:
     options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 3}, {"num_workers": 1}]
     for ended, more in _errors(*[(lambda rank: UnevenStream(24 + 24 * rank), setting) for setting in options]):
@@ -74,7 +74,7 @@ def without_labels_on_rank_1(samples: list[Any]) -> dict[str, torch.Tensor]:
     return {"input": inputs} if PartialState(cpu=True).process_index else {"input": inputs, "labels": labels}
 
 
-@pytest.mark.fault("batches without labels on one of two processes")
+@pytest.mark.fault("batches without labels on one of two ranks")
 def test_a_batch_without_labels_on_one_rank_ends_the_run_on_all() -> None:
     def train() -> None:
         trainer(model=network(), train_dataset=labelled(), collate_fn=without_labels_on_rank_1).fit()

@@ -66,7 +66,7 @@ def fitted(dataset: Any, resume: str = "never", dies_at: int | None = None, **op
     return losses.values, [p.detach().clone() for p in one.unwrapped_model.parameters()], result, one
 
 
-@pytest.mark.fault("samples that raise are left out")
+@pytest.mark.fault("samples that raise are skipped")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_rest_of_a_batch_is_trained_on_as_if_the_bad_samples_had_no_label(processes: int, tmp_path: Path) -> None:
     def train() -> None:
@@ -86,7 +86,7 @@ def test_the_rest_of_a_batch_is_trained_on_as_if_the_bad_samples_had_no_label(pr
     assert {entry["process"] for entry in entries} == set(range(processes))
 
 
-@pytest.mark.fault("samples that raise, in a run that is interrupted and gone on with")
+@pytest.mark.fault("samples that raise, in a run that is interrupted and resumed")
 def test_a_resumed_run_leaves_out_the_same_to_the_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on_bad_sample": "skip", "save_every": 3, "num_train_epochs": 3}
     expected, there, _, _ = fitted(Samples(*BAD), output_dir=tmp_path / "whole", **options)
@@ -107,7 +107,7 @@ def test_what_was_left_out_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
     assert "3 (OSError: file 3 is not there)" in text
 
 
-@pytest.mark.fault("more samples raise on two processes than may")
+@pytest.mark.fault("more samples raise on two ranks than allowed")
 def test_all_processes_end_alike_if_there_are_too_many() -> None:
     def train() -> str:
         with pytest.raises(BadSampleError) as raised:
@@ -125,7 +125,7 @@ def test_without_it_the_error_ends_the_run_and_names_the_sample() -> None:
     assert raised.value.__notes__ == ["In sample 17."]
 
 
-@pytest.mark.fault("a sample that raises on one of two processes")
+@pytest.mark.fault("a sample that raises on one of two ranks")
 def test_a_sample_that_raises_on_one_process_ends_all_and_is_named() -> None:
     began = time.monotonic()
     with pytest.raises(ProcessFailedError, match="OSError: file 17 is not there") as raised:
@@ -145,7 +145,7 @@ class Kills(Callback):
         raise AssertionError("torch has not noticed")
 
 
-@pytest.mark.fault("`SIGKILL` for a worker of the loader")
+@pytest.mark.fault("`SIGKILL` to a data worker")
 @pytest.mark.parametrize("is_reading", [True, False])
 def test_a_killed_worker_is_named_wherever_training_is(is_reading: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch sets its handler of SIGCHLD once in a process, and a test before this one may have replaced it.

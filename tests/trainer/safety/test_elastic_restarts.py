@@ -249,7 +249,7 @@ def uninterrupted() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.launch
-@pytest.mark.fault("`SIGKILL` for one of two processes; the launcher begins again")
+@pytest.mark.fault("`SIGKILL` to one of two processes; the launcher restarts")
 def test_a_killed_rank_under_the_launcher_goes_on_to_the_bit(tmp_path: Path) -> None:
     ended = run_launched(SCRIPT, tmp_path, str(tmp_path / "killed"), options=["--max_restarts", "2"])
     assert ended.returncode == 0, ended.stderr

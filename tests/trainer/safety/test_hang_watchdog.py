@@ -101,7 +101,7 @@ def test_a_rank_that_waits_is_named_and_the_run_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.launch
-@pytest.mark.fault("`SIGSTOP` for one of two processes")
+@pytest.mark.fault("`SIGSTOP` to one of two processes")
 def test_a_process_that_was_stopped_is_named(tmp_path: Path) -> None:
     done, seconds = launched(tmp_path, "stopped")
     assert done.returncode == EXIT_CODE
@@ -115,7 +115,7 @@ def test_a_process_that_was_stopped_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.launch
-@pytest.mark.fault("a process that waits for ever; the launcher begins again")
+@pytest.mark.fault("a rank that hangs; the launcher restarts")
 def test_a_job_that_hung_goes_on_where_it_was(tmp_path: Path) -> None:
     done, _ = launched(tmp_path, "waits", "--max_restarts", "1")
     assert done.returncode == 0, done.stderr
@@ -242,7 +242,7 @@ def test_ranks_without_a_launcher_end_when_rank_0_hangs(tmp_path: Path, how: str
 
 @pytest.mark.slow
 @pytest.mark.launch
-@pytest.mark.fault("a rank that turns in circles")
+@pytest.mark.fault("a rank in an endless loop")
 @pytest.mark.parametrize("how", ["spins", "spins in the model"])
 def test_a_rank_that_spins_is_named(tmp_path: Path, how: str) -> None:
     codes, errors, seconds = started(tmp_path, how, hangs=1)

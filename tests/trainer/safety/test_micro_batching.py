@@ -88,7 +88,7 @@ def fitted(model: Hungry, dies_at: int | None = None, resume: str = "never", **o
     return counts, weights, one
 
 
-@pytest.mark.fault("out of memory at steps 1 and 7 on one of two processes")
+@pytest.mark.fault("out of memory at steps 1 and 7 on one of two ranks")
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_process_that_runs_out_of_memory_makes_no_difference(accumulation: int) -> None:
     options: dict[str, Any] = {"max_steps": 8}

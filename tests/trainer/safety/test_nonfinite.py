@@ -97,7 +97,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-@pytest.mark.fault("a loss or a gradient that is no number ends the run before a weight is touched")
+@pytest.mark.fault("a NaN loss or gradient ends the run before it changes a weight")
 @pytest.mark.parametrize("max_norm", [1.0, None])
 @pytest.mark.parametrize("how", ["outputs", "gradients", "loss"])
 def test_a_run_ends_before_a_weight_is_touched(how: str, max_norm: float | None, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_run_ends_before_a_weight_is_touched(how: str, max_norm: float | None,
     assert max(path.name for path in tmp_path.glob("*/checkpoints/*")) == "checkpoint-00000005"
 
 
-@pytest.mark.fault("a loss or a gradient that is no number: the update is left out")
+@pytest.mark.fault("a NaN loss or gradient: the update is skipped")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("how", ["outputs", "gradients"])
 def test_an_update_that_is_left_out_leaves_no_trace(how: str, accumulation: int) -> None:
@@ -152,7 +152,7 @@ def normalized(**options: Any) -> Trainer:
     return prepared(model=Normalized("nothing"), **options)
 
 
-@pytest.mark.fault("a loss that is no number: running statistics are as before")
+@pytest.mark.fault("a NaN loss: running statistics are restored")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_skipped_update_leaves_running_statistics_alone(processes: int) -> None:
     def train() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -165,7 +165,7 @@ def test_a_skipped_update_leaves_running_statistics_alone(processes: int) -> Non
         assert_equal(actual, expected)
 
 
-@pytest.mark.fault("a loss that is no number ends the run: running statistics are as before")
+@pytest.mark.fault("a NaN loss ends the run: running statistics are restored")
 def test_a_run_that_ends_leaves_running_statistics_finite() -> None:
     one = normalized()
     with pytest.raises(NonFiniteError, match="Weights and buffers are as before this step"):
@@ -219,7 +219,7 @@ def test_too_many_updates_that_are_left_out_end_the_run() -> None:
     assert one.state.step == 3
 
 
-@pytest.mark.fault("a loss that is no number: the run goes back to a checkpoint")
+@pytest.mark.fault("a NaN loss: the run rewinds to a checkpoint")
 def test_a_run_goes_back_to_its_checkpoint_and_leaves_out_what_led_astray(tmp_path: Path) -> None:
     options: dict[str, Any] = {"shuffle": True, "num_train_epochs": 2}
     one = prepared("outputs", on_nonfinite="rewind", save_every=4, output_dir=tmp_path, **options)
@@ -233,7 +233,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_leaves_out_what_led_astray(tmp_pa
     assert [end - first for first, end in state.left_out] == [4, 4]
 
 
-@pytest.mark.fault("a run that went back, interrupted and gone on with")
+@pytest.mark.fault("a rewound run, interrupted and resumed")
 def test_a_run_that_went_back_resumes_to_the_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on_nonfinite": "rewind", "save_every": 2, "num_train_epochs": 2, "loss_spike": 50}
     expected, state, _ = after(prepared("outputs", output_dir=tmp_path / "whole", **options))
@@ -251,7 +251,7 @@ def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out() -> None:
     assert (state.skipped, state.left_out) == (1, [])
 
 
-@pytest.mark.fault("a loss that leaps up is left out")
+@pytest.mark.fault("a loss spike is skipped")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_loss_far_beyond_the_usual_is_no_reason_to_learn(accumulation: int) -> None:
     bad = 39  # the last update's, when the usual is known
@@ -269,7 +269,7 @@ def test_a_loss_far_beyond_the_usual_is_no_reason_to_learn(accumulation: int) ->
         assert (state.skipped, max(watched.losses) > 100) == (1, True)
 
 
-@pytest.mark.fault("a loss or a gradient that is no number, on one of two processes")
+@pytest.mark.fault("a NaN loss or gradient on one of two ranks")
 @pytest.mark.parametrize("how", ["outputs", "gradients"])
 def test_all_processes_hear_whose_samples_they_were(how: str) -> None:
     def train() -> tuple[str, int, list[int]]:
@@ -313,7 +313,7 @@ def test_spikes_are_those_of_all_processes_together() -> None:
     assert losses == pytest.approx(alone(), abs=2e-4)
 
 
-@pytest.mark.fault("a gradient that is no number, in shards on two processes")
+@pytest.mark.fault("a NaN gradient in shards on two ranks")
 def test_shards_are_guarded_too() -> None:
     def train() -> tuple[str, int]:
         one = prepared("outputs", fsdp=plugin())
@@ -326,7 +326,7 @@ def test_shards_are_guarded_too() -> None:
         assert step == 2
 
 
-@pytest.mark.fault("a loss that is no number, under fp16")
+@pytest.mark.fault("a NaN loss under fp16")
 def test_overflows_of_fp16_are_the_scalers_and_a_loss_that_is_none_is_not() -> None:
     options: dict[str, Any] = {"mixed_precision": "fp16", "num_train_epochs": 2, "callbacks": []}
     _, state, _ = after(prepared(points=points(), **options))
