@@ -98,8 +98,12 @@ def test_what_cannot_be_tried_is_refused() -> None:
     for model_trainer, options, told in (
         (trainer(), {"largest": 0}, "largest must be a whole number of at least 1"),
         (trainer(), {"updates": 1}, "updates must be a whole number of at least 2"),
-        (trainer(train_dataset=DataLoader(points()[0])), {}, "those of a DataLoader are made already"),  # type: ignore[arg-type]
-        (Stepping(nn.Linear(6, 2), arguments(), train_dataset=points()), {}, "what your training_step does besides"),
+        (trainer(train_dataset=DataLoader(points()[0])), {}, "a DataLoader has its batch size already"),  # type: ignore[arg-type]
+        (
+            Stepping(nn.Linear(6, 2), arguments(), train_dataset=points()),
+            {},
+            "training_step would run once for each part",
+        ),
         (trainer(callbacks=[SAM()]), {}, "SAM does not support split batches"),
     ):
         with pytest.raises(ConfigurationError, match=told):

@@ -103,10 +103,10 @@ def test_a_trial_that_is_not_worth_it_is_ended_early() -> None:
     class Steps(Callback):
         def on_fit_end(self, run: Run) -> None:
             seen.append(run.state.step)
-            assert run.control.reason is None or "is not worth going on" in run.control.reason
+            assert run.control.reason is None or "the trial was pruned at" in run.control.reason
 
     model_trainer.events.add(Steps())
-    with pytest.raises(ConfigurationError, match="None of the 2 trials came to its end"):
+    with pytest.raises(ConfigurationError, match="None of the 2 trials completed"):
         model_trainer.search({"learning_rate": [0.1]}, n=2, study=study)
     assert seen == [10, 10]  # the second evaluation is the first that counts
     assert [trial.state.name for trial in study.trials] == ["PRUNED", "PRUNED"]
@@ -147,7 +147,7 @@ def test_a_trial_that_fails_is_told_and_the_search_goes_on() -> None:
     assert states == {4: "failed", 5: "failed", 6: "failed", 8: "complete"}
     assert found.best_params == {"per_device_train_batch_size": 8}
     with pytest.raises(
-        ConfigurationError, match=r"None of the 1 trials .* failed: NonFiniteError: In step 1 the loss is"
+        ConfigurationError, match=r"None of the 1 trials .* last failure: NonFiniteError: In step 1 the loss is"
     ):
         fragile().search(**grid(6), n=1)
 
@@ -202,21 +202,21 @@ def test_processes_train_the_same_trials() -> None:
     assert len(trials) == 2
     assert is_same
     assert sorted(trial["state"] for trial in failed) == ["complete", "failed"]
-    assert told == "None of the 1 trials came to its end with a value."
+    assert told == "None of the 1 trials completed with a value."
     assert (is_without_study, second[-1]) == (False, True)
 
 
 def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces: list[tuple[Any, str]] = [
-        ({}, "give what to search by the names of arguments"),
-        ({"learning_rat": [0.1]}, "'learning_rat', which is no argument of TrainingArguments. Did you mean"),
-        ({"mixed_precision": ["no", "bf16"]}, "'mixed_precision', which is of the engine"),
+        ({}, "must be a dict by the names of arguments"),
+        ({"learning_rat": [0.1]}, "'learning_rat', which is not an argument of TrainingArguments. Did you mean"),
+        ({"mixed_precision": ["no", "bf16"]}, "'mixed_precision', which sets up the accelerator"),
         ({"learning_rate": (0.0, 1.0, "log")}, "with low above 0"),
-        ({"learning_rate": (1.0, 0.1)}, r"space\['learning_rate'\]=\(1.0, 0.1\): give a list"),
-        ({"learning_rate": 0.1}, "give a list of numbers or texts"),
-        ({"warmup": []}, "give a list of numbers or texts"),
+        ({"learning_rate": (1.0, 0.1)}, r"space\['learning_rate'\]=\(1.0, 0.1\) must be a list"),
+        ({"learning_rate": 0.1}, "must be a list of numbers or strings"),
+        ({"warmup": []}, "must be a list of numbers or strings"),
         (lambda trial: [trial], r"space\(trial\) returned a list"),
-        (lambda trial: {"output_dir": "there"}, "'output_dir', which is said by the search"),
+        (lambda trial: {"output_dir": "there"}, "'output_dir', which is set by the search"),
         ({"learning_rate": [-1.0]}, "learning_rate"),
     ]
     for space, told in spaces:
@@ -230,12 +230,15 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             "metric_for_best='eval_f1' is not a metric of the evaluations. These are: eval_loss, eval_acc",
         ),
         ({"metric": "gain"}, "cannot be inferred from the name of the metric 'gain'"),
-        ({"study": optuna.create_study(direction="maximize")}, "The study is to maximize, and this search to minimize"),
+        (
+            {"study": optuna.create_study(direction="maximize")},
+            "The study's direction is maximize, but this search must minimize",
+        ),
     )
     for options, told in bad:
         with pytest.raises(ConfigurationError, match=told):
             made().search(good, **options)
-    with pytest.raises(ConfigurationError, match="goes by evaluations, and there are none"):
+    with pytest.raises(ConfigurationError, match="needs evaluations, but there are none"):
         made(eval_dataset=None, metrics=None).search(good)
     model = nn.Linear(6, 2)
     with pytest.raises(ConfigurationError, match="makes a new optimizer for each trial"):

@@ -146,7 +146,7 @@ def test_what_cannot_be_swept_is_refused() -> None:
     bad: tuple[tuple[dict[str, Any], str], ...] = (
         ({"lowest": 0.0}, "lowest must be a finite number above 0"),
         ({"highest": math.inf}, "highest must be a finite number above 0"),
-        ({"lowest": 1.0, "highest": 0.1}, "lowest=1.0 is not below highest=0.1"),
+        ({"lowest": 1.0, "highest": 0.1}, "lowest=1.0 must be below highest=0.1"),
         ({"updates": 9}, "updates must be a whole number of at least 10"),
     )
     for options, told in bad:
@@ -154,8 +154,8 @@ def test_what_cannot_be_swept_is_refused() -> None:
             trainer().find_learning_rate(**options)
     models = {"one": network(), "other": network()}
     two = Hidden(models, arguments(), train_dataset=points(), callbacks=[Watching()])
-    with pytest.raises(ConfigurationError, match=r"looks for one learning rate, and there are optimizers one, other"):
+    with pytest.raises(ConfigurationError, match=r"needs a single optimizer, but there are one, other"):
         two.find_learning_rate()
     two.accelerator.free_memory()
-    with pytest.raises(ConfigurationError, match=r"Hidden.training_step tells none"):
+    with pytest.raises(ConfigurationError, match=r"Hidden.training_step returns none"):
         Hidden(network(), arguments(), train_dataset=points()).find_learning_rate()

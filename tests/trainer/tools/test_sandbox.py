@@ -272,11 +272,11 @@ def test_what_cannot_be_rehearsed_is_refused(tool: str) -> None:
 
     options = ({"learning_rate": [0.1]},) if tool == "search" else ()
     told = rf"{tool}\(\) "
-    with pytest.raises(ConfigurationError, match=told + r"trains for itself, and fit\(\) is under way"):
+    with pytest.raises(ConfigurationError, match=told + r"cannot run while fit\(\) is in progress"):
         trainer(callbacks=[During()]).fit()
     with pytest.raises(ConfigurationError, match=told + "needs data"):
         getattr(trainer(train_dataset=None), tool)(*options)
-    with pytest.raises(ConfigurationError, match=told + r".*\(Once\), which can be read once only"):
+    with pytest.raises(ConfigurationError, match=told + r".*\(Once\), which can be read only once"):
         getattr(trainer(train_dataset=Once()), tool)(*options)
 
 

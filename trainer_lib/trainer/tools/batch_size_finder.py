@@ -1,4 +1,4 @@
-"""This file is the search for a batch size: some updates with batches that double, until one does not fit."""
+"""Finding the largest batch size that fits into memory: some updates for each size, doubling until one fails."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +22,11 @@ _TOOL = "find_batch_size"
 
 
 def find_batch_size(trainer: "Trainer", largest: int, updates: int) -> int:
-    """Do what `Trainer.find_batch_size` says."""
+    """Find the batch size; see `Trainer.find_batch_size`."""
     check_count("largest", largest)
-    check_count("updates", updates, at_least=2)  # the first one makes the optimizer's state, which the second one has
+    check_count(
+        "updates", updates, at_least=2
+    )  # the first update allocates the optimizer's state, so the second needs the most memory
     check_can_sandbox(trainer, _TOOL)
     _check(trainer)
     world = trainer.accelerator.num_processes
@@ -39,28 +41,30 @@ def find_batch_size(trainer: "Trainer", largest: int, updates: int) -> int:
 
 
 def _fitting(trainer: "Trainer", size: int, updates: int) -> int:
-    """Train with batches of a size, and return how many samples of them fit at once, on all processes."""
+    """Train with batches of a size, and return how many of their samples fit at once on all ranks."""
     from trainer_lib.trainer.trainer import Trainer
 
     args, watch = trainer.args, _Watch(size)
     accumulates = args.global_batch_size is not None or (args.gradient_accumulation_steps or 1) > 1
     changes: dict[str, Any] = {
-        # A process whose batch does not fit goes on with parts of it: the others wait for it.
+        # A rank whose batch does not fit continues with parts of it, as the others wait for it.
         "per_device_train_batch_size": AUTO,
         "global_batch_size": None,
-        "gradient_accumulation_steps": 2 if accumulates else 1,  # gradients are there while the second one computes
+        "gradient_accumulation_steps": 2
+        if accumulates
+        else 1,  # so that the second micro-batch computes while gradients are in memory
         "max_steps": updates,
     }
     with short_sandbox(trainer, _TOOL, [watch], takes_part=lambda callback: not callback.saves_memory, **changes):
         vars(trainer)["train_dataloader"] = _loader(trainer, size)
         Trainer.fit(trainer)
-    # What this size took is to be free for the next; on a CPU there is plenty, and cycles go by themselves.
+    # Free the memory of this size before the next. A CPU has enough, and collects cycles by itself.
     clear_device_cache(garbage_collection=trainer.accelerator.device.type != "cpu")
     return min(trainer.accelerator.group.all_gather_objects(watch.fits))
 
 
 class _Watch(Callback):
-    """Keeps how many samples fit at once on this process."""
+    """Records how many samples fit at once on this rank."""
 
     def __init__(self, size: int) -> None:
         self.fits = size
@@ -71,7 +75,7 @@ class _Watch(Callback):
 
 
 def _loader(trainer: "Trainer", size: int) -> Callable[[], DataLoader[Any]]:
-    """Return what makes the loader of batches of a size, whatever the arguments say of it."""
+    """Return a `train_dataloader` with a given batch size instead of the arguments' one."""
 
     def train_dataloader() -> DataLoader[Any]:
         args = trainer.args
@@ -89,13 +93,13 @@ def _check(trainer: "Trainer") -> None:
 
     if isinstance(trainer.train_dataset, DataLoader) or type(trainer).train_dataloader is not Trainer.train_dataloader:
         raise ConfigurationError(
-            f"{_TOOL}() makes batches of several sizes, and those of a DataLoader are made already. Give the dataset: "
+            f"{_TOOL}() makes batches of several sizes, but a DataLoader has its batch size already. Give the dataset: "
             "Trainer(train_dataset=…)."
         )
     if trainer.has_own_step:
         raise ConfigurationError(
-            f"{_TOOL}() computes what does not fit in parts, and what your training_step does besides would be done "
-            "for each. Override compute_loss instead."
+            f"{_TOOL}() splits batches that do not fit, so training_step would run once for each part. Override "
+            "compute_loss instead."
         )
     if callback := next((callback for callback in trainer.events if not callback.supports_batch_splitting), None):
         raise ConfigurationError(
@@ -104,6 +108,6 @@ def _check(trainer: "Trainer") -> None:
         )
     if trainer.accelerator.strategy.needs_lockstep and trainer.accelerator.num_processes > 1:
         raise UnsupportedError(
-            f"{_TOOL}() lets a process whose batch does not fit compute it in parts, and the processes of a sharded "
-            "model compute all together. Try sizes by hand, in a run each."
+            f"{_TOOL}() splits a batch that does not fit on a rank, but all ranks of a sharded model compute together. "
+            "Try batch sizes in separate runs."
         )

@@ -1,4 +1,4 @@
-"""This file is the search for better arguments: trials that train the same model anew, each with other ones."""
+"""Hyperparameter search with optuna: trials that train from the same weights with other arguments."""
 
 import dataclasses
 import math
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _TOOL = "search"
-_FOLDER = "search"  # in output_dir, so that a run that goes on does not find trials
+_FOLDER = "search"  # in output_dir, so that resume does not find the trials
 _LOG = "log"
-# What all trials share: the engine, and what the search itself says.
+# Arguments that all trials share, and why.
 _OF_ALL = {
-    **dict.fromkeys(("mixed_precision", "compile", "fsdp", "parallelism", "ddp", "use_cpu"), "is of the engine"),
-    **dict.fromkeys(("gradient_checkpointing", "sync_batchnorm", "parameter_groups"), "changes the model for good"),
-    **dict.fromkeys(("seed", "data_seed"), "seeds the engine's loaders"),
-    **dict.fromkeys(("output_dir", "run_name", "resume", "dry_run"), "is said by the search"),
-    **dict.fromkeys(("metric_for_best", "greater_is_better"), "is what the search goes by"),
+    **dict.fromkeys(("mixed_precision", "compile", "fsdp", "parallelism", "ddp", "use_cpu"), "sets up the accelerator"),
+    **dict.fromkeys(("gradient_checkpointing", "sync_batchnorm", "parameter_groups"), "changes the model permanently"),
+    **dict.fromkeys(("seed", "data_seed"), "seeds the accelerator's loaders"),
+    **dict.fromkeys(("output_dir", "run_name", "resume", "dry_run"), "is set by the search"),
+    **dict.fromkeys(("metric_for_best", "greater_is_better"), "is the objective of the search"),
 }
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -48,15 +48,15 @@ Space = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found; the same on all processes.
+    """The result of a search, the same on all ranks.
 
     Attributes:
-        metric: What it went by.
-        best_params: The arguments of the best trial that were searched for.
-        best_value: Its metric, of its last evaluation.
-        args: The trainer's arguments with those in their places.
+        metric: The metric that the search optimizes.
+        best_params: The searched arguments of the best trial.
+        best_value: The metric of its last evaluation.
+        args: The trainer's arguments with those of the best trial.
         trials: For each trial its number, its state ("complete", "pruned" or "failed"), value and params.
-        study: The study of optuna's, on the main process.
+        study: The optuna study, on the main process.
     """
 
     metric: str
@@ -75,7 +75,7 @@ class SearchResult:
         return pandas.DataFrame(rows).set_index("number")
 
     def __str__(self) -> str:
-        """Return the best trial, and how many there were."""
+        """Return the best trial, and the counts of trials by state."""
         params = ", ".join(f"{name}={_short(value)}" for name, value in self.best_params.items())
         states = [trial["state"] for trial in self.trials]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
@@ -85,13 +85,13 @@ class SearchResult:
 def search(
     trainer: "Trainer", space: Space, n: int, metric: str | None, greater_is_better: bool | None, study: Any
 ) -> SearchResult:
-    """Do what `Trainer.search` says."""
+    """Search; see `Trainer.search`."""
     check_count("n", n)
     check_can_sandbox(trainer, _TOOL)
     _check(trainer, metric)
     if metric is None:
         metric, greater_is_better = trainer.default_metric, trainer.args.greater_is_better
-    assert metric is not None  # since there is something to evaluate on
+    assert metric is not None  # as there is an evaluation set
     is_more = greater_is_better_for(metric, greater_is_better)
     full = metric if metric.startswith("eval_") else f"eval_{metric}"
     searching = _Searching(trainer, space, full, is_more, study)
@@ -99,22 +99,22 @@ def search(
     return searching.result()
 
 
-# -- what is asked ----------------------------------------------------------------------------------------------------
+# -- the study --------------------------------------------------------------------------------------------------------
 
 
 class _FailedTrialError(Exception):
-    """A trial has failed, and the search goes on."""
+    """A trial has failed, and the search continues."""
 
 
 class _Searching:
-    """Optuna's study, which the main process has; the others hear from it what to train.
+    """The search: the main process has the optuna study, and broadcasts each trial's arguments to the other ranks.
 
     Args:
-        trainer: Whose arguments are searched for.
-        space: From where.
-        metric: What it goes by.
-        is_more: Whether more of that is better.
-        study: A study that is there; `None`: a new one.
+        trainer: The trainer.
+        space: The search space.
+        metric: The metric to optimize.
+        is_more: Whether higher is better.
+        study: An existing study; `None`: a new one.
     """
 
     def __init__(self, trainer: "Trainer", space: Space, metric: str, is_more: bool, study: Any) -> None:
@@ -127,7 +127,7 @@ class _Searching:
             self.study: Any = _study(trainer, is_more, study) if self._leads else None
 
     def run(self, n: int) -> None:
-        """Train as many trials as that, on all processes at once."""
+        """Train `n` trials, each on all ranks."""
         if self._leads:
             self.study.optimize(self._objective, n_trials=n, catch=(_FailedTrialError,))
             self._agree(_nothing)  # that there are no more
@@ -136,7 +136,7 @@ class _Searching:
             self._train(proposed, None)
 
     def _objective(self, asked: Any) -> float:
-        """Do as optuna wants it: train with what it proposes."""
+        """Train with the arguments that optuna proposes, and return the metric."""
         trial = self._train(self._agree(partial(self._proposed, asked)), asked)
         if trial.is_interrupted:
             self.study.stop()
@@ -170,15 +170,15 @@ class _Searching:
         return trial
 
     def result(self) -> SearchResult:
-        """Return what was found.
+        """Return the result.
 
         Raises:
-            ConfigurationError: If no trial came to its end.
+            ConfigurationError: If no trial completed.
         """
         records, best = self._group.broadcast_objects([self._found() if self._leads else None])[0]
         if best is None:
-            why = f" The last one that failed: {self._failure}" if self._failure else ""
-            raise ConfigurationError(f"None of the {len(records)} trials came to its end with a value.{why}")
+            reason = f" The last failure: {self._failure}" if self._failure else ""
+            raise ConfigurationError(f"None of the {len(records)} trials completed with a value.{reason}")
         return SearchResult(
             metric=self._metric,
             best_params=best["params"],
@@ -203,8 +203,8 @@ class _Searching:
 
 
 def _optuna() -> Any:
-    # optuna keeps an ImportError of its own import, and with its traceback the frames of whoever imported it first. In
-    # a thread these hold neither the trainer nor its model.
+    # optuna keeps an ImportError from its own import, whose traceback holds the frames of the first importer. In a
+    # thread these frames hold neither the trainer nor its model.
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(require, "optuna", "search").result()
 
@@ -217,7 +217,7 @@ def _study(trainer: "Trainer", is_more: bool, given: Any) -> Any:
     there = [direction.name.lower() for direction in given.directions]
     if there != [direction]:
         raise ConfigurationError(
-            f"The study is to {' and '.join(there)}, and this search to {direction}. Give "
+            f"The study's direction is {' and '.join(there)}, but this search must {direction}. Give "
             f'optuna.create_study(direction="{direction}"), or greater_is_better=….'
         )
     return given
@@ -227,14 +227,14 @@ def _nothing() -> None:
     """Do what the processes do that do not ask."""
 
 
-# -- from where --------------------------------------------------------------------------------------------------------
+# -- the search space --------------------------------------------------------------------------------------------------
 
 
 def _suggestions(space: Any) -> Callable[[Any], dict[str, Any]]:
-    """Return the function of a trial that a mapping of descriptions means."""
+    """Return a function that draws a trial's arguments from a mapping of descriptions."""
     if not isinstance(space, Mapping) or not space:
         raise ConfigurationError(
-            f"space={space!r}: give what to search by the names of arguments, such as "
+            f"space={space!r} must be a dict by the names of arguments, such as "
             '{"learning_rate": (1e-5, 1e-2, "log")}, or a function of a trial that returns arguments by name.'
         )
     _check_names(space)
@@ -243,7 +243,7 @@ def _suggestions(space: Any) -> Callable[[Any], dict[str, Any]]:
 
 
 def _suggestion(name: str, description: Any) -> Callable[[Any], Any]:
-    """Return the function of a trial that one description means: a list of choices, or a range."""
+    """Return a function that draws one argument: from a list of choices, or a range."""
     if isinstance(description, list) and description and all(isinstance(choice, _PLAIN) for choice in description):
         return lambda trial: trial.suggest_categorical(name, description)
     if (
@@ -258,8 +258,8 @@ def _suggestion(name: str, description: Any) -> Callable[[Any], Any]:
         if is_range:
             return lambda trial: trial.suggest_float(name, low, high, log=is_log)
     raise ConfigurationError(
-        f"space[{name!r}]={description!r}: give a list of numbers or texts to choose from, a range (low, high), of "
-        'whole numbers if both are, or (low, high, "log") with low above 0. Anything else takes a function of a trial.'
+        f"space[{name!r}]={description!r} must be a list of numbers or strings to choose from, a range (low, high) (of "
+        'integers if both are), or (low, high, "log") with low above 0. For anything else give a function of a trial.'
     )
 
 
@@ -272,28 +272,30 @@ def _check_names(params: Mapping[str, Any]) -> None:
     for name in params:
         if name not in known:
             raise ConfigurationError(
-                f"space has {name!r}, which is no argument of TrainingArguments.{did_you_mean(name, known)}"
+                f"space has {name!r}, which is not an argument of TrainingArguments.{did_you_mean(name, known)}"
             )
         if name in _OF_ALL:
-            raise ConfigurationError(f"space has {name!r}, which {_OF_ALL[name]}, and so is the same for all trials.")
+            raise ConfigurationError(
+                f"space has {name!r}, which {_OF_ALL[name]} and must be the same for all trials. Remove it."
+            )
 
 
 # -- a trial -----------------------------------------------------------------------------------------------------------
 
 
 class _Trial:
-    """One training.
+    """One trial.
 
     Args:
-        trainer: Who trains.
+        trainer: The trainer.
         number: The number of the trial.
         params: The arguments to train with.
-        reporting: Who tells of evaluations.
+        reporting: The callback that reports evaluations to optuna.
 
     Attributes:
-        value: The metric of its last evaluation; `None` as long as there is none.
-        failure: Why it failed; `None`: it did not.
-        is_interrupted: Whether a signal or the like ended it.
+        value: The metric of its last evaluation; `None` before the first.
+        failure: Why it failed; `None` if it did not.
+        is_interrupted: Whether a signal or a deadline ended it.
     """
 
     def __init__(self, trainer: "Trainer", number: int, params: Mapping[str, Any], reporting: "_Reporting") -> None:
@@ -304,11 +306,11 @@ class _Trial:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether optuna ended it early, as the main process knows."""
+        """Whether optuna pruned it, known on the main process."""
         return self._reporting.is_pruned
 
     def train(self, is_more: bool) -> None:
-        """Train from where the trainer stands, and leave it there."""
+        """Train from the trainer's current state, and restore that state."""
         trainer, root = self._trainer, self._trainer.args.output_folder
         of_search = {
             "output_dir": None if root is None else str(root / _FOLDER),
@@ -341,24 +343,24 @@ class _Trial:
             self.failure = f"{self._reporting.metric} is {self.value}"
 
     def _is_survived(self, error: Exception) -> bool:
-        """Whether the search goes on: not where it is set up wrongly, or the other processes may wait for this one."""
-        if isinstance(error, NonFiniteError):  # which all processes find together
+        """Whether the search continues: not after a wrong setup, nor if the other ranks may wait for this one."""
+        if isinstance(error, NonFiniteError):  # raised on all ranks together
             return True
         is_of_trial = isinstance(error, NoExecutableBatchSizeError) or not isinstance(error, TrainerLibError)
         return is_of_trial and self._trainer.accelerator.num_processes == 1
 
 
 class _Reporting(Callback):
-    """Tells optuna of each evaluation, and ends the trial if optuna sees no use in it."""
+    """Reports each evaluation to optuna, and ends the trial if optuna prunes it."""
 
-    order = 1000  # what others put into the metrics counts
+    order = 1000  # after callbacks that add metrics
 
     def __init__(self, metric: str, asked: Any) -> None:
-        self.metric, self._asked = metric, asked  # which the main process has
+        self.metric, self._asked = metric, asked  # optuna's trial, on the main process only
         self.is_pruned = False
 
     def read(self, metrics: Mapping[str, float]) -> float:
-        """Return the metric that the search goes by."""
+        """Return the metric that the search optimizes."""
         return read_metric(self.metric, metrics, f"search(metric={self.metric!r})")
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
@@ -370,14 +372,14 @@ class _Reporting(Callback):
         self._asked.report(value, run.state.step)
         if self._asked.should_prune():
             self.is_pruned = run.control.stop = True
-            run.control.reason = f"{self.metric} of {value:.6g} is not worth going on"
+            run.control.reason = f"the trial was pruned at {self.metric} = {value:.6g}"
 
 
 def _check(trainer: "Trainer", metric: str | None) -> None:
     if trainer.evaluation_interval is None:
         given = "" if metric is None else f"metric={metric!r}: "
         raise ConfigurationError(
-            f"{given}{_TOOL}() goes by evaluations, and there are none. Give Trainer(eval_dataset=…), and no "
+            f"{given}{_TOOL}() needs evaluations, but there are none. Give Trainer(eval_dataset=…), and leave out "
             'eval_every="never".'
         )
     for name, given in (("optimizer", trainer.optimizer), ("scheduler", trainer.scheduler)):

@@ -1,4 +1,4 @@
-"""This file is the search for a learning rate: some updates at rates that rise, and what the loss makes of them."""
+"""Finding a learning rate: some updates at increasing rates, and the loss at each."""
 
 import math
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _TOOL = "find_learning_rate"
-_FEWEST = 10  # updates, of which a slope can be told
-_BESIDE = 3  # losses to each side that one is smoothed with
-_ENDS = 3  # losses at the beginning, and at the end, that tell whether the loss has diverged
-_DIVERGED = 3.0  # how many times what it was at first it has risen by
+_FEWEST = 10  # updates, for a slope to be meaningful
+_BESIDE = 3  # the neighbours on each side in the smoothing mean
+_ENDS = 3  # the first and the last losses that are compared to detect divergence
+_DIVERGED = 3.0  # the loss has diverged if it rises by this multiple of its first value
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSweep:
-    """What the loss made of rising learning rates.
+    """The losses at increasing learning rates.
 
     Attributes:
         rates: The learning rates.
-        losses: The loss of the update that each was used for, over all processes, before that update.
-        has_diverged: Whether the sweep ended because the loss was lost.
+        losses: The loss at each rate, over all ranks, before the update with that rate.
+        has_diverged: Whether the sweep ended because the loss diverged.
 
     Example:
         >>> rates = [10.0**power for power in range(-5, 5)]
@@ -46,7 +46,7 @@ class LearningRateSweep:
 
     @property
     def smoothed(self) -> list[float]:
-        """The losses, each as the mean with its three neighbours to each side, as far as there are any."""
+        """The losses, each averaged with up to three neighbours on each side."""
         return [
             float(np.mean(self.losses[max(0, place - _BESIDE) : place + _BESIDE + 1]))
             for place in range(len(self.losses))
@@ -54,9 +54,9 @@ class LearningRateSweep:
 
     @property
     def suggestion(self) -> float | None:
-        """The rate at which the smoothed loss falls steepest, over the logarithm of the rate; `None`: it never falls.
+        """The rate with the steepest fall of the smoothed loss over log(rate); `None` if the loss never falls.
 
-        Looked for up to the lowest point of the smoothed loss.
+        Only rates up to the lowest point of the smoothed loss count.
         """
         smoothed = np.array(self.smoothed)
         if len(smoothed) < 2:
@@ -66,10 +66,10 @@ class LearningRateSweep:
         return self.rates[steepest] if slopes[steepest] < 0 else None
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the losses over the rates, and return matplotlib's axes.
+        """Plot the losses over the rates, and return matplotlib's axes.
 
         Args:
-            axes: Where to; by default in a new figure.
+            axes: The axes to draw on; by default those of a new figure.
         """
         require("matplotlib", "plot")
         from matplotlib import pyplot
@@ -84,21 +84,21 @@ class LearningRateSweep:
         return axes
 
     def __str__(self) -> str:
-        """Return what was found, in a line."""
+        """Return the result in one line."""
         over = f"{len(self.rates)} updates, from {self.rates[0]:.3g} to {self.rates[-1]:.3g}"
         end = ", where the loss diverged" if self.has_diverged else ""
         if self.suggestion is None:
             return f"no learning rate to suggest: the loss does not fall in {over}{end}"
-        return f"learning rate {self.suggestion:.3g}: there the loss falls steepest in {over}{end}"
+        return f"learning rate {self.suggestion:.3g}: the steepest fall of the loss in {over}{end}"
 
 
 def find_learning_rate(trainer: "Trainer", lowest: float, highest: float, updates: int) -> LearningRateSweep:
-    """Do what `Trainer.find_learning_rate` says."""
+    """Sweep learning rates; see `Trainer.find_learning_rate`."""
     check_positive("lowest", lowest)
     check_positive("highest", highest)
     check_count("updates", updates, at_least=_FEWEST)
     if lowest >= highest:
-        raise ConfigurationError(f"lowest={lowest} is not below highest={highest}, and the rates rise between them.")
+        raise ConfigurationError(f"lowest={lowest} must be below highest={highest}.")
     from trainer_lib.trainer.trainer import Trainer
 
     sweep = _Sweep(np.geomspace(lowest, highest, updates).tolist())
@@ -106,22 +106,22 @@ def find_learning_rate(trainer: "Trainer", lowest: float, highest: float, update
         try:
             Trainer.fit(trainer)
         except NonFiniteError:
-            if not sweep.losses:  # it is not the rate's fault
+            if not sweep.losses:  # the learning rate did not cause it
                 raise
             sweep.has_diverged = True
     if not sweep.losses:
-        own = f"{type(trainer).__name__}.training_step tells none: return the LossResult of what it differentiates"
+        own_step = f"{type(trainer).__name__}.training_step returns none: return its LossResult"
         raise ConfigurationError(
-            f"{_TOOL}() goes by the loss, and "
-            f"{own if trainer.has_own_step else 'nothing in the batches counts for it: all labels are ignored'}."
+            f"{_TOOL}() needs the loss, but "
+            f"{own_step if trainer.has_own_step else 'all labels in the batches are ignored'}."
         )
     return LearningRateSweep(rates=sweep.used, losses=sweep.losses, has_diverged=sweep.has_diverged)
 
 
 class _Sweep(Modifier):
-    """Sets the learning rate of each update, and keeps its loss."""
+    """Sets the learning rate of each update, and records its loss."""
 
-    order = 1000  # after whatever else sets a rate
+    order = 1000  # after other callbacks that set the learning rate
 
     def __init__(self, rates: Sequence[float]) -> None:
         self._rates = rates
@@ -133,11 +133,11 @@ class _Sweep(Modifier):
     def on_fit_begin(self, run: Run) -> None:
         if len(run.optimizers) > 1:
             raise ConfigurationError(
-                f"{_TOOL}() looks for one learning rate, and there are optimizers {', '.join(run.optimizers)}. Sweep "
-                "the model of each in a Trainer of its own."
+                f"{_TOOL}() needs a single optimizer, but there are {', '.join(run.optimizers)}. Sweep each model in a "
+                "separate Trainer."
             )
         rates = [_rate(group) for group in run.optimizer.param_groups]
-        # Groups with rates of their own keep the ratio to the rate of the whole.
+        # Groups with their own learning rates keep their ratio to the optimizer's rate.
         whole = float(run.optimizer.defaults.get("lr", 0.0)) or max(rates)
         self._shares = [rate / whole if whole else 1.0 for rate in rates]
 
@@ -150,17 +150,17 @@ class _Sweep(Modifier):
                 group["lr"] = rate * share
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
-        if "loss" in values:  # else nothing in this batch counts
+        if "loss" in values:  # otherwise all labels of the batch are ignored
             self.used.append(self._rates[run.state.step - 1])
             self.losses.append(values["loss"])
         if _is_lost(self.losses):
             self.has_diverged = True
-            run.control.agree("stop")  # all processes have the same loss, and come to it at the same step
+            run.control.agree("stop")  # all ranks have the same loss, so all stop at the same step
 
 
 def _rate(group: dict[str, Any]) -> float:
     if "lr" not in group:
-        raise ConfigurationError(f"{_TOOL}() sets the learning rate, and this optimizer has none: no 'lr' in a group.")
+        raise ConfigurationError(f"{_TOOL}() sets the learning rate, but the optimizer's groups have no 'lr'.")
     return float(group["lr"])
 
 

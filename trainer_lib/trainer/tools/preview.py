@@ -1,4 +1,4 @@
-"""This file is a look at the first batches of training, as the model would get them."""
+"""A preview of the first training batches, as the model gets them."""
 
 import base64
 import html
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _TOOL = "preview"
-_TEXTS, _LETTERS = 2, 200  # rows that are shown as text, and how much of each
-_CLASSES = 10  # labels that are counted
+_TEXTS, _LETTERS = 2, 200  # rows that are shown as text, and the characters of each
+_CLASSES = 10  # labels whose counts are shown
 _IMAGES, _CHANNELS = 4, (1, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A tensor of a batch, or what else is in it.
+    """A tensor of a batch, or another value in it.
 
     Attributes:
-        name: Where it is in the batch.
-        kind: Its type: that of a tensor's numbers, else that of Python.
-        shape: Its shape; of a list its length.
-        device: Where it is; `None` for what is no tensor.
-        low: The least of its finite numbers; `None` where there are none.
-        high: The largest.
-        not_finite: How many of its numbers are none, or infinite.
+        name: Its name in the batch.
+        kind: The dtype of a tensor, or the Python type.
+        shape: Its shape; for a list its length.
+        device: Its device; `None` for values that are not tensors.
+        low: The smallest finite number; `None` if there are none.
+        high: The largest finite number.
+        not_finite: How many of its numbers are NaN or Inf.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Part:
     not_finite: int = 0
 
     def __str__(self) -> str:
-        """Return it in a line, without its name."""
+        """Return its description in one line, without its name."""
         words = [self.kind, str(list(self.shape))]
         words += [f"on {self.device}"] if self.device else []
         words += [f"{self.low:.4g} … {self.high:.4g}"] if self.low is not None else []
@@ -66,14 +66,14 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchView:
-    """What there is to see of a batch.
+    """A description of a batch.
 
     Attributes:
-        rows: Its samples; `None` where that cannot be told.
-        parts: What is in it.
-        texts: The first rows as texts, by the names of their tokens, where there is a processor that decodes.
-        labels: How often each label is there, where they are classes.
-        images: The first images, from 0 to 1 and with their channels last, where there are any.
+        rows: The number of samples; `None` if it is not known.
+        parts: The values in the batch.
+        texts: The first rows decoded as text, by the names of their tokens, if there is a tokenizer.
+        labels: The count of each label, if labels are classes.
+        images: The first images, scaled to 0 to 1 with channels last, if there are any.
     """
 
     rows: int | None
@@ -85,18 +85,18 @@ class BatchView:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The first batches of this process, as the model gets them; shown as text, and in a notebook as a table.
+    """The first batches of this rank, as the model gets them; shown as text, or as a table in a notebook.
 
     Attributes:
-        batches: What there is to see of each.
-        changed_by: The callbacks that may have changed them.
+        batches: The description of each batch.
+        changed_by: The callbacks that may have changed the batches.
     """
 
     batches: list[BatchView]
     changed_by: list[str] = field(default_factory=list[str])
 
     def __repr__(self) -> str:
-        """Return it as text."""
+        """Return the preview as text."""
         lines = [f"batches changed by {', '.join(self.changed_by)}"] if self.changed_by else []
         for number, batch in enumerate(self.batches, start=1):
             told = _told(batch)
@@ -106,7 +106,7 @@ class Preview:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return it as HTML, with the images inside."""
+        """Return the preview as HTML, with embedded images."""
         changed = f"<p>batches changed by {html.escape(', '.join(self.changed_by))}</p>" if self.changed_by else ""
         parts = [changed]
         for number, batch in enumerate(self.batches, start=1):
@@ -121,7 +121,7 @@ class Preview:
 
 
 def preview(trainer: "Trainer", batches: int) -> Preview:
-    """Do what `Trainer.preview` says."""
+    """Preview batches; see `Trainer.preview`."""
     check_count("batches", batches)
     with short_sandbox(trainer, _TOOL, max_steps=batches):
         changing = [
@@ -171,7 +171,7 @@ class _Looking(Loop):
         """Leave the weights alone: there are no gradients."""
 
 
-# -- what there is to see ---------------------------------------------------------------------------------------------
+# -- the description of a batch ---------------------------------------------------------------------------------------
 
 
 def _view_of(batch: Any, trainer: "Trainer") -> BatchView:
@@ -186,7 +186,7 @@ def _view_of(batch: Any, trainer: "Trainer") -> BatchView:
 
 
 def _readable(name: str) -> str:
-    """Return the way to a part of a batch as people say it: `labels` instead of `['labels']`."""
+    """Return the readable name of a part of a batch: `labels` instead of `['labels']`."""
     return name.replace("']['", ".").replace("['", "").replace("']", "").lstrip(".") or "batch"
 
 

@@ -23,7 +23,7 @@ from trainer_lib.trainer.safety.module_buffers import Buffers
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
-# What a short sandbox leaves out of a run: all but the updates themselves.
+# The arguments of a short sandbox, which only makes updates.
 _SHORT: Mapping[str, Any] = {
     "output_dir": None,
     "resume": "never",
@@ -51,37 +51,37 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def check_can_sandbox(trainer: "Trainer", tool: str) -> None:
-    """Check that there is something to rehearse, and that it can be done twice.
+    """Check that a tool can train in a sandbox.
 
     Raises:
-        ConfigurationError: If a run is under way, there is no data, or data that can be read once only.
+        ConfigurationError: If a run is in progress, there is no data, or the data can be read only once.
     """
     if trainer.run.state.status == "running":
-        raise ConfigurationError(f"{tool}() trains for itself, and fit() is under way. Call it before or after that.")
+        raise ConfigurationError(f"{tool}() cannot run while fit() is in progress. Call it before or after fit().")
     data = trainer.train_dataset
     if data is None and type(trainer).train_dataloader is _trainer_class().train_dataloader:
         raise ConfigurationError(f"{tool}() needs data: Trainer(train_dataset=…), or override train_dataloader().")
     dataset = data.dataset if isinstance(data, DataLoader) else data
     if hasattr(type(dataset), "__next__"):
         raise ConfigurationError(
-            f"{tool}() reads the first batches, which fit() is to read again, and train_dataset is an iterator "
-            f"({type(dataset).__name__}), which can be read once only. Give a dataset whose __iter__ begins anew."
+            f"{tool}() reads the first batches, which fit() must read again, but train_dataset is an iterator "
+            f"({type(dataset).__name__}), which can be read only once. Give a dataset whose __iter__ starts over."
         )
 
 
 @contextmanager
 def sandbox(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks: Sequence[Callback]) -> Generator[None]:
-    """Return the context in which `fit` is a sandbox.
+    """Return a context in which `fit` trains in a sandbox and leaves no trace.
 
-    After it weights, running statistics, gradients, optimizers, the engine, the generators and the trainer's
-    attributes are as they were, to the bit; only that the models are prepared by then, as after an evaluation. What a
-    dataset notes about having been read is its own affair.
+    Afterwards weights, running statistics, gradients, optimizers, the accelerator, random generators and the trainer's
+    attributes are restored bit for bit. The models stay prepared, as after an evaluation. State that a dataset keeps
+    about its reads is not restored.
 
     Args:
-        trainer: The trainer; all processes have to rehearse.
-        tool: The verb that does, for errors.
-        args: The arguments to go by.
-        callbacks: Who listens. Callbacks that change training are to be copies: see `copy_callbacks`.
+        trainer: The trainer; all ranks must enter the sandbox.
+        tool: The name of the tool, for errors.
+        args: The arguments to train with.
+        callbacks: The callbacks. Give copies of those that change training: see `copy_callbacks`.
     """
     check_can_sandbox(trainer, tool)
     before_fit.check(trainer)
@@ -92,7 +92,7 @@ def sandbox(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks: S
         stack.enter_context(_engine_kept(accelerator))
         stack.enter_context(_models_kept(trainer))
         stack.enter_context(_optimizers_kept(trainer))
-        trainer.is_rehearsing, trainer._has_fitted = True, False  # so that fit takes the models as they are prepared
+        trainer.is_rehearsing, trainer._has_fitted = True, False  # so that fit uses the prepared models
         trainer.args, trainer.events = args, Dispatcher(callbacks)
         trainer._evaluator = Evaluator(accelerator, trainer.events, trainer.evaluation_step)
         yield
@@ -106,16 +106,16 @@ def short_sandbox(
     takes_part: Callable[[Callback], bool] = lambda callback: True,
     **changes: Any,
 ) -> Generator[None]:
-    """Return the context in which `fit` makes some updates and nothing besides: it writes, shows and evaluates nothing.
+    """Return a sandbox in which `fit` only makes updates: it writes, shows and evaluates nothing.
 
-    There is no schedule. Of the callbacks those take part that change training.
+    There is no learning-rate schedule. Of the trainer's callbacks, only those that change training take part.
 
     Args:
         trainer: The trainer.
-        tool: The verb that rehearses.
-        listening: Who listens too.
+        tool: The name of the tool, for errors.
+        listening: Further callbacks.
         takes_part: Which of the trainer's modifiers take part.
-        **changes: Other arguments than the trainer's.
+        **changes: Arguments that replace the trainer's.
     """
     check_can_sandbox(trainer, tool)
     args = dataclasses.replace(trainer.args, **{**_SHORT, **changes})
@@ -127,7 +127,7 @@ def short_sandbox(
 
 
 def copy_callbacks(trainer: "Trainer", tool: str, callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return copies of callbacks, which know the same trainer, models and data.
+    """Return copies of callbacks that refer to the same trainer, models and data.
 
     Raises:
         ConfigurationError: If one cannot be copied.
@@ -135,16 +135,16 @@ def copy_callbacks(trainer: "Trainer", tool: str, callbacks: Iterable[Callback])
     models = [trainer.model] if isinstance(trainer.model, nn.Module) else list(trainer.model.values())
     shared = [trainer, trainer.accelerator, trainer.args, trainer.train_dataset, trainer.eval_dataset]
     shared += [part for model in models for part in (*model.modules(), *model.parameters(), *model.buffers())]
-    found: list[Callback] = []
+    copied: list[Callback] = []
     for callback in callbacks:
         try:
-            found.append(copy.deepcopy(callback, {id(thing): thing for thing in shared}))
+            copied.append(copy.deepcopy(callback, {id(thing): thing for thing in shared}))
         except Exception as error:
             raise ConfigurationError(
                 f"{tool}() trains with copies of the callbacks, but {type(callback).__name__} cannot be copied: "
                 f"{error}. Give it a __deepcopy__."
             ) from error
-    return found
+    return copied
 
 
 def _trainer_class() -> "type[Trainer]":
@@ -157,12 +157,12 @@ def _no_schedule(*arguments: Any, **named: Any) -> None:
     del arguments, named
 
 
-# -- what is kept ----------------------------------------------------------------------------------------------------
+# -- the restored state ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _engine_kept(accelerator: Accelerator) -> Generator[None]:
-    """Have the engine know of no optimizer, schedule or loader, and afterwards of those that it knew before."""
+    """Empty the accelerator's lists of optimizers, schedules and loaders, and restore them afterwards."""
     lists: list[list[Any]] = [
         accelerator._optimizers,
         accelerator._schedulers,
@@ -191,7 +191,7 @@ def _engine_kept(accelerator: Accelerator) -> Generator[None]:
 
 @contextmanager
 def _models_kept(trainer: "Trainer") -> Generator[None]:
-    """Put back what models hold: weights and gradients, running statistics, modes, and plain values of modules."""
+    """Restore the models: weights, gradients, running statistics, modes, and plain attributes of modules."""
     accelerator = trainer.accelerator
     prepared = trainer.prepare_models()
     modules = [*prepared, *(value for value in vars(trainer).values() if isinstance(value, nn.Module))]
@@ -212,7 +212,7 @@ def _models_kept(trainer: "Trainer") -> Generator[None]:
 
 
 def _parameters(trainer: "Trainer", modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the parameters, each once; of a sharded model the shards, for what a forward has left whole."""
+    """Return each parameter once; for a sharded model its shard, even if a forward left it unsharded."""
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     return list(trainer.accelerator.strategy.current_parameters(parameters.values()))
 
@@ -222,7 +222,7 @@ def _plain_values(module: nn.Module) -> dict[str, Any]:
 
 
 class _Weight:
-    """A parameter, and what it was; in the memory of the host, so that the device has room for what is tried."""
+    """A parameter and its saved value, which is kept in CPU memory to leave the device's memory free."""
 
     def __init__(self, parameter: Any) -> None:
         self._parameter, self._is_trained, self._gradient = parameter, parameter.requires_grad, parameter.grad
@@ -241,13 +241,13 @@ class _Weight:
 
 
 def _local(tensor: Any) -> Tensor:
-    """Return what of a tensor is on this process."""
+    """Return the part of a tensor that is on this rank."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 @contextmanager
 def _optimizers_kept(trainer: "Trainer") -> Generator[None]:
-    """Put back optimizers, also those that were there before, and the trainer's attributes."""
+    """Restore optimizers, including those that existed before, and the trainer's attributes."""
     before = dict(vars(trainer))
     kept: list[_Optimizer] = []
     vars(trainer)["configure_optimizer"] = _noting(trainer.configure_optimizer, kept)
@@ -261,7 +261,7 @@ def _optimizers_kept(trainer: "Trainer") -> Generator[None]:
 
 
 def _noting(configure: Callable[[], Any], kept: "list[_Optimizer]") -> Callable[[], Any]:
-    """Return `configure_optimizer`, which keeps what optimizers are before anything is made of them."""
+    """Return a `configure_optimizer` that records the state of optimizers before they are prepared."""
 
     def configure_optimizer() -> Any:
         made = configure()
@@ -273,7 +273,7 @@ def _noting(configure: Callable[[], Any], kept: "list[_Optimizer]") -> Callable[
 
 
 class _Optimizer:
-    """An optimizer, and what it was."""
+    """An optimizer and its saved state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._attributes = optimizer, dict(vars(optimizer))
@@ -288,7 +288,7 @@ class _Optimizer:
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
             parameters = group["params"]
             group.clear()
-            # A rate in a tensor is one that others may hold too.
+            # Other objects may refer to a learning rate in a tensor.
             kept = {n: now.copy_(was) if isinstance(now, Tensor) else was for n, (now, was) in options.items()}
             group.update(params=parameters, **kept)
         optimizer.state.clear()
