@@ -44,7 +44,7 @@ from trainer_lib.trainer.losses.loss_checks import check_loss, check_weight
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight, sum_from_mean
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import count_items, is_scalar
-from trainer_lib.trainer.losses.objectives import LossFunction, Objective, OwnLoss
+from trainer_lib.trainer.losses.objectives import LossFunction, ModelLoss, Objective
 from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics
 from trainer_lib.trainer.optim.optimizer_modes import weights_in_use
 from trainer_lib.trainer.publish.save_pretrained import read_arguments, save_model
@@ -776,7 +776,7 @@ class Trainer:
             if isinstance(self.loss_fn, nn.Module):
                 self.loss_fn.to(self.accelerator.device)
             return LossFunction(self.loss_fn, bare, self.args.label_names, self._mean_check(bare))
-        return OwnLoss(bare, self.num_items, self._mean_check(bare))
+        return ModelLoss(bare, self.num_items, self._mean_check(bare))
 
     def _mean_check(self, bare: nn.Module) -> MeanCheck:
         accelerator = self.accelerator

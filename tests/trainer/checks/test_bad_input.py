@@ -192,7 +192,7 @@ CONSTRUCTED: dict[str, tuple[type[TrainerLibError], str, Callable[[], Any]]] = {
     "a loss of each sample": (ConfigurationError, "'none'", lambda: trainer(loss_fn=nn.MSELoss(reduction="none"))),
     "a loss that sums": (
         ConfigurationError,
-        "reduction='sum'…LossResult(",
+        "reduction='mean'…(got 'sum')…LossResult(",
         lambda: trainer(loss_fn=functools.partial(F.mse_loss, reduction="sum")),
     ),
     "a collate function by name": (ConfigurationError, "collate_fn='pad'", lambda: trainer(collate_fn="pad")),
@@ -289,7 +289,7 @@ CONSTRUCTED: dict[str, tuple[type[TrainerLibError], str, Callable[[], Any]]] = {
     "a warm-up longer than all": (ConfigurationError, "warmup=50…max_steps=3", lambda: trainer(warmup=50)),
     "an automatic batch size of evaluations": (
         ConfigurationError,
-        "per_device_eval_batch_size='auto'…in parts by itself",
+        "per_device_eval_batch_size='auto' is not supported…by itself",
         lambda: trainer(per_device_eval_batch_size="auto"),
     ),
     "a folder that is a file": (ConfigurationError, "is a file", lambda: trainer(output_dir=__file__)),
@@ -327,8 +327,8 @@ BEFORE: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
         {"train_dataset": lambda: DataLoader(TensorDataset(INPUTS[:0], CLASSES[:0]))},
     ),
     "tensors of different lengths": (ConfigurationError, "0: 16, 1: 5", {"train_dataset": (INPUTS, CLASSES[:5])}),
-    "a path": (ConfigurationError, "'data.csv', the name of something", {"train_dataset": "data.csv"}),
-    "a generator": (ConfigurationError, "list_iterator…one pass", {"train_dataset": iter([1, 2])}),
+    "a path": (ConfigurationError, "'data.csv', a name or path", {"train_dataset": "data.csv"}),
+    "a generator": (ConfigurationError, "list_iterator…read only once", {"train_dataset": iter([1, 2])}),
     "a dataset's class": (ConfigurationError, "the class TensorDataset", {"train_dataset": TensorDataset}),
     "a number": (ConfigurationError, "train_dataset is a int", {"train_dataset": 5}),
     "several sets": (
@@ -341,7 +341,11 @@ BEFORE: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
         "drop_last=True…16…32",
         {"drop_last": True, "per_device_train_batch_size": 32},
     ),
-    "weights for other samples": (ConfigurationError, "2 weights…16 samples", {"sample_weights": [1.0, 2.0]}),
+    "weights for other samples": (
+        ConfigurationError,
+        "one weight per sample: it has 2…16 samples",
+        {"sample_weights": [1.0, 2.0]},
+    ),
     "a column that is not there": (
         ConfigurationError,
         "'len'…x, labels…length_column",
@@ -521,7 +525,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     ),
     "a warm-up longer than the epochs": (
         ConfigurationError,
-        "50 steps is longer than all 2",
+        "longer than the run (got 50 of 2 steps)",
         {"warmup": 50, "max_steps": None, "num_train_epochs": 1},
     ),
     "samples of nothing": (ConfigurationError, "'0'…NoneType…collate_fn", {"train_dataset": [(None, 0)] * 8}),
@@ -575,7 +579,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     ),
     "a model with a number as its loss": (
         ConfigurationError,
-        "The model returned a float…before .item()",
+        "The model returned a float…without calling .item()",
         answers(lambda scores, labels: {"loss": 1.0}),
     ),
     "a text to compare": (
@@ -586,7 +590,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "a loss that is lost": (ConfigurationError, "loss_fn returned a NoneType…return missing", loses(lambda o, t: None)),
     "a loss read too early": (
         ConfigurationError,
-        "loss_fn returned a float…before .item()",
+        "loss_fn returned a float…without calling .item()",
         loses(lambda o, t: F.cross_entropy(o, t).item()),
     ),
     "a loss of each sample, of one's own": (
@@ -608,7 +612,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     ),
     "values of other shapes": (
         ConfigurationError,
-        "mse_loss compares value by value…(8, 1)…(8,)…targets[:, None]",
+        "mse_loss needs outputs and targets of the same shape…(8, 1)…(8,)…targets[:, None]",
         loses(F.mse_loss, model=lambda: nn.Linear(4, 1), train_dataset=(INPUTS, torch.randn(16))),
     ),
     "labels with a point": (
@@ -619,7 +623,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "short labels": (ConfigurationError, "int64…int32", {"train_dataset": (INPUTS, CLASSES.int())}),
     "labels in a column": (
         ConfigurationError,
-        "(8,), and here (8, 1)…targets.reshape(8)",
+        "of shape (8,)…got (8, 1)…targets.reshape(8)",
         {"train_dataset": (INPUTS, CLASSES[:, None])},
     ),
     "labels out of range": (
@@ -629,7 +633,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     ),
     "negative labels": (
         ConfigurationError,
-        "this batch has -1 to -1…from 0, or ignore",
+        "got -1 to -1…from 0, or mark labels to ignore",
         {"train_dataset": (INPUTS, torch.full((16,), -1))},
     ),
     "weights for other classes": (
@@ -783,7 +787,7 @@ def test_a_loss_of_nothing_that_the_optimizer_has_is_an_error() -> None:
             return SGD(Head().parameters(), 0.1)
 
     model_trainer = trainer(kind=Aside)
-    refused(ConfigurationError, "No parameter of the optimizer got a gradient…another model", model_trainer.fit)
+    refused(ConfigurationError, "No parameter of the optimizer got a gradient…made from this model", model_trainer.fit)
     assert model_trainer.state.step == 0
 
 

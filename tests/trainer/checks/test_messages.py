@@ -15,7 +15,7 @@ INPUTS, SIDES = points(16)
 
 def test_labels_that_are_texts_are_to_be_numbered() -> None:
     samples = [(row, "right" if side else "left") for row, side in zip(INPUTS, SIDES, strict=True)]
-    with pytest.raises(ConfigurationError, match=r"the targets are texts, such as '(left|right)'\. Give each class a"):
+    with pytest.raises(ConfigurationError, match=r"as targets, got texts such as '(left|right)'\. Give each class a"):
         trainer(train_dataset=samples).fit()
 
 
@@ -23,9 +23,9 @@ def test_a_function_in_the_place_of_data_is_named() -> None:
     def samples() -> Any:
         yield INPUTS[0], SIDES[0]
 
-    with pytest.raises(ConfigurationError, match=r"is the function 'samples', whose samples come once a call"):
+    with pytest.raises(ConfigurationError, match=r"is the generator function 'samples': give list\(samples\(\)\)"):
         trainer(train_dataset=samples).fit()
-    with pytest.raises(ConfigurationError, match=r"is the function 'points', and not what it returns: call it"):
+    with pytest.raises(ConfigurationError, match=r"is the function 'points', and not its result: call it"):
         trainer(train_dataset=points).fit()
 
 

@@ -94,4 +94,4 @@ def test_an_evaluation_without_labels_on_one_rank_fails_on_all() -> None:
         return str(raised.value)
 
     for text in run_world(evaluate, (), 2, timeout=60):
-        assert text.startswith("Some batches have no loss, and others have one: 2 on process 1 have none.")
+        assert text.startswith("Some batches have no loss, and others have one: 2 on rank 1 have none.")

@@ -1,4 +1,4 @@
-"""Whatever is given as a metric says of all samples what it would say of them in one process, at once."""
+"""Metrics of all forms: the value over ranks and batches equals that of all samples at once."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,51 +24,51 @@ SAMPLES = 23
 def measured(
     make: Callable[[], Any], step: Any = classify, data: Any = None, processes: int = 2, run: Any = run_world
 ) -> dict[str, float]:
-    """Return what metrics say, evaluated twice on each of several processes, and check that all say the same.
+    """Return metrics, evaluated twice on each of several ranks, and check that all values are the same.
 
-    `run=run_forked` where the metrics come from a library that takes long to import: forks have it already.
+    Give `run=run_forked` for metrics of a library that is slow to import: forked processes have it already.
     """
 
     def body() -> list[dict[str, float]]:
         bench = Bench(step)
-        one = bench.set(dataset(SAMPLES) if data is None else data, make(), batch_size=3)
-        return [bench.evaluate({"": one}) for _ in range(2)]
+        evaluation_set = bench.set(dataset(SAMPLES) if data is None else data, make(), batch_size=3)
+        return [bench.evaluate({"": evaluation_set}) for _ in range(2)]
 
-    told = [found for process in run(body, num_processes=processes, timeout=60) for found in process]
-    assert all(found == told[0] for found in told)
+    results = [values for process in run(body, num_processes=processes, timeout=60) for values in process]
+    assert all(values == results[0] for values in results)
     alone = Bench(step)
     whole = alone.evaluate({"": alone.set(dataset(SAMPLES) if data is None else data, make(), batch_size=100)})
     for name, value in whole.items():
-        np.testing.assert_allclose(told[0][name], value, rtol=1e-6, err_msg=name)
-    assert list(whole) == list(told[0])
-    return {name.removeprefix("eval_"): value for name, value in told[0].items()}
+        np.testing.assert_allclose(results[0][name], value, rtol=1e-6, err_msg=name)
+    assert list(whole) == list(results[0])
+    return {name.removeprefix("eval_"): value for name, value in results[0].items()}
 
 
 def compared(predictions: Tensor, labels: Tensor) -> Callable[[Any, Any], EvaluationOutput]:
-    """Return a step on rows of the two."""
+    """Return an evaluation step that yields predictions and labels as they are."""
     return lambda model, batch: EvaluationOutput(predictions=batch[0], labels=batch[1])
 
 
 class TestNamed:
     def test_errors_are_means_over_values(self) -> None:
         predictions, labels = torch.randn(10, 2), torch.randn(10, 2)
-        found = measured(
+        values = measured(
             lambda: ["mse", "mae", "rmse"], compared(predictions, labels), TensorDataset(predictions, labels)
         )
         difference = (predictions - labels).double()
-        assert found["mse"] == pytest.approx(difference.square().mean().item(), rel=1e-6)
-        assert found["mae"] == pytest.approx(difference.abs().mean().item(), rel=1e-6)
-        assert found["rmse"] == pytest.approx(difference.square().mean().sqrt().item(), rel=1e-6)
+        assert values["mse"] == pytest.approx(difference.square().mean().item(), rel=1e-6)
+        assert values["mae"] == pytest.approx(difference.abs().mean().item(), rel=1e-6)
+        assert values["rmse"] == pytest.approx(difference.square().mean().sqrt().item(), rel=1e-6)
 
     def test_a_column_is_compared_with_a_row_value_by_value(self) -> None:
         predictions, labels = torch.randn(10, 1), torch.randn(10)
-        found = measured(lambda: ["mse"], compared(predictions, labels), TensorDataset(predictions, labels))
-        assert found["mse"] == pytest.approx((predictions[:, 0] - labels).square().mean().item(), rel=1e-6)
+        values = measured(lambda: ["mse"], compared(predictions, labels), TensorDataset(predictions, labels))
+        assert values["mse"] == pytest.approx((predictions[:, 0] - labels).square().mean().item(), rel=1e-6)
 
     def test_perplexity_is_that_of_the_mean_loss(self) -> None:
-        found = measured(lambda: ["perplexity", "accuracy"])
-        assert found["perplexity"] == pytest.approx(np.exp(expected(SAMPLES)["eval_loss"]), rel=1e-6)
-        assert found["accuracy"] == pytest.approx(expected(SAMPLES)["eval_accuracy"])
+        values = measured(lambda: ["perplexity", "accuracy"])
+        assert values["perplexity"] == pytest.approx(np.exp(expected(SAMPLES)["eval_loss"]), rel=1e-6)
+        assert values["accuracy"] == pytest.approx(expected(SAMPLES)["eval_accuracy"])
 
     def test_perplexity_may_be_out_of_range(self) -> None:
         bench = Bench(lambda model, batch: EvaluationOutput(torch.tensor(1e6), 1.0))
@@ -105,10 +105,12 @@ class TestNamed:
             ("accuracy", torch.randn(4, 2), None, "a dataset with labels"),
             ("top5_accuracy", torch.randn(4, 3), torch.ones(4, dtype=torch.int64), "at least 5 scores"),
             ("mse", torch.randn(4, 2), torch.randn(4), r"\(4, 2\).*\(4,\)"),
-            ("perplexity", torch.randn(4, 2), torch.randn(4), "made from the loss"),
+            ("perplexity", torch.randn(4, 2), torch.randn(4), "needs the loss"),
         ],
     )
-    def test_what_cannot_be_compared_is_told(self, metric: str, predictions: Tensor, labels: Any, message: str) -> None:
+    def test_unsuitable_predictions_are_refused(
+        self, metric: str, predictions: Tensor, labels: Any, message: str
+    ) -> None:
         bench = Bench(lambda model, batch: EvaluationOutput(predictions=predictions, labels=labels))
         with pytest.raises(ConfigurationError, match=message):
             bench.evaluate({"": bench.set(dataset(4), [metric])})
@@ -117,7 +119,7 @@ class TestNamed:
 class TestFunctions:
     def test_values_are_averaged_by_rows(self) -> None:
         given, _ = scores(SAMPLES)
-        found = measured(
+        values = measured(
             lambda: {
                 "rows": lambda predictions, labels: predictions[:, 0],
                 "mean": lambda predictions, labels: predictions[:, 0].mean(),
@@ -129,9 +131,9 @@ class TestFunctions:
         )
         first = given[:, 0].double().mean().item()
         for name in ("rows", "mean", "array", "number", "several_first"):
-            assert found[name] == pytest.approx(first, rel=1e-6), name
-        assert found["flags"] == pytest.approx((given[:, 0] > 0).double().mean().item())
-        assert found["several_second"] == pytest.approx(given[:, 1].double().mean().item(), rel=1e-6)
+            assert values[name] == pytest.approx(first, rel=1e-6), name
+        assert values["flags"] == pytest.approx((given[:, 0] > 0).double().mean().item())
+        assert values["several_second"] == pytest.approx(given[:, 1].double().mean().item(), rel=1e-6)
 
     @pytest.mark.parametrize("value", [torch.ones(2), torch.ones(3, 2), "good", None])
     def test_other_values_are_refused(self, value: Any) -> None:
@@ -139,7 +141,7 @@ class TestFunctions:
         with pytest.raises(ConfigurationError, match=r"'odd'|odd returned"):
             bench.evaluate({"": bench.set(dataset(3), {"odd": lambda predictions, labels: value})})
 
-    def test_other_names_on_other_processes_are_told(self) -> None:
+    def test_different_names_on_different_ranks_are_an_error(self) -> None:
         def body() -> str:
             bench = Bench()
             odd = {"odd": lambda predictions, labels: {os.environ["RANK"]: 1.0}}
@@ -147,11 +149,11 @@ class TestFunctions:
                 bench.evaluate({"": bench.set(dataset(9), odd)})
             return str(error.value)
 
-        assert all("[['0'], ['1']]" in told for told in run_world(body, timeout=60))
+        assert all("[['0'], ['1']]" in results for results in run_world(body, timeout=60))
 
 
 class Merged:
-    """Counts, and can be merged; it has no reset."""
+    """A count that can be merged and has no reset."""
 
     def __init__(self) -> None:
         self.rows, self.updates = 0, 0
@@ -168,7 +170,7 @@ class Merged:
 
 
 class Unmerged:
-    """Depends on the order, and cannot be merged."""
+    """A value that depends on the order and cannot be merged."""
 
     def __init__(self) -> None:
         self.resets = 0
@@ -194,9 +196,9 @@ class TestObjects:
             objects.append(Merged())
             return {"merged": objects[-1]}
 
-        found = measured(make, processes=3, run=run_forked)
-        assert found == {"loss": found["loss"], "merged": SAMPLES, "merged_parts_twice": 2 * SAMPLES}
-        assert objects[-1].rows == 0  # it has no reset, so it is a copy that counts
+        values = measured(make, processes=3, run=run_forked)
+        assert values == {"loss": values["loss"], "merged": SAMPLES, "merged_parts_twice": 2 * SAMPLES}
+        assert objects[-1].rows == 0  # without a reset, a copy counts
 
     def test_have_the_rows_of_all_in_order_if_not(self) -> None:
         state = 0.0
@@ -242,7 +244,7 @@ class TestObjects:
 
         assert run_world(body, num_processes=3, timeout=60) == [SAMPLES] * 3
 
-    def test_values_that_are_no_numbers_are_told(self) -> None:
+    def test_values_that_are_not_numbers_are_refused(self) -> None:
         class Matrix(Merged):
             def compute(self) -> Any:
                 return {"matrix": torch.ones(2, 2)}
@@ -278,15 +280,15 @@ class TestTorchMetrics:
         def made() -> dict[str, Any]:
             return {**make(), "whole": OfFirst()}
 
-        found = measured(made, step, processes=3, run=run_forked)
+        values = measured(made, step, processes=3, run=run_forked)
         given, labels = scores(SAMPLES)
         at_once = make()
         at_once["whole"].update(given[:, 0], given[:, 1])
         for name in ("summed", "lists", "whole"):
             if name != "whole":
                 at_once[name].update(given, labels)
-            assert found[name] == pytest.approx(at_once[name].compute().item(), rel=1e-5), name
-        assert {"f1", "recall", *(f"wrapped_multiclassf1score_{n}" for n in range(CLASSES))} <= set(found)
+            assert values[name] == pytest.approx(at_once[name].compute().item(), rel=1e-5), name
+        assert {"f1", "recall", *(f"wrapped_multiclassf1score_{n}" for n in range(CLASSES))} <= set(values)
 
     @pytest.mark.slow
     def test_own_ones_are_merged_only_where_that_is_exact(self) -> None:
@@ -342,9 +344,9 @@ class TestTorchMetrics:
 
         handed_round = {name: metric.needs_all_rows for name, metric in as_metrics(make()).items()}
         assert handed_round == {"rows": False, "unsaid": True, "averaged": True, "parent": True}
-        found = measured(make, processes=3, run=run_forked)
-        assert [found[name] for name in ("rows", "unsaid", "parent")] == [SAMPLES] * 3
-        assert found["averaged"] == scores(SAMPLES)[0].max()
+        values = measured(make, processes=3, run=run_forked)
+        assert [values[name] for name in ("rows", "unsaid", "parent")] == [SAMPLES] * 3
+        assert values["averaged"] == scores(SAMPLES)[0].max()
 
     def test_processes_without_a_batch_have_nothing_to_merge(self) -> None:
         torchmetrics = pytest.importorskip("torchmetrics")
@@ -365,8 +367,8 @@ class TestTorchMetrics:
             return EvaluationOutput(predictions=batch[0], labels=batch[1].clamp(min=0))
 
         given, labels = scores(SAMPLES)
-        found = measured(lambda: {"accuracy": torcheval.MulticlassAccuracy()}, step, run=run_forked)
-        assert found["accuracy"] == pytest.approx((given.argmax(1) == labels.clamp(min=0)).double().mean().item())
+        values = measured(lambda: {"accuracy": torcheval.MulticlassAccuracy()}, step, run=run_forked)
+        assert values["accuracy"] == pytest.approx((given.argmax(1) == labels.clamp(min=0)).double().mean().item())
 
 
 MODULE = """
@@ -398,17 +400,17 @@ class TestEvaluate:
 
     def test_modules_see_classes_of_all(self, module: Callable[[], Any]) -> None:
         given, labels = scores(SAMPLES)
-        found = measured(lambda: {"matches": module()}, run=run_forked)
-        assert found["matches"] == pytest.approx((given.argmax(1) == labels).double().mean().item())
-        assert found["matches_last"] == given[-1].argmax()
+        values = measured(lambda: {"matches": module()}, run=run_forked)
+        assert values["matches"] == pytest.approx((given.argmax(1) == labels).double().mean().item())
+        assert values["matches_last"] == given[-1].argmax()
 
     @pytest.mark.slow
     def test_several_are_combined(self, module: Callable[[], Any]) -> None:
         evaluate = pytest.importorskip("evaluate")
-        found = measured(lambda: {"both": evaluate.combine({"one": module(), "other": module()})}, run=run_forked)
-        assert {"both_one_matches", "both_other_last"} <= set(found)
+        values = measured(lambda: {"both": evaluate.combine({"one": module(), "other": module()})}, run=run_forked)
+        assert {"both_one_matches", "both_other_last"} <= set(values)
 
-    def test_errors_are_told_to_all(self, module: Callable[[], Any]) -> None:
+    def test_errors_are_raised_on_all_ranks(self, module: Callable[[], Any]) -> None:
         def body() -> None:
             def step(model: Any, batch: Any) -> EvaluationOutput:
                 return EvaluationOutput(predictions=["a text"] * len(batch[1]), labels=batch[1])
@@ -438,7 +440,7 @@ class TestEvaluate:
 
         assert run_world(body, timeout=60) == [SAMPLES] * 2
 
-    def test_its_own_way_of_meeting_is_refused(self) -> None:
+    def test_num_process_of_evaluate_is_refused(self) -> None:
         class Loaded:
             num_process = 2
 
@@ -473,14 +475,14 @@ class TestGiven:
             (type("Late", (), {"compute": lambda self: 1.0})(), "compute_metrics"),
         ],
     )
-    def test_what_is_no_metric_is_refused(self, thing: Any, message: str) -> None:
+    def test_values_that_are_not_metrics_are_refused(self, thing: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             as_metric(thing, "odd")
 
     def test_names_that_are_taken_are_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="'loss'"):
             as_metrics({"loss": "accuracy"})
-        with pytest.raises(ConfigurationError, match="Two metrics are called 'accuracy'"):
+        with pytest.raises(ConfigurationError, match="Two metrics have the name 'accuracy'"):
             as_metrics(["accuracy", "accuracy"])
 
 
@@ -509,11 +511,11 @@ class TestComputeMetrics:
             }
             return bench.evaluate(sets)
 
-        for found in run_world(body, num_processes=3, timeout=60):
+        for values in run_world(body, num_processes=3, timeout=60):
             names = ["eval_loss", "eval_sum", "eval_plain", "eval_parts_n", "eval_two_loss", "eval_two_rows"]
-            assert list(found) == names
-            assert found["eval_sum"] == pytest.approx(float(given.sum()), rel=1e-5)
-            assert (found["eval_parts_n"], found["eval_two_rows"]) == (SAMPLES, 2 * SAMPLES)
+            assert list(values) == names
+            assert values["eval_sum"] == pytest.approx(float(given.sum()), rel=1e-5)
+            assert (values["eval_parts_n"], values["eval_two_rows"]) == (SAMPLES, 2 * SAMPLES)
 
     def test_rows_of_other_sizes_are_padded(self) -> None:
         seen: list[Any] = []
@@ -566,11 +568,11 @@ def _of_scikit_learn(predictions: Tensor, labels: Tensor) -> dict[str, float]:
 
     counted = labels != -100
     chosen, actual = predictions.argmax(-1)[counted].numpy(), labels[counted].numpy()
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, function in (("f1", sk.f1_score), ("precision", sk.precision_score), ("recall", sk.recall_score)):
         for average in ("macro", "micro", "weighted"):
-            found[f"{name}_{average}"] = function(actual, chosen, average=average, zero_division=cast("Any", 0))
-    return found
+            values[f"{name}_{average}"] = function(actual, chosen, average=average, zero_division=cast("Any", 0))
+    return values
 
 
 class TestClassification:
@@ -579,43 +581,43 @@ class TestClassification:
         predictions, labels = torch.randn(23, classes), torch.randint(0, min(classes, 6), (23,))
         labels[2::5] = -100
         expected = _of_scikit_learn(predictions, labels)
-        found = measured(lambda: [*expected, "f1"], compared(predictions, labels), TensorDataset(predictions, labels))
-        assert found == pytest.approx({**expected, "f1": expected["f1_macro"]}, rel=1e-12)
+        values = measured(lambda: [*expected, "f1"], compared(predictions, labels), TensorDataset(predictions, labels))
+        assert values == pytest.approx({**expected, "f1": expected["f1_macro"]}, rel=1e-12)
 
     def test_of_two_classes_it_is_that_of_class_1(self) -> None:
         from sklearn import metrics as sk
 
         predictions, labels = torch.randn(23, 2), torch.randint(0, 2, (23,))
-        found = measured(
+        values = measured(
             lambda: ["f1", "precision", "recall", "auroc"],
             compared(predictions, labels),
             TensorDataset(predictions, labels),
         )
         chosen = predictions.argmax(-1)
-        assert found["f1"] == pytest.approx(sk.f1_score(labels, chosen), rel=1e-12)
-        assert found["precision"] == pytest.approx(sk.precision_score(labels, chosen), rel=1e-12)
-        assert found["recall"] == pytest.approx(sk.recall_score(labels, chosen), rel=1e-12)
-        assert found["auroc"] == pytest.approx(sk.roc_auc_score(labels, predictions.softmax(-1)[:, 1]), rel=1e-12)
+        assert values["f1"] == pytest.approx(sk.f1_score(labels, chosen), rel=1e-12)
+        assert values["precision"] == pytest.approx(sk.precision_score(labels, chosen), rel=1e-12)
+        assert values["recall"] == pytest.approx(sk.recall_score(labels, chosen), rel=1e-12)
+        assert values["auroc"] == pytest.approx(sk.roc_auc_score(labels, predictions.softmax(-1)[:, 1]), rel=1e-12)
 
     def test_the_area_counts_ties_by_half_and_classes_alike(self) -> None:
         from sklearn import metrics as sk
 
         scores_of_one, sides = torch.randint(0, 4, (23,)).float(), torch.randint(0, 2, (23,))
-        found = measured(lambda: ["auroc"], compared(scores_of_one, sides), TensorDataset(scores_of_one, sides))
-        assert found["auroc"] == pytest.approx(sk.roc_auc_score(sides, scores_of_one), rel=1e-12)
+        values = measured(lambda: ["auroc"], compared(scores_of_one, sides), TensorDataset(scores_of_one, sides))
+        assert values["auroc"] == pytest.approx(sk.roc_auc_score(sides, scores_of_one), rel=1e-12)
         predictions, labels = torch.randn(23, 3), torch.arange(23) % 3
-        found = measured(lambda: ["auroc"], compared(predictions, labels), TensorDataset(predictions, labels))
+        values = measured(lambda: ["auroc"], compared(predictions, labels), TensorDataset(predictions, labels))
         shares = predictions.double().softmax(-1).numpy()
-        assert found["auroc"] == pytest.approx(sk.roc_auc_score(labels, shares, multi_class="ovr"), rel=1e-12)
+        assert values["auroc"] == pytest.approx(sk.roc_auc_score(labels, shares, multi_class="ovr"), rel=1e-12)
 
-    def test_what_cannot_be_counted_is_an_error(self) -> None:
+    def test_labels_that_cannot_be_counted_are_refused(self) -> None:
         metric = as_metric("f1", "f1")
         metric.begin(torch.device("cpu"))
         with pytest.raises(ConfigurationError, match="needs a score for each class"):
             metric.update(EvaluationOutput(predictions=torch.randn(4), labels=torch.randint(0, 2, (4,))))
-        with pytest.raises(ConfigurationError, match=r"counts classes from 0, and a label is -1\."):
+        with pytest.raises(ConfigurationError, match=r"needs labels of at least 0 \(got -1\)"):
             metric.update(EvaluationOutput(predictions=torch.randn(4, 2), labels=torch.tensor([-1, 0, 1, 1])))
         area = as_metric("auroc", "auroc")
         area.begin(torch.device("cpu"))
-        with pytest.raises(ConfigurationError, match="or one score a label"):
+        with pytest.raises(ConfigurationError, match="or one score per label"):
             area.update(EvaluationOutput(predictions=torch.randint(0, 2, (4,)), labels=torch.randint(0, 2, (4,))))

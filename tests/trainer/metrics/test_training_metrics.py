@@ -45,12 +45,12 @@ def test_two_processes_measure_what_one_would_of_uneven_data() -> None:
         assert found[1] == pytest.approx(expected(16, 19, 19), rel=1e-6)
 
 
-def test_what_is_no_mean_is_refused() -> None:
+def test_metrics_that_are_not_means_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="train_metrics has 'f1', which is not a mean over labels or rows"):
         trainer(train_metrics=["f1"])
 
 
-def test_a_step_without_outputs_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_outputs_gives_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     def without_outputs(self: Any, model: Any, batch: Any) -> Any:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 

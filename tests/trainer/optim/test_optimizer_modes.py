@@ -1,4 +1,4 @@
-"""Tests of schedule-free optimizers: the right mode at each moment of a run, on one process and two."""
+"""Schedule-free optimizers: the right mode throughout a run, on one rank and two."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +22,7 @@ BETA = 0.9
 class Unmarked(torch.optim.Optimizer):
     """Schedule-free SGD as in the package `schedulefree`: a model has y in training, and the average x elsewhere.
 
-    It does not say which mode it is in, so that each switch moves the weights.
+    It does not track its mode, so each switch moves the weights.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = RATE, weight_decay: float = 0.0) -> None:
@@ -56,7 +56,7 @@ class Unmarked(torch.optim.Optimizer):
 
 
 class ScheduleFree(Unmarked):
-    """One whose groups say which mode it is in: switching twice does nothing, and it refuses to step unprepared."""
+    """Schedule-free SGD whose groups hold the mode: switching twice does nothing, and evaluation mode cannot step."""
 
     def __init__(self, params: Iterable[Any], lr: float = RATE, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr, weight_decay)
@@ -90,8 +90,8 @@ OPTIONS: dict[str, Any] = {"learning_rate": RATE, "lr_scheduler": "constant", "m
 SHARDED = FullyShardedDataParallelPlugin(min_num_params=1, auto_wrap_policy="size_based_wrap")
 
 
-class Looks(Modifier):
-    """Keeps the weights while a model is trained, evaluated and saved."""
+class Recorder(Modifier):
+    """Records the weights while a model is trained, evaluated and saved."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,7 +113,7 @@ class Looks(Modifier):
 
 
 def by_hand() -> tuple[list[Named], list[Named]]:
-    """Return the weights that are trained and their averages, at the start and after each update."""
+    """Return the training weights and their averages, at the start and after each update."""
     model = network()
     optimizer = ScheduleFree(model.parameters())
     optimizer.train()
@@ -129,71 +129,73 @@ def by_hand() -> tuple[list[Named], list[Named]]:
     return raw, averages
 
 
-def looked_at(folder: Path, kind: str = "ScheduleFree", **options: Any) -> tuple[Looks, Named, Named]:
-    """Return what a run with evaluations shows, and its weights after it, before and after another evaluation."""
-    looks = Looks(folder)
+def recorded_run(folder: Path, kind: str = "ScheduleFree", **options: Any) -> tuple[Recorder, Named, Named]:
+    """Return the records of a run with evaluations, and its weights before and after another evaluation."""
+    recorder = Recorder(folder)
     args = arguments(optimizer=f"{__name__}.{kind}", eval_every=3, **OPTIONS, **options)
-    one = trainer(args, callbacks=[looks], eval_dataset=points(16))
-    one.fit()
-    final = weights(one.unwrapped_model)
-    one.evaluate()
-    one.predict(points(16))
-    one.save_model(folder)
-    return looks, final, weights(one.unwrapped_model)
+    run_trainer = trainer(args, callbacks=[recorder], eval_dataset=points(16))
+    run_trainer.fit()
+    final = weights(run_trainer.unwrapped_model)
+    run_trainer.evaluate()
+    run_trainer.predict(points(16))
+    run_trainer.save_model(folder)
+    return recorder, final, weights(run_trainer.unwrapped_model)
 
 
-def check(looks: Looks, final: Named, after: Named) -> None:
-    """Compare with what was computed by hand: training has y, and all else x."""
+def check(recorder: Recorder, final: Named, after: Named) -> None:
+    """Compare with weights computed by hand: training has y, everything else x."""
     raw, averages = by_hand()
-    assert float((averages[-1]["0.weight"] - raw[-1]["0.weight"]).abs().max()) > 5e-3  # else nothing is compared
-    assert sorted(looks.evaluated) == [3, 6, 9, 10]
-    for step, value in looks.evaluated.items():
+    assert (
+        float((averages[-1]["0.weight"] - raw[-1]["0.weight"]).abs().max()) > 5e-3
+    )  # else the comparison shows nothing
+    assert sorted(recorder.evaluated) == [3, 6, 9, 10]
+    for step, value in recorder.evaluated.items():
         assert_close(value, averages[step])
-    for step, value in looks.trained.items():
+    for step, value in recorder.trained.items():
         assert_close(value, raw[step])
-    assert_close(looks.saved, averages[4])
+    assert_close(recorder.saved, averages[4])
     assert_close(final, averages[-1])
     assert_equal(after, final)
 
 
 @pytest.mark.parametrize("kind", ["ScheduleFree", "Unmarked"])
-def test_the_average_is_evaluated_saved_and_left_after_fit(kind: str, tmp_path: Path) -> None:
-    check(*looked_at(tmp_path, kind))
+def test_the_average_is_evaluated_saved_and_kept_after_fit(kind: str, tmp_path: Path) -> None:
+    check(*recorded_run(tmp_path, kind))
 
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
-def test_two_processes_are_in_the_same_modes_as_one(sharded: bool, tmp_path: Path) -> None:
+def test_two_ranks_are_in_the_same_modes_as_one(sharded: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"per_device_train_batch_size": 4, **({"fsdp": SHARDED} if sharded else {})}
-    for told in run_world(lambda: looked_at(tmp_path, **options)):
-        check(*told)
+    for results in run_world(lambda: recorded_run(tmp_path, **options)):
+        check(*results)
 
 
-def test_an_evaluation_leaves_the_weights_of_training_to_the_bit(tmp_path: Path) -> None:
-    looks, final, _ = looked_at(tmp_path)
+def test_an_evaluation_restores_the_training_weights_bit_for_bit(tmp_path: Path) -> None:
+    recorder, final, _ = recorded_run(tmp_path)
     args = arguments(optimizer=f"{__name__}.ScheduleFree", **OPTIONS)
-    alone = Looks(tmp_path)
-    one = trainer(args, callbacks=[alone])
-    one.fit()
+    alone = Recorder(tmp_path)
+    run_trainer = trainer(args, callbacks=[alone])
+    run_trainer.fit()
     for step, value in alone.trained.items():
-        assert_equal(looks.trained[step], value)
-    assert_equal(final, weights(one.unwrapped_model))
+        assert_equal(recorder.trained[step], value)
+    assert_equal(final, weights(run_trainer.unwrapped_model))
 
 
 @pytest.mark.parametrize("kind", ["ScheduleFree", "Unmarked"])
-def test_a_checkpoint_has_the_weights_of_training_and_resumes_to_the_bit(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_training_weights_and_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
     whole, parts = resumed_as(kind, tmp_path)
     assert_equal(parts, whole)
 
 
-def test_two_processes_resume_to_the_bit(tmp_path: Path) -> None:
+def test_two_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
     for whole, parts in run_world(lambda: resumed_as("ScheduleFree", tmp_path, per_device_train_batch_size=4)):
         assert_equal(parts, whole)
 
 
 def resumed_as(kind: str, folder: Path, **options: Any) -> tuple[Named, Named]:
-    """Return the weights of a run, and of one that died after an evaluation and went on."""
+    """Return the weights of a run, and of a run that was killed after an evaluation and resumed."""
     return resumed(
-        lambda: Looks(folder),
+        lambda: Recorder(folder),
         folder,
         optimizer=f"{__name__}.{kind}",
         learning_rate=RATE,
@@ -203,27 +205,29 @@ def resumed_as(kind: str, folder: Path, **options: Any) -> tuple[Named, Named]:
     )
 
 
-def test_another_fit_goes_on_from_the_weights_of_training(tmp_path: Path) -> None:
-    looks = Looks(tmp_path)
+def test_a_second_fit_starts_from_the_training_weights(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
     model = network()
     optimizer = ScheduleFree(model.parameters())
-    one = trainer(arguments(num_train_epochs=1, **OPTIONS), model=model, optimizer=optimizer, callbacks=[looks])
-    one.fit()
-    one.fit()
+    run_trainer = trainer(
+        arguments(num_train_epochs=1, **OPTIONS), model=model, optimizer=optimizer, callbacks=[recorder]
+    )
+    run_trainer.fit()
+    run_trainer.fit()
     _, averages = by_hand()
     assert_close(weights(model), averages[-1])
 
 
 @pytest.mark.parametrize("kind", ["ScheduleFree", "Unmarked"])
-def test_a_finished_run_that_is_opened_again_has_the_average(kind: str, tmp_path: Path) -> None:
+def test_a_finished_run_that_is_loaded_again_has_the_average(kind: str, tmp_path: Path) -> None:
     args = arguments(optimizer=f"{__name__}.{kind}", output_dir=tmp_path, resume="auto", **OPTIONS)
     for model in (network(), network()):
         trainer(args, model=model).fit()
         assert_close(weights(model), by_hand()[1][-1])
 
 
-def test_a_run_that_loads_its_best_ends_with_the_average_of_then(tmp_path: Path) -> None:
-    looks = Looks(tmp_path)
+def test_load_best_at_end_restores_the_average_of_the_best_step(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
     args = arguments(
         optimizer=f"{__name__}.ScheduleFree",
         output_dir=tmp_path,
@@ -233,8 +237,8 @@ def test_a_run_that_loads_its_best_ends_with_the_average_of_then(tmp_path: Path)
         greater_is_better=True,
         **OPTIONS,
     )
-    one = trainer(args, callbacks=[looks], eval_dataset=points(16))
-    result = one.fit()
+    run_trainer = trainer(args, callbacks=[recorder], eval_dataset=points(16))
+    result = run_trainer.fit()
     assert result.state.best is not None
     assert result.state.best.step == 3
-    assert_close(weights(one.unwrapped_model), looks.evaluated[3])
+    assert_close(weights(run_trainer.unwrapped_model), recorder.evaluated[3])

@@ -1,4 +1,4 @@
-"""Schedules by name: the rates of transformers and torch, what they need to know, and what survives a restart."""
+"""Schedules by name: the rates of transformers and torch, required steps, and restarts."""
 
 import math
 import pickle
@@ -33,7 +33,7 @@ def _optimizer(*rates: float) -> torch.optim.Optimizer:
 
 
 def _rates(make: Callable[[torch.optim.Optimizer], LRScheduler], steps: int = TOTAL) -> list[float]:
-    """Return the rates of so many updates, and of the one after them."""
+    """Return the rates of `steps` updates, and of the one after them."""
     optimizer = _optimizer()
     schedule = make(optimizer)
     rates = [optimizer.param_groups[0]["lr"]]
@@ -44,13 +44,17 @@ def _rates(make: Callable[[torch.optim.Optimizer], LRScheduler], steps: int = TO
     return rates
 
 
-def _ours(name: str, warmup: int = 0, steps: int = TOTAL, total: int | None = TOTAL, **options: Any) -> list[float]:
-    return _rates(lambda one: build_schedule(name, one, warmup_steps=warmup, total_steps=total, **options), steps)
+def _schedule_rates(
+    name: str, warmup: int = 0, steps: int = TOTAL, total: int | None = TOTAL, **options: Any
+) -> list[float]:
+    return _rates(
+        lambda optimizer: build_schedule(name, optimizer, warmup_steps=warmup, total_steps=total, **options), steps
+    )
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
 @pytest.mark.parametrize(
-    ("name", "options", "theirs", "their_options"),
+    ("name", "options", "reference_name", "reference_options"),
     [
         ("linear", {}, "linear", {}),
         ("cosine", {}, "cosine", {}),
@@ -84,19 +88,23 @@ def _ours(name: str, warmup: int = 0, steps: int = TOTAL, total: int | None = TO
     ],
 )
 def test_the_rates_are_those_of_transformers(
-    name: str, options: dict[str, Any], theirs: str, their_options: dict[str, Any], warmup: int
+    name: str, options: dict[str, Any], reference_name: str, reference_options: dict[str, Any], warmup: int
 ) -> None:
     def reference(optimizer: torch.optim.Optimizer) -> Any:
-        return transformers.get_scheduler(theirs, optimizer, warmup, TOTAL, scheduler_specific_kwargs=their_options)
+        return transformers.get_scheduler(
+            reference_name, optimizer, warmup, TOTAL, scheduler_specific_kwargs=reference_options
+        )
 
-    # There the warm-up of this one begins at the minimum.
-    first = warmup if "min_lr_ratio" in their_options else 0
-    assert _ours(name, warmup, **options)[first:] == pytest.approx(_rates(reference)[first:], rel=1e-12, abs=1e-15)
+    # In transformers the warm-up of this schedule starts at the minimum.
+    first = warmup if "min_lr_ratio" in reference_options else 0
+    assert _schedule_rates(name, warmup, **options)[first:] == pytest.approx(
+        _rates(reference)[first:], rel=1e-12, abs=1e-15
+    )
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
-def test_one_cycle_is_that_of_torch(warmup: int) -> None:
-    # There the peak and the end come one step earlier than the numbers say.
+def test_one_cycle_equals_that_of_torch(warmup: int) -> None:
+    # In torch the peak and the end come one step earlier than its arguments say.
     peak = warmup or 12
 
     def reference(optimizer: torch.optim.Optimizer) -> OneCycleLR:
@@ -110,37 +118,37 @@ def test_one_cycle_is_that_of_torch(warmup: int) -> None:
             final_div_factor=100.0,
         )
 
-    ours = _ours("one_cycle", warmup, div_factor=10.0, final_div_factor=100.0)
-    assert ours == pytest.approx(_rates(reference), rel=1e-9)
+    own_rates = _schedule_rates("one_cycle", warmup, div_factor=10.0, final_div_factor=100.0)
+    assert own_rates == pytest.approx(_rates(reference), rel=1e-9)
 
 
-def test_numbers_by_hand() -> None:
-    assert _ours("linear", 2, 6, 6) == pytest.approx([0, 0.25, 0.5, 0.375, 0.25, 0.125, 0])
-    assert _ours("linear", 0, 4, 4, min_ratio=0.5) == pytest.approx([0.5, 0.4375, 0.375, 0.3125, 0.25])
-    assert _ours("wsd", 1, 10, 10) == pytest.approx([0, *[0.5] * 9, 0])
-    assert _ours("wsd", 0, 4, 4, decay_steps=0) == pytest.approx([0.5] * 4 + [0.0])
-    assert _ours("one_cycle", 0, 10, 10, pct_start=0.5)[5] == 0.5
-    assert _ours("cosine_with_restarts", 0, 4, 4, num_cycles=2, min_ratio=0.2) == pytest.approx(
+def test_rates_equal_numbers_computed_by_hand() -> None:
+    assert _schedule_rates("linear", 2, 6, 6) == pytest.approx([0, 0.25, 0.5, 0.375, 0.25, 0.125, 0])
+    assert _schedule_rates("linear", 0, 4, 4, min_ratio=0.5) == pytest.approx([0.5, 0.4375, 0.375, 0.3125, 0.25])
+    assert _schedule_rates("wsd", 1, 10, 10) == pytest.approx([0, *[0.5] * 9, 0])
+    assert _schedule_rates("wsd", 0, 4, 4, decay_steps=0) == pytest.approx([0.5] * 4 + [0.0])
+    assert _schedule_rates("one_cycle", 0, 10, 10, pct_start=0.5)[5] == 0.5
+    assert _schedule_rates("cosine_with_restarts", 0, 4, 4, num_cycles=2, min_ratio=0.2) == pytest.approx(
         [0.5, 0.3, 0.5, 0.3, 0.1]
     )
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"constant", "constant_with_warmup", "inverse_sqrt", "plateau"}))
-def test_after_its_end_a_schedule_stays_where_it_is(name: str) -> None:
-    rates = _ours(name, 3, steps=TOTAL + 20)
+def test_a_schedule_stays_constant_after_its_end(name: str) -> None:
+    rates = _schedule_rates(name, 3, steps=TOTAL + 20)
     assert rates[TOTAL:] == [rates[TOTAL]] * 21
 
 
-def test_each_group_goes_down_from_its_own_rate() -> None:
+def test_each_group_decays_from_its_own_rate() -> None:
     optimizer = _optimizer(0.5, 0.25)
     schedule = build_schedule("polynomial", optimizer, total_steps=2, lr_end=0.05)
     optimizer.step()
     schedule.step()
     assert schedule.get_last_lr() == pytest.approx([0.275, 0.15])
-    assert _ours("polynomial", lr_end=0.0) == pytest.approx(_ours("linear"))
+    assert _schedule_rates("polynomial", lr_end=0.0) == pytest.approx(_schedule_rates("linear"))
 
 
-def test_each_schedule_is_a_function_of_the_step_alone() -> None:
+def test_each_schedule_depends_on_the_step_alone() -> None:
     for name in sorted(set(NAMES) - {"plateau"}):
         schedule = build_schedule(name, _optimizer(), warmup_steps=5, total_steps=TOTAL)
         assert isinstance(schedule, LambdaLR)
@@ -150,7 +158,7 @@ def test_each_schedule_is_a_function_of_the_step_alone() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_a_restart_goes_on_where_the_schedule_was(name: str, tmp_path: Path) -> None:
+def test_a_restart_resumes_the_schedule(name: str, tmp_path: Path) -> None:
     def prepared() -> tuple[Accelerator, Any, Any]:
         accelerator = Accelerator(cpu=True)
         model = nn.Linear(1, 1)
@@ -160,26 +168,26 @@ def test_a_restart_goes_on_where_the_schedule_was(name: str, tmp_path: Path) -> 
         return accelerator, optimizer, schedule
 
     def rates(optimizer: Any, schedule: Any, steps: int) -> list[float]:
-        found: list[float] = []
+        actual: list[float] = []
         for _ in range(steps):
-            found.append(optimizer.param_groups[0]["lr"])
+            actual.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
             if is_metric_driven(schedule):
                 schedule.scheduler.step(1.0)
-        return found
+        return actual
 
     accelerator, optimizer, schedule = prepared()
     rates(optimizer, schedule, 4)
     accelerator.save_state(str(tmp_path))
-    wanted = rates(optimizer, schedule, 5)
+    expected = rates(optimizer, schedule, 5)
     accelerator.free_memory()
     accelerator, optimizer, schedule = prepared()
     accelerator.load_state(str(tmp_path))
-    assert rates(optimizer, schedule, 5) == wanted
+    assert rates(optimizer, schedule, 5) == expected
 
 
-def test_the_shape_is_that_of_the_arguments_after_a_restart_too() -> None:
+def test_a_restart_takes_the_settings_of_the_arguments() -> None:
     saved = build_schedule("linear", _optimizer(), total_steps=10)
     longer = build_schedule("linear", optimizer := _optimizer(), total_steps=20)
     for _ in range(5):
@@ -191,34 +199,36 @@ def test_the_shape_is_that_of_the_arguments_after_a_restart_too() -> None:
     assert longer.get_last_lr() == [pytest.approx(0.5 * 14 / 20)]
 
 
-def test_two_processes_move_as_one() -> None:
+def test_schedules_of_two_ranks_equal_that_of_one() -> None:
     def rates() -> list[float]:
         accelerator = Accelerator(cpu=True)
         optimizer = _optimizer()
         schedule = build_schedule("cosine", optimizer, warmup_steps=2, total_steps=6)
         optimizer, schedule = accelerator.prepare(optimizer, schedule)
-        found: list[float] = []
+        actual: list[float] = []
         for _ in range(6):
             optimizer.step()
             schedule.step()
-            found.append(schedule.get_last_lr()[0])
-        return found
+            actual.append(schedule.get_last_lr()[0])
+        return actual
 
-    assert run_world(rates, (), 2, timeout=60) == [_ours("cosine", 2, 6, 6)[1:]] * 2
+    assert run_world(rates, (), 2, timeout=60) == [_schedule_rates("cosine", 2, 6, 6)[1:]] * 2
 
 
-# -- what it has to know ---------------------------------------------------------------------------------------------
+# -- required settings -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial", "wsd", "one_cycle"])
-def test_a_schedule_that_needs_an_end_asks_for_it(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"not known: .* Give max_steps or schedule_steps"):
+def test_a_schedule_that_needs_the_number_of_steps_says_so(name: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"needs the number of steps, which is unknown: .* Give max_steps or schedule_steps"
+    ):
         build_schedule(name, _optimizer())
 
 
 @pytest.mark.parametrize("name", ["constant", "constant_with_warmup", "inverse_sqrt", "plateau"])
-def test_others_do_not(name: str) -> None:
-    assert _ours(name, 4, 4, None) == pytest.approx([0, 0.125, 0.25, 0.375, 0.5])
+def test_other_schedules_need_no_number_of_steps(name: str) -> None:
+    assert _schedule_rates(name, 4, 4, None) == pytest.approx([0, 0.125, 0.25, 0.375, 0.5])
 
 
 @pytest.mark.parametrize(
@@ -229,72 +239,74 @@ def test_others_do_not(name: str) -> None:
         (["linear"], {}, "Unknown lr_scheduler"),
         ("cosine_with_min_lr", {}, '"cosine" with min_ratio'),
         ("warmup_stable_decay", {}, '"wsd" with decay_steps'),
-        ("linear", {"num_cycle": 1}, r"'linear' has no option 'num_cycle'\. It takes: min_ratio"),
-        ("constant", {"power": 1}, "It takes none"),
+        ("linear", {"num_cycle": 1}, r"'linear' has no option 'num_cycle'\. Known: min_ratio"),
+        ("constant", {"power": 1}, "It has no options"),
         (
             "wsd",
             {"decay_step": 1},
-            r"It takes: decay_steps, decay, min_ratio, decay_ratio\. Did you mean 'decay_steps'",
+            r"Known: decay_steps, decay, min_ratio, decay_ratio\. Did you mean 'decay_steps'",
         ),
-        ("linear", {"num_warmup_steps": 1}, "num_warmup_steps is not set by an option of its own but by warmup"),
-        ("linear", {"warmup_steps": 50}, "A warm-up of 50 steps is longer than all 40"),
+        ("linear", {"num_warmup_steps": 1}, "the option 'num_warmup_steps' is set by warmup"),
+        ("linear", {"warmup_steps": 50}, "warm-up must not be longer than the run .got 50 of 40"),
         ("linear", {"warmup_steps": -1}, "warmup_steps must be"),
         ("linear", {"total_steps": 0}, "total_steps must be"),
-        ("cosine", {"min_ratio": 1.5}, r"min_ratio=1\.5 must lie between 0 and 1"),
+        ("cosine", {"min_ratio": 1.5}, r"min_ratio must be between 0 and 1 \(got 1\.5\)"),
         ("cosine", {"num_cycles": 0}, "num_cycles must be a finite number above 0, got 0"),
-        ("polynomial", {"lr_end": 0.5}, r"lr_end=0\.5, and a group begins at 0\.5"),
+        ("polynomial", {"lr_end": 0.5}, r"lr_end must be below .* \(got 0\.5, and a group has 0\.5\)"),
         ("polynomial", {"lr_end": -0.5}, "lr_end must be"),
         ("polynomial", {"power": "2"}, "power must be a finite number above 0, got '2'"),
         ("inverse_sqrt", {"timescale": 0}, "timescale must be"),
         ("wsd", {"decay": "square"}, "Unknown decay 'square'. Known: 1-sqrt, cosine, linear"),
         ("wsd", {"decay_steps": 3, "decay_ratio": 0.1}, "Give one of them"),
-        ("wsd", {"decay_steps": 38, "warmup_steps": 3}, "are more than all 40 steps"),
-        ("wsd", {"decay_ratio": 1.1}, r"decay_ratio=1\.1 must lie between 0 and 1"),
+        ("wsd", {"decay_steps": 38, "warmup_steps": 3}, "must not be more than all 40 steps"),
+        ("wsd", {"decay_ratio": 1.1}, r"decay_ratio must be between 0 and 1 \(got 1\.1\)"),
         ("one_cycle", {"pct_start": 0.1, "warmup_steps": 3}, "Give one of them"),
         ("plateau", {"mode": "less"}, "Unknown mode 'less'"),
-        ("plateau", {"factor": 1.5}, r"factor=1\.5 must lie between 0 and 1"),
+        ("plateau", {"factor": 1.5}, r"factor must be at least 0 and below 1 \(got 1\.5\)"),
         ("plateau", {"patience": -1}, "patience must be"),
         ("plateau", {"patince": 1}, "Did you mean 'patience'"),
     ],
 )
-def test_what_cannot_be_is_told(name: Any, options: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"total_steps": TOTAL, **options}
+def test_invalid_settings_are_refused(name: Any, options: dict[str, Any], message: str) -> None:
+    settings: dict[str, Any] = {"total_steps": TOTAL, **options}
     with pytest.raises(ConfigurationError, match=message):
-        build_schedule(name, _optimizer(), **given)
+        build_schedule(name, _optimizer(), **settings)
 
 
-# -- foreign ones ----------------------------------------------------------------------------------------------------
+# -- dotted paths ----------------------------------------------------------------------------------------------------
 
 
 def halving(optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, times: int = 1) -> LambdaLR:
-    """Return someone's own schedule."""
+    """Return a custom schedule."""
     return LambdaLR(optimizer, lambda step: 0.5 ** (times * (step >= warmup_steps)) if step < total_steps else 0.0)
 
 
 def no_schedule(optimizer: torch.optim.Optimizer) -> None:
-    """Return none."""
+    """Return no schedule."""
 
 
-def test_dotted_paths() -> None:
-    rates = _ours(f"{__name__}.halving", 2, 4, 4, times=2)
+def test_dotted_paths_load_custom_schedules() -> None:
+    rates = _schedule_rates(f"{__name__}.halving", 2, 4, 4, times=2)
     assert rates == [0.5, 0.5, 0.125, 0.125, 0.0]
-    assert _ours("torch.optim.lr_scheduler.StepLR", 0, 2, None, step_size=1) == pytest.approx([0.5, 0.05, 0.005])
-    theirs = _ours("transformers.get_linear_schedule_with_warmup", 2, 6, 6)
-    assert theirs == pytest.approx(_ours("linear", 2, 6, 6))
+    assert _schedule_rates("torch.optim.lr_scheduler.StepLR", 0, 2, None, step_size=1) == pytest.approx(
+        [0.5, 0.05, 0.005]
+    )
+    of_transformers = _schedule_rates("transformers.get_linear_schedule_with_warmup", 2, 6, 6)
+    assert of_transformers == pytest.approx(_schedule_rates("linear", 2, 6, 6))
 
 
 @pytest.mark.parametrize(
     ("path", "options", "message"),
     [
-        ("torch.optim.lr_scheduler.StpLR", {}, "has no class StpLR. Did you mean 'StepLR'"),
+        ("torch.optim.lr_scheduler.StpLR", {}, "has no class or function 'StpLR'. Did you mean 'StepLR'"),
         ("torch.optim.lr_scheduler.StepLR", {"step_size": 1, "warmup_steps": 3}, "takes no warm-up"),
         ("torch.optim.lr_scheduler.StepLR", {"step": 1}, "has no option 'step'"),
-        ("torch.optim.lr_scheduler.StepLR", {}, "cannot be made: .*step_size"),
-        (f"{__name__}.halving", {"warmup_steps": 1}, "has to know total_steps, and that is not known"),
-        (f"{__name__}.no_schedule", {}, "makes a NoneType"),
+        ("torch.optim.lr_scheduler.StepLR", {}, "cannot be created: .*step_size"),
+        (f"{__name__}.halving", {"warmup_steps": 1}, "needs total_steps, which is unknown"),
+        (f"{__name__}.no_schedule", {}, r"must return a torch LRScheduler \(got NoneType\)"),
     ],
 )
-def test_what_paths_cannot_be(path: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_paths_are_refused(path: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         build_schedule(path, _optimizer(), **options)
 
@@ -315,21 +327,21 @@ METRICS = [5.0, 4.0, 4.0, 3.9999, 3.5, 3.5, 3.5, 3.5, 3.5, 3.5, math.nan, 3.4, 3
         {"patience": 1, "mode": "max", "threshold_mode": "abs", "threshold": 0.2, "factor": 0.5},
     ],
 )
-def test_plateau_is_that_of_torch(options: dict[str, Any]) -> None:
-    ours, theirs = _optimizer(0.5, 0.01), _optimizer(0.5, 0.01)
-    schedule, reference = build_schedule("plateau", ours, **options), ReduceLROnPlateau(theirs, **options)
+def test_plateau_equals_that_of_torch(options: dict[str, Any]) -> None:
+    optimizer, torch_optimizer = _optimizer(0.5, 0.01), _optimizer(0.5, 0.01)
+    schedule, reference = build_schedule("plateau", optimizer, **options), ReduceLROnPlateau(torch_optimizer, **options)
     lowered = False
     for metric in METRICS:
         schedule.step(metric)  # pyright: ignore[reportArgumentType]
         reference.step(metric)
-        for one, other in zip(ours.param_groups, theirs.param_groups, strict=True):
-            assert one["lr"] == pytest.approx(other["lr"], rel=1e-12)
-        assert schedule.get_last_lr() == [group["lr"] for group in ours.param_groups]
-        lowered |= ours.param_groups[0]["lr"] < 0.5
+        for actual, expected in zip(optimizer.param_groups, torch_optimizer.param_groups, strict=True):
+            assert actual["lr"] == pytest.approx(expected["lr"], rel=1e-12)
+        assert schedule.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
+        lowered |= optimizer.param_groups[0]["lr"] < 0.5
     assert lowered
 
 
-def test_plateau_warms_up_and_remembers_what_it_saw() -> None:
+def test_plateau_warms_up_and_restores_its_state() -> None:
     optimizer = _optimizer()
     schedule = PlateauSchedule(optimizer, 4, patience=0, factor=0.5)
     rates: list[float] = []
@@ -345,19 +357,19 @@ def test_plateau_warms_up_and_remembers_what_it_saw() -> None:
     assert again.get_last_lr() == [pytest.approx(0.5 * 0.25 * 0.1)]
 
 
-def test_a_negative_metric_has_to_get_better_by_a_part_of_its_size() -> None:
+def test_a_relative_threshold_works_for_negative_metrics() -> None:
     schedule = PlateauSchedule(_optimizer(), patience=0, factor=0.5, threshold=0.1)
     for metric in (-10.0, -12.0, -12.5):
         schedule.step(metric)
     assert schedule.get_last_lr() == [0.25]
 
 
-def test_who_is_to_be_told_what() -> None:
-    told = {}
+def test_only_plateau_schedules_need_the_metric() -> None:
+    calls = {}
     for name in NAMES:
         schedule = build_schedule(name, _optimizer(), total_steps=TOTAL)
-        told[name] = (is_metric_driven(schedule), moves_each_update(schedule))
-    assert told == {name: (name == "plateau", True) for name in NAMES}
+        calls[name] = (is_metric_driven(schedule), moves_each_update(schedule))
+    assert calls == {name: (name == "plateau", True) for name in NAMES}
     foreign = Accelerator(cpu=True).prepare(ReduceLROnPlateau(_optimizer()))
     assert (is_metric_driven(foreign), moves_each_update(foreign)) == (True, False)
 
@@ -379,18 +391,18 @@ def test_who_is_to_be_told_what() -> None:
     ],
 )
 def test_peak_first_last(name: str, options: dict[str, Any], rates: tuple[float, float | None, float | None]) -> None:
-    given: dict[str, Any] = {"total_steps": TOTAL, **options}
-    schedule = build_schedule(name, _optimizer(), **given)
+    settings: dict[str, Any] = {"total_steps": TOTAL, **options}
+    schedule = build_schedule(name, _optimizer(), **settings)
     before = str(schedule.state_dict())
-    found = peak_first_last(schedule)
+    actual = peak_first_last(schedule)
     if name == "one_cycle":
-        assert found.last is not None
-        assert 0 < found.last < 0.01
-        found = found._replace(last=None)
-    for rate, wanted in zip(found, rates, strict=True):
-        assert rate == (wanted if wanted is None else pytest.approx(wanted, rel=1e-9))
+        assert actual.last is not None
+        assert 0 < actual.last < 0.01
+        actual = actual._replace(last=None)
+    for rate, expected in zip(actual, rates, strict=True):
+        assert rate == (expected if expected is None else pytest.approx(expected, rel=1e-9))
     assert str(schedule.state_dict()) == before
-    assert peak_first_last(Accelerator(cpu=True).prepare(schedule))[:2] == found[:2]
+    assert peak_first_last(Accelerator(cpu=True).prepare(schedule))[:2] == actual[:2]
 
 
 def test_the_peak_of_a_long_run_is_found() -> None:

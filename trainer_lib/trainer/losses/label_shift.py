@@ -1,6 +1,6 @@
-"""Whether a model compares each position with the label of the next one, found by asking it about its first batch.
+"""Whether a model shifts its labels (compares each position with the next label), measured on the first batch.
 
-Class names do not tell: some `*ForCausalLM` models shift their labels, others take them as they are.
+Class names are not enough: some `*ForCausalLM` models shift their labels, others take labels that are shifted already.
 """
 
 from collections.abc import Generator, Sequence
@@ -21,17 +21,18 @@ from trainer_lib.trainer.safety.module_buffers import buffers_kept
 class LabelShift:
     """Whether a model shifts its labels.
 
-    A model of transformers is asked as soon as there are token labels: its loss is computed from the first label of
-    each row alone. A model that shifts has nothing to compare then, and its loss is NaN or 0. Of other models, and
-    where a loss function compares, the name of the class decides.
+    The first batch with token labels decides for a model of transformers: its loss is computed with only the first
+    label of each row. A model that shifts has no target left then, and its loss is NaN or 0. For other models, and with
+    a loss function, the class name decides.
 
     Args:
         bare: The model.
-        has_loss_fn: Whether a loss function computes the loss, and not the model.
-        label_names: Which names of a batch are targets.
+        has_loss_fn: Whether a loss function computes the loss instead of the model.
+        label_names: The names of a batch that are targets.
 
     Attributes:
-        answer: Whether it shifts, as far as is known; `is_known` says whether the model was asked.
+        answer: Whether the model shifts, by the current knowledge.
+        is_known: Whether the answer is final.
     """
 
     def __init__(self, bare: nn.Module, has_loss_fn: bool, label_names: Sequence[str] | None) -> None:
@@ -40,7 +41,7 @@ class LabelShift:
         self.is_known = has_loss_fn or not is_from_transformers(bare)
 
     def __call__(self, batch: Any) -> bool:
-        """Return whether the labels of a batch are shifted; the first such batch has the model asked."""
+        """Return whether the labels of a batch are shifted; the first batch with token labels measures it."""
         if not self.is_known and has_token_labels(targets_of(batch, self._label_names)):
             self.is_known = True
             answer = shifts_labels(self._bare, batch, self._label_names)
@@ -49,22 +50,22 @@ class LabelShift:
 
 
 def has_token_labels(labels: Any) -> bool:
-    """Whether labels are class indices of positions, in rows: what a model may shift."""
+    """Whether labels are rows of class indices, one per position, which a model may shift."""
     return isinstance(labels, Tensor) and labels.ndim == 2 and labels.dtype in (torch.int32, torch.int64)
 
 
 def shifts_labels(bare: nn.Module, batch: Any, label_names: Sequence[str] | None = None) -> bool | None:
-    """Whether a model's loss compares each position with the label of the next.
+    """Whether a model's loss compares each position with the next label.
 
-    The model is evaluated once; its modes, its buffers and the random generators stay as they are.
+    Evaluates the model once; its modes, its buffers and the random generators do not change.
 
     Args:
-        bare: The model, which ignores the label -100.
+        bare: A model that ignores the label -100.
         batch: A batch with token labels.
-        label_names: Which names of a batch are targets.
+        label_names: The names of a batch that are targets.
 
     Returns:
-        `None` where the model raises or returns no loss.
+        `None` if the model raises an error or returns no loss.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -78,7 +79,7 @@ def shifts_labels(bare: nn.Module, batch: Any, label_names: Sequence[str] | None
     first = torch.full_like(labels, IGNORE_INDEX)
     first[:, :1] = valid[0] if len(valid) else 0
     try:
-        with asking(bare):
+        with probing(bare):
             loss: Any = loss_of(call_model(bare, with_targets(batch, first, label_names)))
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
         if is_out_of_memory(error):
@@ -90,16 +91,16 @@ def shifts_labels(bare: nn.Module, batch: Any, label_names: Sequence[str] | None
 
 
 def is_shifted_by_name(bare: nn.Module) -> bool:
-    """Whether a class is called like those that shift their labels."""
+    """Whether the class name is one of models that shift their labels."""
     inner = _inner(bare)
     name = type(inner).__name__
     return getattr(inner, "loss_type", None) == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 @contextmanager
-def asking(bare: nn.Module) -> Generator[None]:
-    """Return the context in which a model computes a loss that leaves no trace."""
-    # What would be compiled for these shapes is not used again.
+def probing(bare: nn.Module) -> Generator[None]:
+    """Return a context in which a model computes a loss without side effects."""
+    # Compiled code for these shapes would not be used again.
     eager = torch.compiler.set_stance("force_eager")
     with preserved_generators(device_of(bare)), torch.no_grad(), buffers_kept([bare]), evaluating([bare]), eager:
         yield
@@ -111,9 +112,9 @@ def device_of(bare: nn.Module) -> torch.device:
 
 
 def _inner(bare: nn.Module) -> Any:
-    return bare.get_base_model() if hasattr(bare, "get_base_model") else bare  # type: ignore[operator]  # PEFT's
+    return bare.get_base_model() if hasattr(bare, "get_base_model") else bare  # type: ignore[operator]  # of PEFT
 
 
 def is_from_transformers(bare: nn.Module) -> bool:
-    """Whether a model is one of transformers, which all ignore the label -100."""
+    """Whether a model is from transformers, where all models ignore the label -100."""
     return any(base.__name__ == "PreTrainedModel" for base in type(_inner(bare)).__mro__)

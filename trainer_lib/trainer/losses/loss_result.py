@@ -1,4 +1,4 @@
-"""This file is losses as sums over items: what the mean over any number of batches and processes can be made from."""
+"""Losses as sums over items, so that batches and ranks of any size add up to one mean."""
 
 import functools
 import math
@@ -17,14 +17,14 @@ _FEW = 256
 
 
 class LossResult(NamedTuple):
-    """What `compute_loss` found out about a batch.
+    """The result of `compute_loss` for a batch.
 
     Args:
-        loss: With `weight` the sum of the losses of so many items; without, their mean over what `Trainer.num_items`
-            counts.
-        weight: How many items: valid tokens, samples, pixels.
-        outputs: What the model returned, for callbacks and metrics.
-        logs: Other values to log, averaged with the same weight: numbers or tensors by name.
+        loss: With `weight` the sum of the losses of the items; without it their mean over the items that
+            `Trainer.num_items` counts.
+        weight: The number of items: valid tokens, samples, pixels.
+        outputs: The model's outputs, for callbacks and metrics.
+        logs: Further values to log, averaged with the same weight: numbers or tensors by name.
 
     Example:
         >>> LossResult(torch.tensor(6.0), weight=3)[:2]
@@ -41,12 +41,12 @@ SummedLoss = Callable[[Any, Any], tuple[Tensor, Weight]]
 
 
 def summed(loss_fn: Any) -> SummedLoss | None:
-    """Return a function of outputs and targets that gives a loss as (sum, weight).
+    """Return a function of outputs and targets that computes a loss as (sum, weight).
 
-    `None` for a loss function that only its author knows; then it returns a mean over what `num_items` counts.
+    Returns `None` for a custom loss function, which returns a mean over the items that `num_items` counts.
 
     Raises:
-        ConfigurationError: If it does not average.
+        ConfigurationError: If the loss function does not average.
     """
     function, options = loss_fn, {}
     if isinstance(loss_fn, functools.partial):
@@ -64,23 +64,23 @@ def summed(loss_fn: Any) -> SummedLoss | None:
 
 
 def count_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Weight:
-    """Return how many labels count: a number on the host, a tensor where reading it would have to wait."""
+    """Return the number of labels that are not ignored: a number on the CPU, else a tensor, which needs no waiting."""
     if labels.device.type != "cpu":
         return torch.count_nonzero(labels != ignored)
-    if labels.ndim == 1 and len(labels) <= _FEW:  # counting a few takes Python less time than torch
+    if labels.ndim == 1 and len(labels) <= _FEW:  # for a few labels Python is faster than torch
         return float(len(labels) - labels.tolist().count(ignored))
     return float(torch.count_nonzero(labels != ignored))
 
 
 def sum_from_mean(mean: Tensor, weight: Weight) -> Tensor:
-    """Return the sum that `mean` is made from; 0 where it is a mean over nothing, which would be 0 / 0."""
+    """Return the sum behind a mean; 0 if the weight is 0, where the mean is 0 / 0."""
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, mean * weight, 0.0)
     return mean * weight if weight else mean.nan_to_num() * 0.0
 
 
 def _sum_of(function: nn.Module, outputs: Any, targets: Any) -> Tensor:
-    """Return the sum of a loss module's losses, as its attributes are now."""
+    """Return the sum of a loss module's losses, with its current attributes."""
     attributes = function.__dict__
     reduction = attributes["reduction"]
     _check_averages(reduction)
@@ -94,13 +94,13 @@ def _sum_of(function: nn.Module, outputs: Any, targets: Any) -> Tensor:
 def _check_averages(reduction: str) -> None:
     if reduction not in ("mean", "batchmean"):
         raise ConfigurationError(
-            f"loss_fn has reduction={reduction!r}, and updates are made from means, which any number of batches and "
-            "ranks add up to. Leave reduction out, or return LossResult(loss_sum, weight=n) from compute_loss."
+            "loss_fn must have reduction='mean', so that losses of batches and ranks can be combined (got "
+            f"{reduction!r}). Leave reduction out, or return LossResult(loss_sum, weight=n) from compute_loss."
         )
 
 
 class _Settings:
-    """The options of a loss in its form as a function, as the module has them."""
+    """The options of a loss function, as attributes like those of the loss module."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.ignore_index: int = options.get("ignore_index", IGNORE_INDEX)
@@ -109,7 +109,7 @@ class _Settings:
 
 
 def _targets(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
-    """Count as cross entropy does."""
+    """Return the weight by which cross entropy divides."""
     if targets.is_floating_point():  # probabilities of the classes, along dimension 1
         classes = outputs.shape[1] if outputs.ndim > 1 else outputs.shape[0]
         return targets.numel() / classes
@@ -133,17 +133,17 @@ def _samples(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
 
 
 def _rows_of_classes(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
-    """Count means over the classes, which are the last dimension."""
+    """Return the number of rows, where a loss averages over classes in the last dimension."""
     del settings, targets
     return float(outputs.numel() / outputs.shape[-1])
 
 
 def _divergence(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
-    of_batch = settings.reduction == "batchmean"
-    return float(outputs.shape[0]) if of_batch else _elements(settings, outputs, targets)
+    averages_samples = settings.reduction == "batchmean"
+    return float(outputs.shape[0]) if averages_samples else _elements(settings, outputs, targets)
 
 
-# By the class or function itself: a subclass may compute something else.
+# Exact classes and functions: a subclass may compute something else.
 _COUNTS: dict[Any, Callable[[Any, Tensor, Tensor], Weight]] = {
     nn.CrossEntropyLoss: _targets,
     nn.NLLLoss: _targets,

@@ -1,4 +1,4 @@
-"""A warning where a loss is not a mean over the items of a batch, so that micro-batches do not add up to a batch."""
+"""A warning if a loss is not a mean over the items of a batch, so that micro-batches do not add up to a batch."""
 
 import math
 from collections.abc import Callable, Generator, Sequence
@@ -14,31 +14,30 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.data.batch_rows import count_rows, take_rows
-from trainer_lib.trainer.losses.label_shift import asking, device_of, has_token_labels, is_from_transformers
+from trainer_lib.trainer.losses.label_shift import device_of, has_token_labels, is_from_transformers, probing
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 
 _logger = get_logger(__name__)
 
-LossOf = Callable[[Any], Any]
-_ROUNDING = 1e-5  # of a loss in full precision
-_FEW = 2  # labels that the first of two samples keeps, so that the samples weigh differently
+ComputeLoss = Callable[[Any], Any]
+_ROUNDING = 1e-5  # rounding error of a loss in fp32
+_FEW = 2  # labels that the first of two samples keeps, so that their weights differ
 
 
 def is_mean_over_items(
-    loss_of: LossOf, count: Callable[[Any], Weight], batch: Any, label_names: Sequence[str] | None, masks: bool
+    loss_of: ComputeLoss, count: Callable[[Any], Weight], batch: Any, label_names: Sequence[str] | None, masks: bool
 ) -> bool | None:
     """Whether the loss of two samples is the mean of their losses, each weighted by its number of items.
 
     Args:
         loss_of: Returns the loss of a batch; called three times.
         count: Returns the number of items of a batch.
-        batch: A batch, of which the first two samples are taken.
-        label_names: Which names of a batch are targets.
-        masks: Whether most token labels of the first sample may be ignored (-100): the two weigh differently then.
+        batch: A batch, of which the first two samples are used.
+        label_names: The names of a batch that are targets.
+        masks: Whether to ignore (-100) most token labels of the first sample, so that the weights differ.
 
     Returns:
-        `None` where that cannot be found out: there are fewer samples, they cannot be taken apart, or one of them
-        has no loss.
+        `None` if it cannot be measured: the batch has fewer samples, cannot be split, or a sample has no loss.
 
     Example:
         >>> mean = lambda batch: batch.mean()
@@ -69,15 +68,15 @@ def is_mean_over_items(
 
 
 class MeanCheck:
-    """Warns once, at the first batch of a run whose updates are made of several, if their losses do not add up.
+    """Warns once, at the first batch, if an update has several micro-batches and their losses do not add up.
 
-    Only models of transformers are called for it, and loss functions without a state: calls leave no trace there.
+    It calls only models of transformers and loss functions without state, where calls have no side effects.
 
     Args:
         bare: The model.
         count: Counts the items of a batch.
-        label_names: Which names of a batch are targets.
-        is_needed: Whether an update is made of several batches, over ranks or over time.
+        label_names: The names of a batch that are targets.
+        is_needed: Whether an update has several micro-batches, on several ranks or by accumulation.
     """
 
     def __init__(
@@ -88,53 +87,53 @@ class MeanCheck:
         is_needed: Callable[[], bool],
     ) -> None:
         self._bare, self._count, self._label_names, self._is_needed = bare, count, label_names, is_needed
-        self._is_made = False
+        self._is_done = False
 
-    def of_model(self, loss_of: LossOf, batch: Any) -> None:
+    def check_model(self, loss_of: ComputeLoss, batch: Any) -> None:
         """Check the loss that a model returns."""
         if self._is_due() and is_from_transformers(self._bare):
             has_more = bool(_further_labels(batch, self._label_names))
-            with asking(self._bare):
-                is_mean = not has_more and self._judge(loss_of, self._count, batch, masks=True)
-            self._tell(type(self._bare).__name__, is_mean)
+            with probing(self._bare):
+                is_mean = not has_more and self._measure(loss_of, self._count, batch, masks=True)
+            self._warn(type(self._bare).__name__, is_mean)
 
-    def of_function(
+    def check_function(
         self, loss_fn: Callable[[Any, Any], Any], name: str, batch: Any, outputs: Any, targets: Any
     ) -> None:
-        """Check a loss function by what a model returned for a batch."""
+        """Check a loss function with a model's outputs for a batch."""
         if self._is_due() and not (isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())):
 
             def loss_of(part: Any) -> Any:
                 loss = loss_fn(part[1], part[2])
-                # A LossResult says itself what it is a mean over.
+                # A LossResult has its own weight, so there is nothing to check.
                 return math.nan if isinstance(loss, LossResult) else loss
 
             whole = batch, outputs, targets
             with preserved_generators(device_of(self._bare)), torch.no_grad():
-                is_mean = self._judge(loss_of, lambda part: self._count(part[0]), whole, masks=False)
-            self._tell(name, is_mean)
+                is_mean = self._measure(loss_of, lambda part: self._count(part[0]), whole, masks=False)
+            self._warn(name, is_mean)
 
     def _is_due(self) -> bool:
-        if self._is_made or not torch.is_grad_enabled():
+        if self._is_done or not torch.is_grad_enabled():
             return False
-        self._is_made = True
+        self._is_done = True
         return self._is_needed() and all(parameter.dtype is torch.float32 for parameter in self._bare.parameters())
 
-    def _judge(self, loss_of: LossOf, count: Callable[[Any], Weight], batch: Any, masks: bool) -> bool | None:
+    def _measure(self, loss_of: ComputeLoss, count: Callable[[Any], Weight], batch: Any, masks: bool) -> bool | None:
         with _full_precision():
             return is_mean_over_items(loss_of, count, batch, self._label_names if masks else None, masks)
 
-    def _tell(self, name: str, is_mean: bool | None) -> None:
+    def _warn(self, name: str, is_mean: bool | None) -> None:
         if is_mean is False:
             _logger.warning_once(
                 f"The loss of {name} is not a mean over the items of a batch: it has several parts, is a sum, or the "
-                "samples of a batch influence each other (as in-batch negatives do). So each update is a mean of "
-                "means, the weighted mean of the losses of its micro-batches, which is not the loss of one big batch."
+                "samples of a batch influence each other (as in-batch negatives do). An update then uses the weighted "
+                "mean of the losses of its micro-batches, which differs from the loss of one big batch."
             )
 
 
 def _further_labels(batch: Any, label_names: Sequence[str] | None) -> list[str]:
-    """Return the names of labels that nobody counts: what they are compared with is a loss of its own."""
+    """Return the names of labels that are not counted as items: they belong to a further loss."""
     named = as_mapping(batch) or {}
     counted = label_names_in(named, label_names)
     return [name for name in named if "label" in str(name) and name not in counted]
@@ -142,7 +141,7 @@ def _further_labels(batch: Any, label_names: Sequence[str] | None) -> list[str]:
 
 @contextmanager
 def _full_precision() -> Generator[None]:
-    """Return the context in which matrices are multiplied without rounding to TF32 or bf16."""
+    """Return a context in which matrix products are not rounded to TF32 or bf16."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -156,7 +155,7 @@ def _with_few_labels(batch: Any, label_names: Sequence[str] | None) -> Any:
     if not has_token_labels(labels):
         return batch
     counts: Tensor = labels != IGNORE_INDEX
-    from_behind = counts[0].flip(0).cumsum(0).flip(0)
+    remaining = counts[0].flip(0).cumsum(0).flip(0)
     few = labels.clone()
-    few[0][from_behind > _FEW] = IGNORE_INDEX
+    few[0][remaining > _FEW] = IGNORE_INDEX
     return with_targets(batch, few, label_names)

@@ -1,4 +1,4 @@
-"""This file is how a batch goes into a model, and what comes out of it."""
+"""Calling a model with a batch, and reading loss and predictions from its outputs."""
 
 import inspect
 import sys
@@ -40,8 +40,8 @@ __all__ = [
 
 
 def call_model(model: Any, inputs: Any, **more: Any) -> Any:
-    """Call a model with a batch: a mapping or a dataclass by names, a tuple or a list in order, a tensor alone."""
-    if type(inputs) is Tensor:  # first: by far the most frequent
+    """Call a model with a batch: mappings and dataclasses by name, tuples and lists by position, a tensor alone."""
+    if type(inputs) is Tensor:  # first, as the most frequent case
         return model(inputs, **more)
     if isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):
         return model(*inputs, **more)
@@ -50,12 +50,12 @@ def call_model(model: Any, inputs: Any, **more: Any) -> Any:
 
 
 def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: bool = False) -> Weight:
-    """Return how many items the loss of a batch is a mean over, as far as one can tell from the batch.
+    """Return the number of items that the loss of a batch averages over, as far as the batch shows it.
 
     Args:
         batch: The batch.
-        label_names: Which names are targets.
-        shifted: Each token is compared with the next, so the first of a row is no target.
+        label_names: The names that are targets.
+        shifted: Whether each token is compared with the next label, so that the first label of a row is no target.
     """
     labels = targets_of(batch, label_names)
     if isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex() and labels.ndim:
@@ -66,12 +66,12 @@ def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: b
 
 
 def count_tokens(batch: Any) -> int | Tensor:
-    """Return how many tokens a batch has in `input_ids`, without what `attention_mask` marks as padding.
+    """Return the number of tokens in `input_ids`, without the padding that `attention_mask` marks.
 
-    On an accelerator it is a tensor, so that nothing waits for it.
+    On an accelerator the number is a tensor, so that the CPU does not wait for it.
 
     Raises:
-        ConfigurationError: If it has none.
+        ConfigurationError: If the batch has no `input_ids`.
 
     Example:
         >>> count_tokens({"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])})
@@ -81,17 +81,17 @@ def count_tokens(batch: Any) -> int | Tensor:
     tokens, mask = named.get("input_ids"), named.get("attention_mask")
     if not isinstance(tokens, Tensor):
         raise ConfigurationError(
-            "max_tokens and intervals in tokens count input_ids, and the batch has none. It has: "
-            f"{', '.join(map(repr, named)) or 'no names'}. Give limits and intervals in steps, epochs or samples."
+            "max_tokens and intervals in tokens count input_ids, and the batch has none. Its fields: "
+            f"{', '.join(map(repr, named)) or 'none'}. Give limits and intervals in steps, epochs or samples."
         )
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
         return tokens.numel()
-    found = mask.count_nonzero()
-    return int(found) if found.is_cpu else found
+    tokens_in_mask = mask.count_nonzero()
+    return int(tokens_in_mask) if tokens_in_mask.is_cpu else tokens_in_mask
 
 
 def _count_spans(spans: dict[str, Any], batch: Any) -> Weight:
-    """Count the answers inside their text: models ignore positions behind its end."""
+    """Return the number of answers inside their text: models ignore positions after its end."""
     tokens = (as_mapping(batch) or {}).get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         return float(batch_size(batch))
@@ -100,43 +100,46 @@ def _count_spans(spans: dict[str, Any], batch: Any) -> Weight:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the samples of a batch: the rows of its first tensor or list."""
+    """Return the number of samples in a batch: the rows of its first tensor or list."""
     return count_rows(batch) or 1
 
 
 def check_names(model: nn.Module, batch: Any) -> None:
-    """Check that a model takes all that a batch names, and that the batch has all that the model needs.
+    """Check that a model takes all fields of a batch, and that the batch has all fields that the model needs.
 
-    A `**kwargs` that says which names it means (`Unpack[…]`, as in transformers) takes these only.
+    A `**kwargs` annotated with its names (`Unpack[…]`, as in transformers) takes only these.
 
     Args:
         model: The user's model.
         batch: A batch.
 
     Raises:
-        ConfigurationError: If it does not.
+        ConfigurationError: If a field is unknown or missing.
     """
     named = as_mapping(batch)
     if named is None:
         return
-    given = list(named)
-    known, takes_any = _taken(model)
-    foreign = [] if takes_any else [name for name in given if name not in known]
+    fields = list(named)
+    known, takes_any = _parameters_taken(model)
+    extra = [] if takes_any else [name for name in fields if name not in known]
     forward = f"{type(model).__name__}.forward"
-    if foreign:
+    if extra:
         raise ConfigurationError(
-            f"The batch has {', '.join(map(repr, foreign))}, which {forward} does not take. It takes: "
-            f"{', '.join(known)}.{did_you_mean(foreign[0], known)} Leave what is not meant for the model out of the "
-            "dataset (remove_columns), give TrainingArguments(remove_unused_columns=True), or override "
+            f"The batch has {', '.join(map(repr, extra))}, which {forward} does not take. It takes: "
+            f"{', '.join(known)}.{did_you_mean(extra[0], known)} Remove these columns from the dataset "
+            "(remove_columns), give TrainingArguments(remove_unused_columns=True), or override "
             "compute_loss(model, batch)."
         )
-    missing = [name for name, one in known.items() if one is not None and one.default is one.empty]
-    missing = [name for name in missing if name not in given]
+    missing = [
+        name
+        for name, parameter in known.items()
+        if parameter is not None and parameter.default is parameter.empty and name not in fields
+    ]
     if missing:
         raise ConfigurationError(
             f"{forward} needs {', '.join(map(repr, missing))}, and the batch has "
-            f"{', '.join(map(repr, given)) or 'none'}.{did_you_mean(missing[0], given)} Put it into the dataset, or "
-            "override compute_loss(model, batch)."
+            f"{', '.join(map(repr, fields)) or 'no fields'}.{did_you_mean(missing[0], fields)} Add it to the dataset, "
+            "or override compute_loss(model, batch)."
         )
 
 
@@ -144,7 +147,7 @@ def check_values(model: nn.Module, inputs: Any) -> None:
     """Check that a model takes as many values as a batch without names has.
 
     Raises:
-        ConfigurationError: If it does not.
+        ConfigurationError: If the numbers differ.
     """
     if as_mapping(inputs) is not None:
         return
@@ -152,42 +155,42 @@ def check_values(model: nn.Module, inputs: Any) -> None:
     try:
         inspect.signature(model.forward).bind(*values)
     except TypeError as error:
-        known, _ = _taken(model)
+        known, _ = _parameters_taken(model)
         raise ConfigurationError(
             f"The batch has {len(values)} value{'s' * (len(values) != 1)} for {type(model).__name__}.forward, which "
             f"takes {', '.join(known) or 'none'}: {error}. With Trainer(loss_fn=…) the last value of a batch is the "
-            "target, else all of them go into the model. Have the dataset give what it takes, or override "
+            "target; without it all values go to the model. Return matching values from the dataset, or override "
             "compute_loss(model, batch)."
         ) from None
 
 
-def _taken(model: nn.Module) -> tuple[dict[str, inspect.Parameter | None], bool]:
-    """Return the names that a model takes (with the parameter, if it is one), and whether it takes any other."""
+def _parameters_taken(model: nn.Module) -> tuple[dict[str, inspect.Parameter | None], bool]:
+    """Return the names that a model's forward takes (None for names in `**kwargs`), and whether it takes any name."""
     known: dict[str, inspect.Parameter | None] = {}
     takes_any = False
-    for name, one in inspect.signature(model.forward).parameters.items():
-        if one.kind is one.VAR_KEYWORD:
-            further, takes_any = _taken_besides(model, one.annotation)
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            further, takes_any = _keywords_taken(model, parameter.annotation)
             known |= dict.fromkeys(further)
-        elif one.kind is not one.VAR_POSITIONAL:
-            known[name] = one
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            known[name] = parameter
     return known, takes_any
 
 
-def _taken_besides(model: Any, annotation: Any) -> tuple[list[str], bool]:
-    """Return the names that a model takes as `**kwargs`, and whether it takes any other."""
-    if hasattr(model, "get_base_model"):  # PEFT's, which hands on what it does not know
-        further, takes_any = _taken(model.get_base_model())
+def _keywords_taken(model: Any, annotation: Any) -> tuple[list[str], bool]:
+    """Return the names that a model takes as `**kwargs`, and whether it takes any name."""
+    if hasattr(model, "get_base_model"):  # an adapter of PEFT, which passes keywords to its base model
+        further, takes_any = _parameters_taken(model.get_base_model())
         return list(further), takes_any
     declared = _unpacked(model, annotation)
-    if declared is None and any(one.__name__ == "PreTrainedModel" for one in type(model).__mro__):
-        # Most models of transformers say what they take there, and all leave lying what they do not know.
+    if declared is None and any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
+        # Most models of transformers list the keywords they take there, and ignore all others.
         declared = getattr(sys.modules.get("transformers.utils"), "TransformersKwargs", None)
     return list(getattr(declared, "__annotations__", ())), declared is None
 
 
 def _unpacked(model: nn.Module, annotation: Any) -> Any:
-    """Return what a model's `**kwargs: Unpack[…]` names; `None` if it names nothing."""
+    """Return the class in a model's `**kwargs: Unpack[…]`; `None` without one."""
     if isinstance(annotation, str) and annotation.startswith("Unpack["):
         scope = vars(sys.modules.get(type(model).__module__, sys))
         return scope.get(annotation.removeprefix("Unpack[").removesuffix("]"))
@@ -195,14 +198,18 @@ def _unpacked(model: nn.Module, annotation: Any) -> Any:
 
 
 def predictions_of(outputs: Any) -> Any:
-    """Return what of a model's outputs is its prediction: the logits if they are called that, without the loss."""
+    """Return the predictions in a model's outputs: `logits` if there are any, else all outputs but the loss."""
     if outputs is None or is_scalar(outputs):
         return None
     named = as_mapping(outputs)
     if named is not None:
         if "logits" in named:
             return named["logits"]
-        rest = {name: v for name, v in named.items() if name not in ("loss", "past_key_values") and v is not None}
+        rest = {
+            name: value
+            for name, value in named.items()
+            if name not in ("loss", "past_key_values") and value is not None
+        }
         return next(iter(rest.values())) if len(rest) == 1 else rest
     if isinstance(outputs, (tuple, list)):
         rest = tuple(value for value in outputs if value is not None and not is_scalar(value))
@@ -224,5 +231,5 @@ def loss_of(outputs: Any) -> Tensor | None:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a value is one floating number in a tensor."""
+    """Whether a value is a floating-point scalar tensor."""
     return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()

@@ -1,4 +1,4 @@
-"""This file is where the loss of a batch comes from: a loss function beside the model, or the model itself."""
+"""The loss of a batch, from a loss function or from the model itself."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
-from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, explained
+from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, comparison_error
 from trainer_lib.trainer.losses.loss_result import LossResult, SummedLoss, Weight, sum_from_mean, summed
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import (
@@ -29,18 +29,18 @@ CountItems = Callable[[Any], Weight]
 
 
 class Objective(Protocol):
-    """How a model's loss on a batch is found."""
+    """Computes a model's loss on a batch."""
 
     def __call__(self, model: Any, batch: Any) -> LossResult:
         """Return the loss of a batch."""
         ...
 
     def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
-        """Return the outputs of a model, and its loss if the batch has what it takes."""
+        """Return the outputs of a model, and the loss if the batch allows it."""
         ...
 
     def describe(self) -> str:
-        """Return, in a few words, what the loss is a mean over."""
+        """Return a short text that names the items the loss averages over."""
         ...
 
 
@@ -48,11 +48,11 @@ class LossFunction:
     """A loss function of the model's outputs and the batch's targets.
 
     Args:
-        loss_fn: The function. Where torch has it, it gets the predictions (`outputs.logits` of a model that returns
-            several values); any other gets the outputs as they are.
+        loss_fn: The function. One of torch's gets the predictions (`outputs.logits` of a model that returns several
+            values); a custom one gets the outputs unchanged.
         bare: The user's model.
-        label_names: Which names of a batch are targets.
-        check_mean: Warns where the loss is not a mean over items.
+        label_names: The names of a batch that are targets.
+        check_mean: Warns if the loss is not a mean over items.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LossFunction:
             loss, weight = self._compared(self._summed, predictions, targets)
             return LossResult(loss, weight, outputs)
         if self._check_mean is not None:
-            self._check_mean.of_function(self._loss_fn, self._name, batch, outputs, targets)
+            self._check_mean.check_function(self._loss_fn, self._name, batch, outputs, targets)
         loss = self._loss_fn(outputs, targets)
         if isinstance(loss, LossResult):
             return loss if loss.outputs is not None else loss._replace(outputs=outputs)
@@ -95,7 +95,7 @@ class LossFunction:
         return result.outputs, result
 
     def describe(self) -> str:
-        """Return, in a few words, what the loss is a mean over."""
+        """Return a short text that names the items the loss averages over."""
         over = "items (see num_items)" if self._summed is None else "targets"
         return f"{self._name}, averaged over all {over} of an update"
 
@@ -115,7 +115,7 @@ class LossFunction:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if is_out_of_memory(error):
                 raise
-            raise explained(error, self._name, predictions, targets) from error
+            raise comparison_error(error, self._name, predictions, targets) from error
 
     def _check(self, inputs: Any) -> None:
         if not self._is_checked:
@@ -124,17 +124,17 @@ class LossFunction:
             self._is_checked = True
 
 
-class OwnLoss:
-    """The loss that a model returns by itself, a mean over its items.
+class ModelLoss:
+    """The loss that a model returns itself, a mean over its items.
 
-    transformers' models take the number of items that their loss is divided by. Where a model uses it, it gets the
-    number that counts here, so that the two cannot differ. Whether it does is not guessed from its signature: on the
-    first batch the loss is asked if it depends on that number.
+    Models of transformers can take the number of items to divide their loss by. A model that uses it gets the number
+    counted here, so that the two cannot differ. Autograd shows on the first batch whether the loss depends on that
+    number; the signature of the model would not be enough.
 
     Args:
         bare: The user's model.
         count: Counts the items of a batch.
-        check_mean: Warns where the loss is not a mean over items.
+        check_mean: Warns if the loss is not a mean over items.
     """
 
     def __init__(self, bare: nn.Module, count: CountItems, check_mean: MeanCheck | None = None) -> None:
@@ -146,7 +146,7 @@ class OwnLoss:
         """Return the loss of a batch.
 
         Raises:
-            ConfigurationError: If the model returns none.
+            ConfigurationError: If the model returns no loss.
         """
         outputs, result = self.evaluate(model, batch)
         return _no_loss(outputs) if result is None else result
@@ -159,12 +159,12 @@ class OwnLoss:
             self._is_checked = True
         weight = self._count(batch)
         if self._check_mean is not None:
-            self._check_mean.of_model(self._plain_loss, batch)
+            self._check_mean.check_model(self._plain_loss, batch)
         if self._divides is False or not torch.is_grad_enabled():
             outputs = call_model(model, batch)
             return outputs, _summed(outputs, weight)
-        # It takes part in a product, so that whether the loss depends on it can be asked. Nothing to divide by where
-        # nothing counts: the sum is 0 as well.
+        # Requires a gradient until it is known whether the loss depends on it. At least 1: without any items the sum
+        # is 0 as well.
         items = torch.as_tensor(weight, dtype=torch.float32).clamp(min=1).requires_grad_(self._divides is None)
         outputs = call_model(model, batch, num_items_in_batch=items)
         loss = _loss_of(outputs)
@@ -177,7 +177,7 @@ class OwnLoss:
         return outputs, LossResult(loss * items.detach(), weight, outputs)
 
     def describe(self) -> str:
-        """Return, in a few words, what the loss is a mean over."""
+        """Return a short text that names the items the loss averages over."""
         return "the model's own, averaged over all items of an update"
 
     def _plain_loss(self, batch: Any) -> Any:
@@ -191,7 +191,7 @@ def _depends(loss: Tensor, items: Tensor) -> bool:
 
 
 def _may_take_items(bare: nn.Module) -> bool:
-    if not hasattr(bare, "loss_function"):  # transformers' models have it; others would be told what they do not know
+    if not hasattr(bare, "loss_function"):  # only models of transformers take the argument
         return False
     parameters = inspect.signature(bare.forward).parameters
     return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -215,6 +215,6 @@ def _no_loss(outputs: Any) -> NoReturn:
     names = f" with {', '.join(map(str, named))}" if named is not None else ""
     raise ConfigurationError(
         f"The model returned a {type(outputs).__name__}{shape}{names}, and no loss. Give Trainer(loss_fn=…), for "
-        "example torch.nn.functional.cross_entropy, put the labels into the batch of a model that computes its "
-        "loss from them, or override compute_loss(model, batch)."
+        "example torch.nn.functional.cross_entropy; add labels to the batch if the model computes its loss from "
+        "them; or override compute_loss(model, batch)."
     )

@@ -14,7 +14,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 
 Array = np.ndarray[Any, Any]
-Classes = Callable[[str, Tensor, Tensor], Tensor]  # the class with the highest score, for each label
+Classes = Callable[[str, Tensor, Tensor], Tensor]  # returns the class with the highest score for each label
 Tensors = Callable[[str, EvaluationOutput], tuple[Tensor, Tensor]]
 
 
@@ -23,9 +23,9 @@ _OF_CLASS_1 = 1
 
 
 class Counts(NamedTuple):
-    """Labels by class: how many were predicted right, were predicted, and are there."""
+    """Counts for each class: correct predictions, predictions, and labels."""
 
-    right: Array
+    correct: Array
     predicted: Array
     actual: Array
 
@@ -34,53 +34,53 @@ class CountedMetric(Metric):
     """F1, precision or recall, from counts for each class.
 
     Args:
-        name: Its name, without a prefix.
-        given: What is computed: "f1", "precision" or "recall", alone or with "_macro", "_micro" or "_weighted". Alone
-            it is that of class 1 where there are two classes, and the macro average where there are more.
+        name: The name of the metric, without a prefix.
+        kind: "f1", "precision" or "recall", alone or with "_macro", "_micro" or "_weighted". Alone it is that of class
+            1 for two classes, and the macro average for more.
         tensors: Returns predictions and labels of a batch.
         classes: Returns the predicted classes.
     """
 
-    def __init__(self, name: str, given: str, tensors: Tensors, classes: Classes) -> None:
+    def __init__(self, name: str, kind: str, tensors: Tensors, classes: Classes) -> None:
         super().__init__(name)
-        found = _BY_COUNTS.fullmatch(given)
-        assert found is not None
-        self._kind, self._average = found[1], found[2]
+        match = _BY_COUNTS.fullmatch(kind)
+        assert match is not None
+        self._kind, self._average = match[1], match[2]
         self._tensors, self._classes = tensors, classes
 
     def begin(self, device: torch.device) -> None:
-        """Start over."""
+        """Reset the metric."""
         self._counts = torch.zeros(3, 0, dtype=torch.int64, device=device)
-        self._scored = 0
+        self._num_scores = 0
 
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
         scores, labels = self._tensors(self.name, output)
         classes = self._classes(self.name, scores, labels)
-        counted = labels != IGNORE_INDEX
-        chosen, actual = classes[counted].flatten().long(), labels[counted].flatten().long()
+        valid = labels != IGNORE_INDEX
+        predicted, actual = classes[valid].flatten().long(), labels[valid].flatten().long()
         if scores.ndim > labels.ndim:
-            self._scored = max(self._scored, scores.shape[-1 if scores.shape[:-1] == labels.shape else 1])
+            self._num_scores = max(self._num_scores, scores.shape[-1 if scores.shape[:-1] == labels.shape else 1])
         if not len(actual):
             return
-        if int(actual.min()) < 0 or int(chosen.min()) < 0:
+        if int(actual.min()) < 0 or int(predicted.min()) < 0:
             raise ConfigurationError(
-                f"The metric {self.name!r} counts classes from 0, and a label is {int(actual.min())}. Number the "
-                f"classes from 0; labels of {IGNORE_INDEX} do not count."
+                f"The metric {self.name!r} needs labels of at least 0 (got {int(actual.min())}). Number the classes "
+                f"from 0; labels of {IGNORE_INDEX} are ignored."
             )
-        size = max(self._counts.shape[1], int(actual.max()) + 1, int(chosen.max()) + 1)
-        parts = (actual[chosen == actual], chosen, actual)
+        size = max(self._counts.shape[1], int(actual.max()) + 1, int(predicted.max()) + 1)
+        parts = (actual[predicted == actual], predicted, actual)
         added = torch.stack([torch.bincount(part, minlength=size) for part in parts])
         added[:, : self._counts.shape[1]] += self._counts.to(added.device)
         self._counts = added
 
     def state(self) -> tuple[list[list[int]], int]:
-        """Return the counts, and how many scores there are."""
-        return self._counts.tolist(), self._scored
+        """Return the counts, and the number of scores per label."""
+        return self._counts.tolist(), self._num_scores
 
     def result(self, states: Sequence[tuple[list[list[int]], int]]) -> float:
-        """Return the value over all processes."""
-        size = max([2, *(scored for _, scored in states), *(len(counts[0]) for counts, _ in states)])
+        """Return the value over all ranks."""
+        size = max([2, *(num_scores for _, num_scores in states), *(len(counts[0]) for counts, _ in states)])
         total = np.zeros((3, size), dtype=np.int64)
         for counts, _ in states:
             total[:, : len(counts[0])] += np.array(counts, dtype=np.int64)
@@ -90,10 +90,10 @@ class CountedMetric(Metric):
 class Auroc(Metric):
     """The area under the ROC curve; with more than two classes the mean of each class against the rest.
 
-    It needs the scores of all rows at the end: 4 bytes for each score, and for two classes one score a row.
+    It keeps the scores of all rows until the end: 4 bytes per score, and one score per row for two classes.
 
     Args:
-        name: Its name, without a prefix.
+        name: The name of the metric, without a prefix.
         tensors: Returns predictions and labels of a batch.
     """
 
@@ -102,7 +102,7 @@ class Auroc(Metric):
         self._tensors = tensors
 
     def begin(self, device: torch.device) -> None:
-        """Start over."""
+        """Reset the metric."""
         self._scores: list[Array] = []
         self._labels: list[Array] = []
 
@@ -115,24 +115,25 @@ class Auroc(Metric):
             scores = scores.reshape(-1, 1)
         else:
             raise ConfigurationError(
-                f"The metric {self.name!r} needs a score for each class in the last dimension, or one score a label; "
-                f"predictions are {tuple(scores.shape)} ({scores.dtype}) and labels {tuple(labels.shape)}."
+                f"The metric {self.name!r} needs a score for each class in the last dimension, or one score per label "
+                f"(got predictions of shape {tuple(scores.shape)}, {scores.dtype}, and labels of shape "
+                f"{tuple(labels.shape)})."
             )
-        counted = labels.flatten() != IGNORE_INDEX
-        scores = scores[counted].float()
-        if scores.shape[1] == 2:  # ordered as by the probability of class 1, and without its rounding
+        valid = labels.flatten() != IGNORE_INDEX
+        scores = scores[valid].float()
+        if scores.shape[1] == 2:  # has the order of the probabilities of class 1, without their rounding
             scores = scores[:, 1:] - scores[:, :1]
         elif scores.shape[1] > 2:
-            scores = scores.double().softmax(dim=1).float() if not _are_shares(scores) else scores
+            scores = scores.double().softmax(dim=1).float() if not _are_probabilities(scores) else scores
         self._scores.append(scores.cpu().numpy())
-        self._labels.append(labels.flatten()[counted].cpu().numpy())
+        self._labels.append(labels.flatten()[valid].cpu().numpy())
 
     def state(self) -> tuple[Array, Array]:
-        """Return the scores and labels of this process."""
+        """Return the scores and labels of this rank."""
         return np.concatenate(self._scores), np.concatenate(self._labels)
 
     def result(self, states: Sequence[tuple[Array, Array]]) -> float:
-        """Return the area over all processes; NaN where a class has no label."""
+        """Return the area over all ranks; NaN if a class has no label."""
         scores = np.concatenate([state[0] for state in states])
         labels = np.concatenate([state[1] for state in states])
         if scores.shape[1] == 1:
@@ -140,11 +141,11 @@ class Auroc(Metric):
         return float(np.mean([_area(scores[:, index], labels == index) for index in range(scores.shape[1])]))
 
 
-def classification_metric(given: str, name: str, tensors: Tensors, classes: Classes) -> Metric | None:
-    """Return the metric that is called `given`; `None` if it is none of these."""
-    if given in ("auroc", "roc_auc"):
+def classification_metric(kind: str, name: str, tensors: Tensors, classes: Classes) -> Metric | None:
+    """Return the metric of a kind such as "f1_macro"; `None` for an unknown kind."""
+    if kind in ("auroc", "roc_auc"):
         return Auroc(name, tensors)
-    return CountedMetric(name, given, tensors, classes) if _BY_COUNTS.fullmatch(given) else None
+    return CountedMetric(name, kind, tensors, classes) if _BY_COUNTS.fullmatch(kind) else None
 
 
 NAMES = ("f1", "precision", "recall", "f1_macro", "auroc")
@@ -156,33 +157,33 @@ def _averaged(kind: str, average: str, counts: Counts) -> float:
     values = _values(kind, counts)
     if average == "class 1":
         return float(values[_OF_CLASS_1])
-    there = (counts.predicted + counts.actual) > 0  # a class that is neither predicted nor there says nothing
-    if not there.any():
+    present = (counts.predicted + counts.actual) > 0  # leaves out classes without predictions and labels
+    if not present.any():
         return math.nan
-    weights = counts.actual[there] if average == "weighted" else None
+    weights = counts.actual[present] if average == "weighted" else None
     if weights is not None and not weights.sum():
         return math.nan
-    return float(np.average(values[there], weights=weights))
+    return float(np.average(values[present], weights=weights))
 
 
 def _values(kind: str, counts: Counts) -> Array:
-    """Return the value of each class; 0 where it is 0/0."""
+    """Return the value of each class; 0 for 0/0."""
     parts = {"precision": (1, counts.predicted), "recall": (1, counts.actual)}
-    factor, below = parts.get(kind, (2, counts.predicted + counts.actual))
-    return factor * counts.right / np.maximum(below, 1)
+    factor, divisor = parts.get(kind, (2, counts.predicted + counts.actual))
+    return factor * counts.correct / np.maximum(divisor, 1)
 
 
-def _are_shares(scores: Tensor) -> bool:
+def _are_probabilities(scores: Tensor) -> bool:
     return bool((scores >= 0).all()) and torch.allclose(scores.sum(dim=1), torch.ones(()).to(scores), atol=1e-4)
 
 
 def _area(scores: Array, positive: Array) -> float:
-    """Return the share of pairs of a positive and a negative row of which the positive one has the higher score."""
+    """Return the fraction of pairs of a positive and a negative row in which the positive row has the higher score."""
     positives = int(positive.sum())
     negatives = len(positive) - positives
     if not positives or not negatives:
         return math.nan
-    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
+    _, index, count = np.unique(scores, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
-    ranks = (last - (count - 1) / 2)[place]  # equal scores share their ranks
+    ranks = (last - (count - 1) / 2)[index]  # equal scores share a rank
     return float((ranks[positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))

@@ -1,4 +1,4 @@
-"""This file is metrics that are objects of others: updated by batch, merged over the processes, and computed."""
+"""Adapters for metrics of torchmetrics, torcheval, evaluate and other libraries, reduced across ranks."""
 
 import copy
 import pickle
@@ -21,25 +21,25 @@ Merge = Callable[[Any, Sequence[Any]], None]
 class ObjectMetric(Metric):
     """An object with `update(predictions, labels)` and `compute()`.
 
-    With a way to merge it, each process updates its own; without, each updates with the batches of all, in the order of
-    the dataset.
+    If it can be merged, each rank updates its own object; if not, each rank updates with the batches of all ranks, in
+    the order of the dataset.
 
     Args:
-        name: Its name.
-        thing: The object. It is started over by its `reset()`; without one, a copy of it as it is now is used.
-        merge: Merges others into one.
+        name: The name of the metric.
+        metric: The object. Its `reset()` resets it; without one each evaluation uses a fresh copy.
+        merge: Merges other objects into the first.
     """
 
-    def __init__(self, name: str, thing: Any, merge: Merge | None) -> None:
+    def __init__(self, name: str, metric: Any, merge: Merge | None) -> None:
         super().__init__(name)
         self.needs_all_rows = merge is None
         self._merge = merge
-        self._has_reset = callable(getattr(thing, "reset", None))
-        self._metric: Any = thing
-        self._fresh: Any = None if self._has_reset else copy.deepcopy(thing)
+        self._has_reset = callable(getattr(metric, "reset", None))
+        self._metric: Any = metric
+        self._fresh: Any = None if self._has_reset else copy.deepcopy(metric)
 
     def begin(self, device: torch.device) -> None:
-        """Start over, on the device."""
+        """Reset the metric and move it to the device."""
         self._device = device
         if self._has_reset:
             self._metric.reset()
@@ -55,30 +55,30 @@ class ObjectMetric(Metric):
         )
 
     def state(self) -> Any:
-        """Return the object, where it has to travel."""
+        """Return the object for other ranks; `None` if each rank has all rows."""
         if self.needs_all_rows:
             return None
-        # Tensors of a device are of no use to a process that has another one.
+        # Other ranks cannot use tensors of this rank's device.
         return copy.deepcopy(self._metric).to("cpu") if _is_movable(self._metric) else self._metric
 
     def result(self, states: Sequence[Any]) -> Any:
-        """Return the value, of all processes."""
+        """Return the value over all ranks."""
         if self._merge is None:
             return self._metric.compute()
-        whole, *others = states
+        merged, *others = states
         if others:
-            self._merge(whole, others)
-        return whole.compute()
+            self._merge(merged, others)
+        return merged.compute()
 
 
 class ModuleMetric(Metric):
-    """A metric of Hugging Face's evaluate, or several that `combine` put together.
+    """A metric of Hugging Face's evaluate, or several combined by its `combine`.
 
-    The main process computes it, of the rows of all processes. Where labels are whole numbers and predictions have one
-    dimension more, of scores, they are replaced by the class with the highest score: these metrics compare classes.
+    The main process computes it from the rows of all ranks. If labels are whole numbers and predictions have one more
+    dimension, of scores, the class with the highest score replaces them: these metrics compare classes.
 
     Args:
-        name: Its name.
+        name: The name of the metric.
         module: The metric.
     """
 
@@ -89,18 +89,18 @@ class ModuleMetric(Metric):
         super().__init__(name)
         if (count := getattr(module, "num_process", 1)) > 1:
             raise ConfigurationError(
-                f"The metric {name!r} was loaded with num_process={count}, to put processes together through files. "
-                "Load it without: rows come to the main process, which computes it."
+                f"The metric {name!r} must be loaded without num_process={count}: the trainer gathers the rows "
+                "of all ranks, and the main process computes the metric."
             )
         self._module = module
         self._error = HeldError(name, DistributedOperationException)
 
     def begin(self, device: torch.device) -> None:
-        """Start over."""
+        """Reset the metric."""
         self._error = HeldError(self.name, DistributedOperationException)
 
     def select(self, output: EvaluationOutput) -> EvaluationOutput:
-        """Return classes in the place of scores, so that less has to travel."""
+        """Return classes instead of scores, which are smaller to gather."""
         predictions, labels = output.predictions, output.labels
         if _are_scores(predictions, labels):
             predictions = chosen_classes(self.name, predictions, labels)
@@ -112,60 +112,60 @@ class ModuleMetric(Metric):
             self._module.add_batch(predictions=_as_arrays(output.predictions), references=_as_arrays(output.labels))
 
     def state(self) -> Any:
-        """Return what came out."""
+        """Return the computed value, or the error that computing raised."""
         value: Any = None
         with self._error.held():
             value = self._module.compute()
         return self._error.pack(value)
 
     def result(self, states: Sequence[Any]) -> Any:
-        """Return what came out on the main process."""
+        """Return the value of the main process."""
         return self._error.unpack(states[0])
 
 
-def object_metric(name: str, thing: Any) -> ObjectMetric:
-    """Return the metric for an object with `update` and `compute`, in the way in which it can be merged exactly."""
-    if (own := _torchmetrics_class()) is not None and isinstance(thing, own):
-        return TorchMetric(name, thing, _merge_torchmetric if _merges_exactly(thing, own) else None)
-    merge = next((m for m in ("merge", "merge_state") if callable(getattr(thing, m, None))), None)
-    if merge is None or not _can_travel(thing):
-        return ObjectMetric(name, thing, None)
-    return ObjectMetric(name, thing, lambda one, others: getattr(one, merge)(list(others)))
+def object_metric(name: str, metric: Any) -> ObjectMetric:
+    """Return the metric for an object with `update` and `compute`, merged across ranks if that is exact."""
+    if (base := _torchmetrics_class()) is not None and isinstance(metric, base):
+        return TorchMetric(name, metric, _merge_torchmetric if _merges_exactly(metric, base) else None)
+    merge = next((method for method in ("merge", "merge_state") if callable(getattr(metric, method, None))), None)
+    if merge is None or not _can_pickle(metric):
+        return ObjectMetric(name, metric, None)
+    return ObjectMetric(name, metric, lambda target, others: getattr(target, merge)(list(others)))
 
 
 class TorchMetric(ObjectMetric):
-    """A metric of torchmetrics, which would put processes together by itself when it computes: that is done here."""
+    """A metric of torchmetrics; this class merges ranks instead of torchmetrics' own synchronization."""
 
     def begin(self, device: torch.device) -> None:
-        """Start over, on the device."""
+        """Reset the metric and move it to the device."""
         super().begin(device)
         for module in self._metric.modules():
             if hasattr(module, "distributed_available_fn"):
                 module.distributed_available_fn = _never_available
 
     def state(self) -> Any:
-        """Return what it has counted; the object itself may be of a class that others do not find."""
+        """Return the metric's state; other ranks may not be able to import its class."""
         return None if self.needs_all_rows else dict(self._metric.metric_state)
 
     def result(self, states: Sequence[Any]) -> Any:
-        """Return the value, of all processes."""
+        """Return the value over all ranks."""
         if self._merge is None:
             return self._metric.compute()
-        whole = copy.deepcopy(self._metric)
+        merged = copy.deepcopy(self._metric)
         for name, value in states[0].items():
-            setattr(whole, name, value)
-        whole._update_count = len(states)  # it would warn where this process had no batch
-        self._merge(whole, states[1:])
-        return whole.compute()
+            setattr(merged, name, value)
+        merged._update_count = len(states)  # prevents a warning if this rank had no batch
+        self._merge(merged, states[1:])
+        return merged.compute()
 
 
-def torch_collection(thing: Any) -> dict[str, Any] | None:
-    """Return the metrics of a `MetricCollection` of torchmetrics by name, or `None` if it is none."""
+def torch_collection(value: Any) -> dict[str, Any] | None:
+    """Return the metrics of a `MetricCollection` of torchmetrics by name; `None` for any other value."""
     if _torchmetrics_class() is None:
         return None
     from torchmetrics import MetricCollection
 
-    return dict(thing.items()) if isinstance(thing, MetricCollection) else None
+    return dict(value.items()) if isinstance(value, MetricCollection) else None
 
 
 def _never_available() -> bool:
@@ -175,19 +175,19 @@ def _never_available() -> bool:
 def _torchmetrics_class() -> Any:
     import sys
 
-    # Nobody can give one who has not imported it.
+    # A user who passes one of its metrics has imported it.
     module = sys.modules.get("torchmetrics")
     return None if module is None else module.Metric
 
 
-def _merges_exactly(metric: Any, own: Any) -> bool:
-    """Whether a metric of torchmetrics is the sum of its parts; means, and what a wrapper hides, are not."""
+def _merges_exactly(metric: Any, base: Any) -> bool:
+    """Whether merging a metric of torchmetrics is exact; it is not for means and for wrappers of other metrics."""
     from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-    if type(metric).merge_state is not own.merge_state:
+    if type(metric).merge_state is not base.merge_state:
         return True
     reductions = list(metric._reductions.values())
-    is_alone = sum(isinstance(module, own) for module in metric.modules()) == 1
+    is_alone = sum(isinstance(module, base) for module in metric.modules()) == 1
     exact = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
     return (
         metric.full_state_update is False
@@ -198,16 +198,16 @@ def _merges_exactly(metric: Any, own: Any) -> bool:
     )
 
 
-def _merge_torchmetric(one: Any, others: Sequence[Any]) -> None:
+def _merge_torchmetric(target: Any, others: Sequence[Any]) -> None:
     for other in others:
-        one.merge_state(other)
+        target.merge_state(other)
 
 
-def _can_travel(metric: Any) -> bool:
-    """Whether an object can be sent: its class may be one that only this script, or this function, knows."""
+def _can_pickle(metric: Any) -> bool:
+    """Whether an object can be sent to other ranks: pickle does not find classes defined inside functions."""
     try:
         pickle.dumps(metric)
-    except Exception:  # noqa: BLE001 - whatever pickling calls
+    except Exception:  # noqa: BLE001 - pickling runs the object's code
         return False
     return True
 
@@ -215,7 +215,7 @@ def _can_travel(metric: Any) -> bool:
 def _is_movable(metric: Any) -> bool:
     if isinstance(metric, nn.Module):
         return True
-    # As torcheval's; others' `to` may mean anything.
+    # Metrics of torcheval; `to` of other classes may have another meaning.
     return callable(getattr(metric, "to", None)) and hasattr(metric, "device")
 
 

@@ -1,4 +1,4 @@
-"""This file is what may be given as a metric."""
+"""Metrics from names, functions and objects."""
 
 import copy
 import re
@@ -13,53 +13,55 @@ from trainer_lib.trainer.metrics.running_metrics import FunctionMetric, MeanMetr
 
 __all__ = ["EvaluationOutput", "FunctionMetric", "MeanMetric", "Metric", "as_metric", "as_metrics", "computed_metrics"]
 
-_TAKEN = "loss"
+_RESERVED = "loss"
 
 
-def as_metrics(given: Any) -> dict[str, Metric]:
-    """Return the metrics for what was given: by name, or one after the other, or one alone.
+def as_metrics(spec: Any) -> dict[str, Metric]:
+    """Return the metrics of a mapping by name, of a list, or of a single metric.
 
-    Without a name, a metric is called by its own: that of the function, the class or the module.
+    Without a given name, a metric takes the name of its function, class or module.
 
     Raises:
-        ConfigurationError: If something in it is no metric, or two have one name.
+        ConfigurationError: If a value is not a metric, or two metrics have the same name.
 
     Example:
         >>> list(as_metrics(["accuracy", "top5_accuracy"])), list(as_metrics({"hits": "accuracy"}))
         (['accuracy', 'top5_accuracy'], ['hits'])
     """
-    if given is None:
+    if spec is None:
         return {}
-    if isinstance(given, Mapping) and torch_collection(given) is None:
-        named = list(given.items())
+    if isinstance(spec, Mapping) and torch_collection(spec) is None:
+        named = list(spec.items())
     else:
-        several = isinstance(given, Iterable) and not isinstance(given, str) and not hasattr(given, "compute")
-        named = [(_own_name(one), one) for one in (given if several else [given])]
+        is_list = isinstance(spec, Iterable) and not isinstance(spec, str) and not hasattr(spec, "compute")
+        named = [(_default_name(value), value) for value in (spec if is_list else [spec])]
     metrics: dict[str, Metric] = {}
-    for name, thing in named:
-        for own, one in _expanded(name, thing):
-            metric = as_metric(one, own)
-            if own in metrics:
-                raise ConfigurationError(f"Two metrics are called {own!r}. Name them: metrics={{'name': metric, …}}.")
-            metrics[own] = metric
+    for given_name, value in named:
+        for name, single in _expand_collection(given_name, value):
+            metric = as_metric(single, name)
+            if name in metrics:
+                raise ConfigurationError(
+                    f"Two metrics have the name {name!r}. Give them names: metrics={{'name': metric, …}}."
+                )
+            metrics[name] = metric
     return metrics
 
 
-def as_metric(thing: Any, name: str) -> Metric:
-    """Return the metric for what was given under a name.
+def as_metric(value: Any, name: str) -> Metric:
+    """Return a metric under a name.
 
     Args:
-        thing: The name of a known metric: "accuracy", "top5_accuracy" (or another number), "mse", "rmse", "mae",
+        value: The name of a known metric: "accuracy", "top5_accuracy" (or another number), "mse", "rmse", "mae",
             "perplexity", "f1", "precision", "recall" (also as "f1_macro", "f1_micro", "f1_weighted"), "auroc".
-            An object with `update(predictions, labels)` and `compute()`, such as those of torchmetrics
-            and torcheval; with `merge(others)` (or `merge_state`), each process has its own, without, each is updated
-            with the batches of all. A metric of Hugging Face's evaluate, to which classes are given where the model
-            has scores. A function of predictions and labels that returns one value a row, or one number, which
-            counts as the mean over the rows of its batch.
-        name: What its value is called, without a prefix.
+            An object with `update(predictions, labels)` and `compute()`, such as those of torchmetrics and torcheval;
+            with `merge(others)` (or `merge_state`) each rank updates its own object, without it each rank updates with
+            the batches of all. A metric of Hugging Face's evaluate, which gets classes where the model has scores. A
+            function of predictions and labels that returns one value per row, or one number, which counts as the mean
+            over the rows of its batch.
+        name: The name of the metric's value, without a prefix.
 
     Raises:
-        ConfigurationError: If it is no metric.
+        ConfigurationError: If the value is not a metric.
 
     Example:
         >>> metric = as_metric(lambda predictions, labels: (predictions - labels).abs(), "distance")
@@ -69,65 +71,65 @@ def as_metric(thing: Any, name: str) -> Metric:
         1.0
     """
     _check_name(name)
-    if isinstance(thing, Metric):
-        thing = copy.copy(thing)
-        thing.name = name
-        return thing
-    if isinstance(thing, str):
-        return named_metric(thing, name)
-    if isinstance(thing, type):
+    if isinstance(value, Metric):
+        value = copy.copy(value)
+        value.name = name
+        return value
+    if isinstance(value, str):
+        return named_metric(value, name)
+    if isinstance(value, type):
         raise ConfigurationError(
-            f"The metric {name!r} is the class {thing.__name__}. Give an object: {thing.__name__}(…)."
+            f"The metric {name!r} is the class {value.__name__}. Give an object: {value.__name__}(…)."
         )
-    if _has(thing, "add_batch", "compute"):
-        return ModuleMetric(name, thing)
-    if _has(thing, "update", "compute"):
-        return object_metric(name, thing)
-    if _has(thing, "compute"):
+    if _has(value, "add_batch", "compute"):
+        return ModuleMetric(name, value)
+    if _has(value, "update", "compute"):
+        return object_metric(name, value)
+    if _has(value, "compute"):
         raise ConfigurationError(
-            f"The metric {name!r} is a {type(thing).__name__} with compute() and no update(predictions, labels). What "
-            "needs all predictions at once is given as compute_metrics."
+            f"The metric {name!r} is a {type(value).__name__} with compute() and no update(predictions, labels). Give "
+            "a metric that needs all predictions at once as compute_metrics."
         )
-    if callable(thing):
-        return FunctionMetric(name, thing)
+    if callable(value):
+        return FunctionMetric(name, value)
     raise ConfigurationError(
-        f"The metric {name!r} is a {type(thing).__name__}. Give a name such as 'accuracy', a function of predictions "
+        f"The metric {name!r} is a {type(value).__name__}. Give a name such as 'accuracy', a function of predictions "
         "and labels, or an object with update(predictions, labels) and compute()."
     )
 
 
 def computed_metrics(function: Callable[..., Any]) -> Metric:
-    """Return the metrics that a function makes of all predictions and labels at once, as Hugging Face has them.
+    """Return the metrics of a function of all predictions and labels, like Hugging Face's `compute_metrics`.
 
-    It is called on the main process only, with an object that unpacks into predictions and labels (or with the two, if
-    it has two arguments), and its results are the same on all. Being without a name, they go by their own.
+    The main process alone calls it, with an object that unpacks into predictions and labels (or with both, if it has
+    two arguments), and all ranks get its results. The function names the metrics.
     """
     return ComputedMetrics(function)
 
 
-def _expanded(name: str, thing: Any) -> list[tuple[str, Any]]:
-    collection = torch_collection(thing)
-    return [(name, thing)] if collection is None else list(collection.items())
+def _expand_collection(name: str, value: Any) -> list[tuple[str, Any]]:
+    collection = torch_collection(value)
+    return [(name, value)] if collection is None else list(collection.items())
 
 
-def _own_name(thing: Any) -> str:
-    if isinstance(thing, str):
-        return thing
-    if isinstance(thing, Metric):
-        return thing.name
-    name = getattr(thing, "__name__", None) or getattr(thing, "name", None)
+def _default_name(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Metric):
+        return value.name
+    name = getattr(value, "__name__", None) or getattr(value, "name", None)
     if isinstance(name, str) and name.isidentifier():
         return name
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(thing).__name__).lower()
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(value).__name__).lower()
     return words.removesuffix("_metric")
 
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"A metric's name must be a text, got {name!r}.")
-    if name == _TAKEN:
-        raise ConfigurationError("No metric can be called 'loss', as the loss is. Give it another name.")
+        raise ConfigurationError(f"The name of a metric must be a text that is not empty (got {name!r}).")
+    if name == _RESERVED:
+        raise ConfigurationError("The name 'loss' is taken by the evaluation loss. Give the metric another name.")
 
 
-def _has(thing: Any, *methods: str) -> bool:
-    return all(callable(getattr(thing, method, None)) for method in methods)
+def _has(value: Any, *methods: str) -> bool:
+    return all(callable(getattr(value, method, None)) for method in methods)

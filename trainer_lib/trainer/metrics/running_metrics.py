@@ -1,4 +1,4 @@
-"""This file is metrics kept as sums: exact on any number of processes, in memory that does not grow."""
+"""Metrics as running sums: exact on any number of ranks, in constant memory."""
 
 import math
 import re
@@ -24,9 +24,9 @@ class MeanMetric(Metric):
     """A mean over the items of all batches.
 
     Args:
-        name: Its name.
-        measure: Returns, for a batch, a sum and how many items it is a sum over; `None` where no batch has any.
-        finish: What becomes of the mean.
+        name: The name of the metric.
+        measure: Returns the sum of a batch and its number of items; `None` if the batch has no value.
+        finish: A function of the mean that returns the metric.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class MeanMetric(Metric):
         self._measure, self._finish = measure, finish
 
     def begin(self, device: torch.device) -> None:
-        """Start over."""
-        self._sum, self._without = RunningSum(device), 0
+        """Reset the metric."""
+        self._sum, self._num_missing = RunningSum(device), 0
 
     def measured(self, output: EvaluationOutput) -> dict[str, Measured]:
-        """Return the sum and the weight of a batch by name; nothing if the batch has neither."""
+        """Return the sum and weight of a batch by name; an empty dict if the batch has no value."""
         measured = self._measure(output)
         return {} if measured is None else {self.name: measured}
 
@@ -51,39 +51,38 @@ class MeanMetric(Metric):
         """Add a batch."""
         measured = self._measure(output)
         if measured is None:
-            self._without += 1
+            self._num_missing += 1
         else:
             self._sum.add(*measured)
 
     def state(self) -> MeanState:
-        """Return the sum, the weight, whether anything was added, and which batches had nothing."""
-        return *self._sum.read(), self._without, PartialState().process_index
+        """Return the sum, the weight, whether any batch had a value, how many had none, and the rank."""
+        return *self._sum.read(), self._num_missing, PartialState().process_index
 
     def result(self, states: Sequence[MeanState]) -> Any:
-        """Return the mean over all processes; by no name if nobody has anything.
+        """Return the mean over all ranks; an empty dict if no batch had a value.
 
         Raises:
-            DistributedOperationException: If some batches have something, and some have not.
+            DistributedOperationException: If only some batches had a value.
         """
         if not any(state[2] for state in states):
             return {}
-        without = [f"{count} on process {rank}" for _, _, _, count, rank in states if count]
-        if without:
+        missing = [f"{count} on rank {rank}" for _, _, _, count, rank in states if count]
+        if missing:
             raise DistributedOperationException(
-                f"Some batches have no {self.name}, and others have one: {', '.join(without)} have none. Do these lack "
-                "the labels? Return batches of the same keys from the dataset and the collate function, on all "
-                "processes."
+                f"Some batches have no {self.name}, and others have one: {', '.join(missing)} have none. Check that "
+                "all batches have labels: the dataset and the collate function must return the same keys on all ranks."
             )
         total, weight = sum(state[0] for state in states), sum(state[1] for state in states)
         return self._finish(total / weight) if weight else math.nan
 
 
 class FunctionMetric(Metric):
-    """What a function of predictions and labels returns: a value a row, or one, taken as the mean over its rows.
+    """The mean of a function of predictions and labels, which returns one value per row or the mean over its rows.
 
     Args:
-        name: Its name.
-        function: The function; it may return several such values by name.
+        name: The name of the metric.
+        function: The function; it may return several values by name.
     """
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any]) -> None:
@@ -91,39 +90,39 @@ class FunctionMetric(Metric):
         self._function = function
 
     def begin(self, device: torch.device) -> None:
-        """Start over."""
+        """Reset the metric."""
         self._device = device
         self._sums: dict[str | None, RunningSum] = {}
 
     def measured(self, output: EvaluationOutput) -> dict[str, Measured]:
         """Return the sums and weights of a batch by name."""
-        return {self.name if key is None else f"{self.name}_{key}": part for key, part in self._of(output).items()}
+        return {self.name if key is None else f"{self.name}_{key}": part for key, part in self._measure(output).items()}
 
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
-        for key, part in self._of(output).items():
+        for key, part in self._measure(output).items():
             if key not in self._sums:
                 self._sums[key] = RunningSum(self._device)
             self._sums[key].add(*part)
 
-    def _of(self, output: EvaluationOutput) -> dict[str | None, Measured]:
+    def _measure(self, output: EvaluationOutput) -> dict[str | None, Measured]:
         value = self._function(output.predictions, output.labels)
         named: Mapping[str | None, Any] = value if isinstance(value, Mapping) else {None: value}
         rows = count_rows((output.labels, output.predictions))
         if rows is None:
-            raise ConfigurationError(f"The metric {self.name!r} got predictions and labels that have no rows.")
+            raise ConfigurationError(f"The metric {self.name!r} needs predictions and labels with rows.")
         return {key: self._over_rows(key, part, rows) for key, part in named.items()}
 
     def state(self) -> dict[str | None, tuple[float, float, bool]]:
         """Return the sums and weights."""
-        return {key: one.read() for key, one in self._sums.items()}
+        return {key: running_sum.read() for key, running_sum in self._sums.items()}
 
     def result(self, states: Sequence[dict[str | None, tuple[float, float, bool]]]) -> Any:
-        """Return the means over all processes."""
+        """Return the means over all ranks."""
         names = [list(state) for state in states]
         if any(set(other) != set(names[0]) for other in names):
             raise DistributedOperationException(
-                f"The metric {self.name!r} has other names on some processes than on others: {names}. Return the same "
+                f"The metric {self.name!r} returned different names on different ranks: {names}. Return the same names "
                 "for each batch."
             )
         means = {
@@ -141,29 +140,29 @@ class FunctionMetric(Metric):
             return values.reshape(()).to(self._device).double() * rows, float(rows)
         if values.ndim == 1 and len(values) == rows:
             return values.to(self._device).sum(dtype=accurate(self._device)), float(rows)
-        what = f"{self.name}[{key!r}]" if key is not None else self.name
+        metric = f"{self.name}[{key!r}]" if key is not None else self.name
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         raise ConfigurationError(
-            f"The metric {what} returned a {type(value).__name__}{shape} for a batch of {rows} rows. Return one value "
-            "a row, or one number, which counts as their mean; give what needs all rows at once as compute_metrics."
+            f"The metric {metric} returned a {type(value).__name__}{shape} for a batch of {rows} rows. Return one "
+            "value per row, or their mean; give a metric that needs all rows at once as compute_metrics."
         )
 
 
 class RunningSum:
-    """A sum and its weight. Nothing is read from the device until `read`.
+    """A sum and its weight, kept on a device; only `read` waits for the device.
 
     Args:
-        device: Where it is kept.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros((), dtype=accurate(device), device=device)
         self._weight: Weight = 0.0
-        self._seen = False
+        self._has_values = False
 
     def add(self, total: Tensor | float, weight: Weight) -> None:
-        """Add a sum over so many items; over none, it counts for nothing, even if it is not a number."""
-        self._seen = True
+        """Add the sum of `weight` items; with weight 0 the sum is ignored, even if it is NaN."""
+        self._has_values = True
         if isinstance(weight, Tensor):
             weight = weight.detach().to(self._total)
             total = torch.where(weight > 0, total, 0.0)
@@ -174,34 +173,34 @@ class RunningSum:
 
     def read(self) -> tuple[float, float, bool]:
         """Return the sum, the weight, and whether anything was added."""
-        return float(self._total), float(self._weight), self._seen
+        return float(self._total), float(self._weight), self._has_values
 
 
 def accurate(device: torch.device) -> torch.dtype:
-    """Return the type to sum in: thousands of float32 values would lose digits, but some devices have nothing else."""
+    """Return the dtype for sums: float64, since float32 loses digits over thousands of values, or float32 on MPS."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def mean_loss() -> MeanMetric:
-    """Return the loss, as a metric."""
+    """Return the evaluation loss as a metric."""
     return MeanMetric("loss", _loss)
 
 
-def named_metric(given: str, name: str) -> Metric:
-    """Return the metric that is called `given`.
+def named_metric(kind: str, name: str) -> Metric:
+    """Return the metric of a kind such as "accuracy" or "top5_accuracy".
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: If the kind is unknown.
     """
-    if top := re.fullmatch(r"top_?([1-9]\d*)_accuracy", given):
+    if top := re.fullmatch(r"top_?([1-9]\d*)_accuracy", kind):
         k = int(top[1])
-        return MeanMetric(name, lambda output: _top_accuracy(given, output, k))
-    if (metric := classification_metric(given, name, _tensors, chosen_classes)) is not None:
+        return MeanMetric(name, lambda output: _top_accuracy(kind, output, k))
+    if (metric := classification_metric(kind, name, _tensors, chosen_classes)) is not None:
         return metric
-    if given not in _NAMED:
-        raise ConfigurationError(unknown("metric", given, [*_NAMED, *NAMES, "top5_accuracy"]))
-    measure, finish = _NAMED[given]
-    return MeanMetric(name, lambda output: measure(given, output), finish)
+    if kind not in _NAMED:
+        raise ConfigurationError(unknown("metric", kind, [*_NAMED, *NAMES, "top5_accuracy"]))
+    measure, finish = _NAMED[kind]
+    return MeanMetric(name, lambda output: measure(kind, output), finish)
 
 
 def _loss(output: EvaluationOutput) -> Measured | None:
@@ -210,30 +209,31 @@ def _loss(output: EvaluationOutput) -> Measured | None:
 
 def _perplexity(name: str, output: EvaluationOutput) -> Measured:
     if output.loss_sum is None:
-        raise ConfigurationError(f"The metric {name!r} is made from the loss, and the step returned none.")
+        raise ConfigurationError(f"The metric {name!r} needs the loss, and the evaluation step returned none.")
     return output.loss_sum, output.weight
 
 
 def _accuracy(name: str, output: EvaluationOutput) -> Measured:
     predictions, labels = output.predictions, output.labels
     if isinstance(predictions, (list, tuple)) and isinstance(labels, (list, tuple)) and _are_plain(predictions, labels):
-        return float(sum(one == other for one, other in zip(predictions, labels, strict=True))), float(len(labels))
+        pairs = zip(predictions, labels, strict=True)
+        return float(sum(prediction == label for prediction, label in pairs)), float(len(labels))
     scores, labels = _tensors(name, output)
-    counted = labels != IGNORE_INDEX
-    right = (chosen_classes(name, scores, labels) == labels) & counted
-    return right.sum(), counted.sum()
+    valid = labels != IGNORE_INDEX
+    correct = (chosen_classes(name, scores, labels) == labels) & valid
+    return correct.sum(), valid.sum()
 
 
 def _top_accuracy(name: str, output: EvaluationOutput, k: int) -> Measured:
     scores, labels = _tensors(name, output)
     if scores.shape[:-1] != labels.shape or scores.shape[-1] < k:
         raise ConfigurationError(
-            f"The metric {name!r} needs at least {k} scores for each label, in the last dimension; predictions are "
-            f"{tuple(scores.shape)} and labels {tuple(labels.shape)}."
+            f"The metric {name!r} needs at least {k} scores for each label, in the last dimension (got predictions of "
+            f"shape {tuple(scores.shape)} and labels of shape {tuple(labels.shape)})."
         )
-    counted = labels != IGNORE_INDEX
-    right = (scores.topk(k, dim=-1).indices == labels.unsqueeze(-1)).any(dim=-1) & counted
-    return right.sum(), counted.sum()
+    valid = labels != IGNORE_INDEX
+    correct = (scores.topk(k, dim=-1).indices == labels.unsqueeze(-1)).any(dim=-1) & valid
+    return correct.sum(), valid.sum()
 
 
 def _squared_error(name: str, output: EvaluationOutput) -> Measured:
@@ -248,18 +248,18 @@ def _absolute_error(name: str, output: EvaluationOutput) -> Measured:
 
 def _difference(name: str, output: EvaluationOutput) -> Tensor:
     predictions, labels = _tensors(name, output)
-    if predictions.numel() != labels.numel():  # broadcast, they would give a number too
+    if predictions.numel() != labels.numel():  # torch would broadcast them
         raise ConfigurationError(
-            f"The metric {name!r} compares value by value; predictions are {tuple(predictions.shape)} and labels "
-            f"{tuple(labels.shape)}."
+            f"The metric {name!r} needs as many predictions as labels (got shapes {tuple(predictions.shape)} and "
+            f"{tuple(labels.shape)})."
         )
     return predictions.reshape(labels.shape).float() - labels.float()
 
 
 def chosen_classes(name: str, scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the classes with the highest scores, where there are scores; whole numbers are classes already.
+    """Return the class with the highest score for each label; whole numbers are classes already.
 
-    The scores of a label are in the last dimension or else in the second one, as torch's cross entropy has them.
+    The scores of a label are in the last dimension or in the second, as in torch's cross entropy.
     """
     if scores.ndim == labels.ndim + 1 and scores.shape[:-1] == labels.shape and scores.shape[-1] > 1:
         return scores.argmax(dim=-1)
@@ -268,9 +268,9 @@ def chosen_classes(name: str, scores: Tensor, labels: Tensor) -> Tensor:
     if scores.shape == labels.shape and not scores.is_floating_point():
         return scores
     raise ConfigurationError(
-        f"The metric {name!r} needs a score for each class, or the classes as whole numbers; predictions are "
-        f"{tuple(scores.shape)} ({scores.dtype}) and labels {tuple(labels.shape)}. Give a function of predictions and "
-        "labels that says how to compare them."
+        f"The metric {name!r} needs a score for each class, or classes as whole numbers (got predictions of shape "
+        f"{tuple(scores.shape)}, {scores.dtype}, and labels of shape {tuple(labels.shape)}). Give a function of "
+        "predictions and labels that compares them."
     )
 
 
@@ -280,14 +280,14 @@ def _tensors(name: str, output: EvaluationOutput) -> tuple[Tensor, Tensor]:
         predictions = predictions[0]  # the logits come first
     if not isinstance(predictions, Tensor) or not isinstance(labels, Tensor):
         raise ConfigurationError(
-            f"The metric {name!r} compares tensors; predictions are a {type(predictions).__name__} and labels a "
-            f"{type(labels).__name__}. Give a function of predictions and labels, or a dataset with labels."
+            f"The metric {name!r} needs tensors (got predictions of type {type(predictions).__name__} and labels of "
+            f"type {type(labels).__name__}). Give a function of predictions and labels, or a dataset with labels."
         )
     return predictions, labels
 
 
 def _are_plain(*rows: Sequence[Any]) -> bool:
-    return not any(isinstance(item, Tensor) for one in rows for item in one)
+    return not any(isinstance(item, Tensor) for row in rows for item in row)
 
 
 def _exponential(mean: float) -> float:

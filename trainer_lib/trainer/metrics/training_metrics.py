@@ -1,4 +1,4 @@
-"""Metrics of training batches, averaged until the next log over batches, steps and ranks."""
+"""Metrics of training batches, averaged over batches, steps and ranks between two logs."""
 
 from typing import Any
 
@@ -14,18 +14,18 @@ _logger = get_logger(__name__)
 
 
 class TrainingMetrics(Callback):
-    """Measures what the model returned for each training batch, before its update; nothing waits for the device.
+    """Measures the model's outputs for each training batch, before its update, without waiting for the device.
 
     Args:
-        given: Metrics that are means over labels or rows, as `Trainer(metrics=…)` takes them.
+        metrics: Metrics that are means over labels or rows, as in `Trainer(metrics=…)`.
 
     Raises:
-        ConfigurationError: If one of them is not a mean, such as "f1".
+        ConfigurationError: If a metric is not a mean, such as "f1".
     """
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, metrics: Any) -> None:
         self._metrics: list[MeanMetric | FunctionMetric] = []
-        for name, metric in as_metrics(given).items():
+        for name, metric in as_metrics(metrics).items():
             if not isinstance(metric, (MeanMetric, FunctionMetric)):
                 raise ConfigurationError(
                     f"train_metrics has {name!r}, which is not a mean over labels or rows. Give it as metrics=…, for "
@@ -34,7 +34,7 @@ class TrainingMetrics(Callback):
             self._metrics.append(metric)
 
     def on_fit_begin(self, run: Run) -> None:
-        """Put the sums where the batches are."""
+        """Reset the metrics on the device of the batches."""
         for metric in self._metrics:
             metric.begin(run.accelerator.device)
 

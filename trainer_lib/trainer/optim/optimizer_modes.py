@@ -1,4 +1,4 @@
-"""Training and evaluation modes of optimizers that have them: schedule-free ones evaluate with averaged weights."""
+"""Training and evaluation modes of optimizers, such as schedule-free ones, which evaluate with averaged weights."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -15,37 +15,38 @@ if TYPE_CHECKING:
 
 
 def train(optimizers: Iterable[AcceleratedOptimizer]) -> None:
-    """Switch optimizers to training, unless they are in that mode."""
+    """Switch optimizers to training mode, unless they are in it."""
     for optimizer in optimizers:
         if not optimizer.is_training:
             optimizer.train()
 
 
 def evaluate(optimizers: Iterable[AcceleratedOptimizer]) -> None:
-    """Switch optimizers to evaluation for good, unless they are in that mode."""
+    """Switch optimizers to evaluation mode permanently, unless they are in it."""
     for optimizer in _in_training(optimizers):
         optimizer.eval()
 
 
 @contextmanager
 def evaluating(optimizers: Iterable[AcceleratedOptimizer]) -> Generator[None]:
-    """Return the context in which optimizers are in evaluation mode; afterwards the weights are the same to the bit.
+    """Return a context in which optimizers are in evaluation mode; afterwards the weights are bitwise the same.
 
-    The way from one mode to the other and back rounds, so the weights of training are kept and put back.
+    Switching modes back and forth rounds the weights, so the training weights are copied and restored.
     """
     switched = _in_training(optimizers)
-    kept = [(p, _copy(p)) for optimizer in switched for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for optimizer in switched for group in optimizer.param_groups for p in group["params"]]
+    copies = [(parameter, _copy(parameter)) for parameter in parameters]
     try:
         evaluate(switched)
         yield
     finally:
         train(switched)
-        _put_back(kept)
+        _restore(copies)
 
 
 @contextmanager
 def weights_in_use(trainer: "Trainer") -> Generator[None]:
-    """Return the context in which a model has the weights that it is saved and exported with."""
+    """Return a context in which a model has the weights to save and export."""
     with evaluating(trainer.run.optimizers.values()), trainer.events.eval_weights(trainer.run):
         yield
 
@@ -60,6 +61,6 @@ def _copy(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _put_back(kept: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for parameter, value in kept:
+def _restore(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for parameter, value in copies:
         local_values([parameter])[0].copy_(value)

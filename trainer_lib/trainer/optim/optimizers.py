@@ -1,4 +1,4 @@
-"""This file is making an optimizer from its name: torch's own by short names, others by dotted paths."""
+"""Optimizers by name: those of torch by short names, others by dotted paths."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,12 +12,12 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.trainer.arguments.import_path import check_options, load, parameters_of, takes_any_keyword
 
-# torch has fused kernels of several more, but those of SGD and Adagrad cannot do with the sparse gradients of
-# embeddings, which nobody can tell from a parameter.
+# torch has fused kernels for more optimizers, but those of SGD and Adagrad do not support the sparse gradients of
+# embeddings, which a parameter does not reveal.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 _DEVICES_WITH_FUSED = frozenset({"cpu", "cuda", "mps", "xpu"})
 
-_ELSEWHERE = {"params": "the model", "lr": "learning_rate", "weight_decay": "weight_decay"}
+_SET_BY_ARGUMENTS = {"params": "the model", "lr": "learning_rate", "weight_decay": "weight_decay"}
 
 
 def build_optimizer(
@@ -32,19 +32,19 @@ def build_optimizer(
 ) -> Optimizer:
     """Return an optimizer.
 
-    Adam and AdamW come fused where device and types allow it, the others with `foreach`; both can be set by `options`.
+    Adam and AdamW are fused if device and dtypes allow it, the others use `foreach`; `options` can set both.
 
     Args:
-        name: That of one of torch's optimizers in lower case ("adamw", "sgd", "sparse_adam" …), or a dotted path.
-        parameters: Parameters, or groups of them as `group_parameters` returns.
-        learning_rate: The learning rate of groups that have none of their own.
-        weight_decay: The weight decay of groups that have none of their own.
-        device: Where the parameters will be when the optimizer steps.
+        name: One of torch's optimizers in lower case ("adamw", "sgd", "sparse_adam" …), or a dotted path.
+        parameters: Parameters, or groups as `group_parameters` returns them.
+        learning_rate: The learning rate of groups that do not set one.
+        weight_decay: The weight decay of groups that do not set one.
+        device: The device of the parameters during training.
         options: Further options of the optimizer.
 
     Raises:
-        ConfigurationError: If there is no such optimizer or option, or it cannot do with the values.
-        UnsupportedError: If it cannot be stepped by a training loop.
+        ConfigurationError: If the optimizer or an option is unknown, or a value is not allowed.
+        UnsupportedError: If a training loop cannot step the optimizer.
 
     Example:
         >>> optimizer = build_optimizer("adamw", [torch.nn.Parameter(torch.ones(2))], learning_rate=1e-3)
@@ -53,24 +53,24 @@ def build_optimizer(
     """
     kind = _kind(name)
     known = parameters_of(kind)
-    told_as = f"optimizer {name!r}"
-    check_options(told_as, options, {**known, **options} if takes_any_keyword(kind) else known, _ELSEWHERE)
-    if (wrong := _not_an_amount(learning_rate=learning_rate, weight_decay=weight_decay)) is not None:
-        raise ConfigurationError(f"{told_as}: {wrong} must be a finite number of at least 0.")
-    groups = _groups(parameters, told_as)
-    settings = _rates(kind, known, groups, learning_rate, weight_decay, told_as) | options
+    owner = f"optimizer {name!r}"
+    check_options(owner, options, {**known, **options} if takes_any_keyword(kind) else known, _SET_BY_ARGUMENTS)
+    if (invalid := _invalid_amount(learning_rate=learning_rate, weight_decay=weight_decay)) is not None:
+        raise ConfigurationError(f"{owner}: {invalid} must be a finite number of at least 0.")
+    groups = _groups(parameters, owner)
+    settings = _rates(kind, known, groups, learning_rate, weight_decay, owner) | options
     settings |= _implementation(kind, known, groups, torch.device(device), options)
     try:
-        made = kind(groups, **settings)
+        optimizer = kind(groups, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"{told_as} cannot be made: {error}") from error
-    if not isinstance(made, Optimizer):
-        raise ConfigurationError(f"{told_as} makes a {type(made).__name__}, and that is no torch.optim.Optimizer.")
-    return made
+        raise ConfigurationError(f"{owner} cannot be created: {error}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(f"{owner} must return a torch.optim.Optimizer (got {type(optimizer).__name__}).")
+    return optimizer
 
 
 def optimizer_names() -> list[str]:
-    """Return the short names of torch's optimizers that can be had.
+    """Return the short names of the supported optimizers of torch.
 
     Example:
         >>> "adamw" in optimizer_names(), "lbfgs" in optimizer_names()
@@ -81,21 +81,21 @@ def optimizer_names() -> list[str]:
 
 _REFUSED = {
     "lbfgs": (
-        "it computes the loss again and again within a step, by a closure, and a training loop computes it once. "
-        "Take another one, or write the loop with trainer_lib.Accelerator, whose optimizers take closures"
+        "it needs a closure that computes the loss several times per step, and the Trainer computes it once. Use "
+        "another optimizer, or write the loop with trainer_lib.Accelerator, whose optimizers take closures"
     ),
 }
 
 
 def _known() -> dict[str, type[Optimizer]]:
-    found = [one for one in vars(torch.optim).values() if isinstance(one, type) and issubclass(one, Optimizer)]
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
     names = {"SparseAdam": "sparse_adam"}
-    return {names.get(one.__name__, one.__name__.lower()): one for one in found if one is not Optimizer}
+    return {names.get(kind.__name__, kind.__name__.lower()): kind for kind in kinds if kind is not Optimizer}
 
 
 def _kind(name: Any) -> Callable[..., Any]:
     if not isinstance(name, str):
-        raise ConfigurationError(f'optimizer={name!r}: give a name such as "adamw", or a dotted path.')
+        raise ConfigurationError(f'optimizer must be a name such as "adamw", or a dotted path (got {name!r}).')
     if "." in name:
         kind = load(name, "optimizer")
         short = kind.__name__.lower() if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS) else ""
@@ -109,19 +109,19 @@ def _kind(name: Any) -> Callable[..., Any]:
     return kind
 
 
-def _groups(parameters: Iterable[Any], told_as: str) -> list[Any]:
-    # Lists, since what is given may be a generator, and is looked at more than once.
-    groups = [{**one, "params": list(one["params"])} if isinstance(one, dict) else one for one in parameters]
+def _groups(parameters: Iterable[Any], owner: str) -> list[Any]:
+    # Lists, since generators can be read only once.
+    groups = [{**item, "params": list(item["params"])} if isinstance(item, dict) else item for item in parameters]
     if not any(True for _ in _tensors(groups)):
-        raise ConfigurationError(f"{told_as} is given no parameters, so there is nothing to train.")
+        raise ConfigurationError(f"{owner} got no parameters, so there is nothing to train.")
     return groups
 
 
 def _tensors(groups: list[Any]) -> Iterable[Tensor]:
     for group in groups:
         members = cast("list[Any]", group["params"]) if isinstance(group, dict) else [group]
-        # A parameter may come with its name.
-        yield from (one[1] if isinstance(one, tuple) else one for one in members)
+        # torch also takes (name, parameter).
+        yield from (member[1] if isinstance(member, tuple) else member for member in members)
 
 
 def _rates(
@@ -130,21 +130,21 @@ def _rates(
     groups: list[Any],
     learning_rate: float,
     weight_decay: float,
-    told_as: str,
+    owner: str,
 ) -> dict[str, Any]:
-    """Return learning rate and weight decay as the optimizer's own arguments, if it has them."""
-    anything = takes_any_keyword(kind)
-    if "lr" not in known and not anything:
+    """Return learning rate and weight decay as arguments of the optimizer, if it takes them."""
+    any_keyword = takes_any_keyword(kind)
+    if "lr" not in known and not any_keyword:
         raise ConfigurationError(
-            f"{told_as} takes no lr, so it would not learn at learning_rate={learning_rate}. It takes: "
-            f"{', '.join(known)}. Make it yourself and hand it over."
+            f"{owner} takes no lr, so learning_rate={learning_rate} would have no effect. It takes: "
+            f"{', '.join(known)}. Create the optimizer yourself and give it to the Trainer."
         )
-    if "weight_decay" in known or anything:
+    if "weight_decay" in known or any_keyword:
         return {"lr": learning_rate, "weight_decay": weight_decay}
     decays = [group.get("weight_decay", weight_decay) if isinstance(group, dict) else weight_decay for group in groups]
     if any(decays):
         raise ConfigurationError(
-            f"{told_as} knows no weight decay, and weight_decay={max(decays)} is asked for. Leave it at 0, or take "
+            f"{owner} has no weight decay, so weight_decay={max(decays)} would have no effect. Leave it at 0, or use "
             "another optimizer."
         )
     return {"lr": learning_rate}
@@ -153,19 +153,19 @@ def _rates(
 def _implementation(
     kind: Callable[..., Any], known: dict[str, Any], groups: list[Any], device: torch.device, options: dict[str, Any]
 ) -> dict[str, bool]:
-    """Return which of torch's implementations to take, if nobody said."""
+    """Return which of torch's implementations to use, unless the options set it."""
     if any(options.get(name) is not None for name in ("fused", "foreach")) or options.get("differentiable"):
         return {}
     if (
         kind in _FUSED
         and device.type in _DEVICES_WITH_FUSED
-        and all(one.is_floating_point() for one in _tensors(groups))
+        and all(tensor.is_floating_point() for tensor in _tensors(groups))
     ):
         return {"fused": True}
     return {"foreach": True} if "foreach" in known and str(getattr(kind, "__module__", "")).startswith("torch.") else {}
 
 
-def _not_an_amount(**values: Any) -> str | None:
+def _invalid_amount(**values: Any) -> str | None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             return f"{name}={shown(value)}"

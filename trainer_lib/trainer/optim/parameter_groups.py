@@ -1,4 +1,4 @@
-"""This file is groups of parameters that are trained each in its own way."""
+"""Parameter groups: learning rate, weight decay and freezing by patterns of parameter names."""
 
 import math
 import re
@@ -14,20 +14,20 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.patterns import no_match
 
-# torch's own, and what models call theirs: LlamaRMSNorm, T5LayerNorm, BatchNormAct2d …
+# Class names of norms in torch and in models: LlamaRMSNorm, T5LayerNorm, BatchNormAct2d …
 _NORM_NAMES = re.compile(r"(layer|rms|batch|group|instance)_?norm|norm$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are trained otherwise than the rest; what is left at `None` is as for the rest.
+    """Settings for some of the parameters; `None` takes the value of the arguments.
 
     Args:
-        pattern: Which parameters: a shell pattern (`fnmatch`) over their names, such as "encoder.*" or "*.bias".
+        pattern: A shell pattern (`fnmatch`) that matches the names of the parameters, such as "encoder.*" or "*.bias".
         learning_rate: Their learning rate.
-        weight_decay: Their weight decay. Norms, biases and vectors stay spared, unless the pattern matches nothing
+        weight_decay: Their weight decay. Norms, biases and vectors still have none, unless the pattern matches nothing
             else.
-        frozen: Leave them as they are.
+        frozen: Whether to freeze the parameters.
 
     Example:
         >>> ParameterGroup("encoder.*", learning_rate=1e-5)
@@ -41,43 +41,46 @@ class ParameterGroup:
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        """Check what can be known without a model."""
+        """Check the settings that need no model."""
         if not isinstance(self.pattern, str) or not self.pattern:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f'ParameterGroup(pattern={self.pattern!r}): give a text such as "encoder.*".')
+            raise ConfigurationError(
+                f'ParameterGroup: pattern must be a text such as "encoder.*" (got {self.pattern!r}).'
+            )
         settings = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
         for name, value in settings.items():
             if value is not None and not _is_amount(value):
                 raise ConfigurationError(
-                    f"ParameterGroup({self.pattern!r}, {name}={shown(value)}): give a finite number of at least 0."
+                    f"ParameterGroup({self.pattern!r}): {name} must be a finite number of at least 0 (got "
+                    f"{shown(value)})."
                 )
-        given = [name for name, value in settings.items() if value is not None]
-        if self.frozen and given:
+        set_names = [name for name, value in settings.items() if value is not None]
+        if self.frozen and set_names:
             raise ConfigurationError(
-                f"ParameterGroup({self.pattern!r}, frozen=True, {given[0]}=…): what is frozen is not trained. Leave "
-                f"out frozen or {' and '.join(given)}."
+                f"ParameterGroup({self.pattern!r}): {' and '.join(set_names)} has no effect with frozen=True. Leave "
+                f"out frozen or {' and '.join(set_names)}."
             )
-        if not self.frozen and not given:
+        if not self.frozen and not set_names:
             raise ConfigurationError(
-                f"ParameterGroup({self.pattern!r}) says nothing. Give learning_rate, weight_decay or frozen=True."
+                f"ParameterGroup({self.pattern!r}) has no effect. Give learning_rate, weight_decay or frozen=True."
             )
 
 
 def group_parameters(
     model: nn.Module, weight_decay: float, groups: Sequence[ParameterGroup] = ()
 ) -> list[dict[str, Any]]:
-    """Return the parameters of a model as an optimizer takes them, and freeze those that are to be.
+    """Return the parameters of a model in groups for an optimizer, and freeze those of frozen groups.
 
-    A parameter belongs to the first of `groups` that matches one of its names. Weight decay spares norms, biases and
-    whatever has fewer than two dimensions. Tied weights are there once. What is trained as the rest comes first, then
-    the groups as given; each has a `name`.
+    A parameter belongs to the first of `groups` that matches one of its names. Norms, biases and parameters with fewer
+    than two dimensions have no weight decay. Tied weights appear once. Parameters outside of all groups come first (as
+    "rest"), then `groups` in their order; each group has a `name`.
 
     Args:
         model: The model.
-        weight_decay: The weight decay of what `groups` do not say otherwise.
-        groups: What is trained otherwise.
+        weight_decay: The weight decay of parameters for which no group sets another one.
+        groups: The groups with other settings.
 
     Raises:
-        ConfigurationError: If a pattern matches nothing that it could apply to, or nothing is left to train.
+        ConfigurationError: If a pattern matches no parameter that it can apply to, or nothing is left to train.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
@@ -88,38 +91,43 @@ def group_parameters(
     if not parameters:
         raise ConfigurationError(f"{type(model).__name__} has no parameters, so there is nothing to train.")
     owners = _owners(parameters, groups)
-    left = [one for one, owner in zip(parameters, owners, strict=True) if one.trains and not (owner and owner.frozen)]
-    if not left:
+    if not any(
+        parameter.trains and not (owner and owner.frozen) for parameter, owner in zip(parameters, owners, strict=True)
+    ):
         raise ConfigurationError(
             f"All {len(parameters)} parameters of {type(model).__name__} are frozen, so there is nothing to train. Set "
-            "requires_grad=True on some, or take frozen=True from a group."
+            "requires_grad=True on some, or remove frozen=True from a group."
         )
-    # Only now, when nothing can be wrong any more.
-    for one, owner in zip(parameters, owners, strict=True):
+    # After all checks, so that an error leaves the model unchanged.
+    for parameter, owner in zip(parameters, owners, strict=True):
         if owner is not None and owner.frozen:
-            one.value.requires_grad_(False)
+            parameter.value.requires_grad_(False)
     members = {
-        group: [one for one, owner in zip(parameters, owners, strict=True) if owner is group and one.trains]
+        group: [
+            parameter
+            for parameter, owner in zip(parameters, owners, strict=True)
+            if owner is group and parameter.trains
+        ]
         for group in (None, *groups)
     }
-    return [part for group, own in members.items() for part in _parts(group, own, weight_decay)]
+    return [part for group, parameters in members.items() for part in _parts(group, parameters, weight_decay)]
 
 
 def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
-    """Freeze what is to be frozen, before a model is prepared: who averages gradients has to know which there are."""
-    for one in _parameters(model) if any(group.frozen for group in groups) else ():
-        owner = next((group for group in groups if _matches(group, one)), None)
+    """Freeze the parameters of frozen groups, before a model is prepared: DDP must know which gradients to expect."""
+    for parameter in _parameters(model) if any(group.frozen for group in groups) else ():
+        owner = next((group for group in groups if _matches(group, parameter)), None)
         if owner is not None and owner.frozen:
-            one.value.requires_grad_(False)
+            parameter.value.requires_grad_(False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Parameter:
-    """A parameter, with all the names it goes by."""
+    """A parameter with all its names."""
 
     value: nn.Parameter
     names: list[str]
-    spared: bool
+    without_decay: bool
 
     @property
     def trains(self) -> bool:
@@ -127,17 +135,21 @@ class _Parameter:
 
 
 def _parameters(model: nn.Module) -> list[_Parameter]:
-    """Return the parameters in the order of the model, tied ones once."""
+    """Return the parameters in the order of the model; tied ones appear once."""
     names: dict[nn.Parameter, list[str]] = {}
     in_norms: set[nn.Parameter] = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        own = list(module.named_parameters(path, recurse=False, remove_duplicate=False))
-        in_norms.update(value for _, value in own if _NORM_NAMES.search(type(module).__name__))
-        for name, value in own:
+        direct = list(module.named_parameters(path, recurse=False, remove_duplicate=False))
+        in_norms.update(value for _, value in direct if _NORM_NAMES.search(type(module).__name__))
+        for name, value in direct:
             names.setdefault(value, []).append(canonical_name(name))
     return [
-        _Parameter(value=value, names=own, spared=value in in_norms or value.ndim < 2 or any(map(_is_bias, own)))
-        for value, own in names.items()
+        _Parameter(
+            value=value,
+            names=aliases,
+            without_decay=value in in_norms or value.ndim < 2 or any(map(_is_bias, aliases)),
+        )
+        for value, aliases in names.items()
     ]
 
 
@@ -146,24 +158,24 @@ def _is_bias(name: str) -> bool:
 
 
 def _owners(parameters: list[_Parameter], groups: Sequence[ParameterGroup]) -> list[ParameterGroup | None]:
-    """Return the group of each parameter, and check that each group has some."""
-    matching = {group: {one for one in parameters if _matches(group, one)} for group in groups}
-    owners = [next((group for group in groups if one in matching[group]), None) for one in parameters]
+    """Return the group of each parameter, and check that each group has parameters."""
+    matching = {group: {parameter for parameter in parameters if _matches(group, parameter)} for group in groups}
+    owners = [next((group for group in groups if parameter in matching[group]), None) for parameter in parameters]
     for index, group in enumerate(groups):
-        own = [one for one, owner in zip(parameters, owners, strict=True) if owner is group]
+        members = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is group]
         if not matching[group]:
-            names = [name for one in parameters for name in one.names]
+            names = [name for parameter in parameters for name in parameter.names]
             raise no_match("ParameterGroup", group.pattern, names)
-        if not own:
+        if not members:
             earlier = [other.pattern for other in groups[:index] if matching[other] & matching[group]]
             raise ConfigurationError(
-                f"ParameterGroup({group.pattern!r}): all that it matches belongs to "
-                f"{' and '.join(map(repr, earlier))}, which come before it. Put it first."
+                f"ParameterGroup({group.pattern!r}): all parameters that it matches belong to "
+                f"{' and '.join(map(repr, earlier))}, earlier in the list. Put it first."
             )
-        if not group.frozen and not any(one.trains for one in own):
+        if not group.frozen and not any(member.trains for member in members):
             raise ConfigurationError(
-                f"ParameterGroup({group.pattern!r}): all that it matches is frozen (requires_grad=False), such as "
-                f"{own[0].names[0]}. Leave the group out, or set requires_grad=True."
+                f"ParameterGroup({group.pattern!r}): all parameters that it matches are frozen (requires_grad=False), "
+                f"such as {members[0].names[0]}. Leave the group out, or set requires_grad=True."
             )
     return owners
 
@@ -173,24 +185,24 @@ def _matches(group: ParameterGroup, parameter: _Parameter) -> bool:
 
 
 def _parts(group: ParameterGroup | None, members: list[_Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return what a group is for an optimizer: one part that decays and one that does not, as far as there are any."""
+    """Return the groups for an optimizer: one with weight decay and one without, if they have parameters."""
     name, rate = ("rest", None) if group is None else (group.pattern, group.learning_rate)
-    own_decay = None if group is None else group.weight_decay
-    decay = weight_decay if own_decay is None else own_decay
-    decayed = [one for one in members if not one.spared]
-    spared = [one for one in members if one.spared]
-    if decay == 0 or (own_decay is not None and not decayed):
-        decayed, spared = members, []
-    parts = [(name, decay, decayed), (f"{name}, no decay", 0.0, spared)]
+    group_decay = None if group is None else group.weight_decay
+    decay = weight_decay if group_decay is None else group_decay
+    decayed = [member for member in members if not member.without_decay]
+    undecayed = [member for member in members if member.without_decay]
+    if decay == 0 or (group_decay is not None and not decayed):
+        decayed, undecayed = members, []
+    parts = [(name, decay, decayed), (f"{name}, no decay", 0.0, undecayed)]
     return [
         {
-            "params": [one.value for one in own],
+            "params": [parameter.value for parameter in parameters],
             "name": name,
             "weight_decay": decay,
             **({} if rate is None else {"lr": rate}),
         }
-        for name, decay, own in parts
-        if own
+        for name, decay, parameters in parts
+        if parameters
     ]
 
 

@@ -1,4 +1,4 @@
-"""This file is the schedule that looks at evaluations: the rate goes down when they no longer get better."""
+"""A schedule that lowers the learning rate when a metric stops improving."""
 
 import math
 from typing import Any, Literal
@@ -12,20 +12,20 @@ from trainer_lib.options.base import check_choice, check_count
 
 
 class PlateauSchedule(LRScheduler):
-    """Lowers the rate when a metric has not got better for a while, as torch's `ReduceLROnPlateau`, after a warm-up.
+    """Lowers the learning rate when a metric stops improving, like torch's `ReduceLROnPlateau`, with a warm-up.
 
-    `step()` counts an update, `step(value)` looks at the metric of an evaluation.
+    `step()` counts an update, `step(value)` takes the metric of an evaluation.
 
     Args:
         optimizer: The optimizer.
-        warmup_steps: The updates in which the rate goes up from 0.
-        mode: Whether less of the metric is better ("min"), or more ("max").
-        factor: What the rate is multiplied by.
-        patience: How many evaluations in a row may be no better.
-        threshold: By how much better counts as better.
-        threshold_mode: Whether that is a part of the best one so far ("rel"), or a difference ("abs").
-        cooldown: How many evaluations after a reduction are not looked at.
-        min_lr: Where it ends.
+        warmup_steps: Updates in which the rate rises from 0.
+        mode: Whether a lower metric is better ("min") or a higher one ("max").
+        factor: The factor of each reduction.
+        patience: Evaluations in a row without improvement before a reduction.
+        threshold: The smallest change that counts as an improvement.
+        threshold_mode: Whether the threshold is a fraction of the best value ("rel") or a difference ("abs").
+        cooldown: Evaluations to ignore after a reduction.
+        min_lr: The lowest rate.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
@@ -59,7 +59,7 @@ class PlateauSchedule(LRScheduler):
             ("min_lr", min_lr, math.inf),
         ):
             if not 0 <= value < top:
-                raise ConfigurationError(f"{name}={shown(value)} must lie between 0 and {top:g}.")
+                raise ConfigurationError(f"{name} must be at least 0 and below {top:g} (got {shown(value)}).")
         self._warmup, self._sign = warmup_steps, 1.0 if mode == "min" else -1.0
         self._factor, self._patience, self._cooldown, self._min_lr = factor, patience, cooldown, min_lr
         self._threshold, self._is_relative = threshold, threshold_mode == "rel"
@@ -67,11 +67,11 @@ class PlateauSchedule(LRScheduler):
         super().__init__(optimizer)
 
     def step(self, metric: float | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Count an update, or look at the metric of an evaluation."""
+        """Count an update, or take the metric of an evaluation."""
         if metric is None:
             super().step()
             return
-        self._look_at(self._sign * float(metric))
+        self._record(self._sign * float(metric))
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
         self._last_lr = self.get_lr()
@@ -81,21 +81,21 @@ class PlateauSchedule(LRScheduler):
         return [self.rate_at(self.last_epoch, group) for group in range(len(self.base_lrs))]
 
     def rate_at(self, step: int, group: int = 0) -> float:
-        """Return the rate that a group has after `step` updates, if no evaluation says otherwise."""
+        """Return the rate of a group after `step` updates, at the present reduction."""
         base = float(self.base_lrs[group])
         warm = min(1.0, step / self._warmup) if self._warmup else 1.0
         return warm * min(base, max(base * self._scale, self._min_lr))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands; how it moves is for the arguments to say, also after a restart."""
+        """Return the position of the schedule; its settings come from the arguments, also after a restart."""
         return {name: getattr(self, name) for name in _STATE}
 
-    def _look_at(self, value: float) -> None:
-        """Take in a value, of which less is better."""
-        bar = self._best
-        if bar < math.inf:
-            bar -= self._threshold * (abs(bar) if self._is_relative else 1.0)
-        if value < bar:
+    def _record(self, value: float) -> None:
+        """Record a value, of which lower is better."""
+        goal = self._best
+        if goal < math.inf:
+            goal -= self._threshold * (abs(goal) if self._is_relative else 1.0)
+        if value < goal:
             self._best, self._bad = value, 0
         else:
             self._bad += 1
