@@ -239,7 +239,7 @@ def test_a_static_graph_has_to_be_learnt_together() -> None:
         ({"local_sgd_steps": 2.5}, ConfigurationError, "local_sgd_steps must be a whole number"),
         ({"enabled": 1}, ConfigurationError, "enabled must be True or False, got 1."),
         ({"model": nn.Linear(1, 1)}, PreparationError, "LocalSGD got a Linear that is not prepared."),
-        ({"accelerator": "gpu"}, ConfigurationError, "accelerator must be an Accelerator, got str."),
+        ({"accelerator": "gpu"}, ConfigurationError, r"accelerator must be an Accelerator \(got str\)."),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], words: str) -> None:

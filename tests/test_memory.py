@@ -42,15 +42,15 @@ class Cycle:
 # -- letting go ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("let_go", [release_memory, lambda *objects: Accelerator(cpu=True).free_memory(*objects)])
-def test_what_is_overwritten_and_what_is_in_cycles_goes(let_go: Any) -> None:
+@pytest.mark.parametrize("release", [release_memory, lambda *objects: Accelerator(cpu=True).free_memory(*objects)])
+def test_overwritten_objects_and_reference_cycles_are_freed(release: Any) -> None:
     one, cycle = torch.ones(2), Cycle()
     kept = [weakref.ref(one), weakref.ref(cycle)]
     del cycle
-    one, nothing = let_go(one, None)
+    one, nothing = release(one, None)
     assert one is nothing is None
     assert [reference() for reference in kept] == [None, None]
-    assert let_go() == []
+    assert release() == []
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
@@ -241,12 +241,12 @@ def test_whoever_calls_leaves_the_batch_size_out() -> None:
     ):
         with pytest.raises(SignatureError, match=words):
             call()
-    with pytest.raises(TypeError, match="cannot be called so: missing a required argument: 'name'"):
+    with pytest.raises(TypeError, match="does not take these arguments: missing a required argument: 'name'"):
         train()
 
 
 def test_a_function_without_a_place_for_the_batch_size_is_refused() -> None:
-    with pytest.raises(SignatureError, match="`train` has to take the batch size as its first argument"):
+    with pytest.raises(SignatureError, match="`train` must take the batch size as its first argument"):
 
         @find_executable_batch_size
         def train(*, batch_size: int) -> None: ...

@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(tmp_path: Pat
 
 def test_other_options_are_named() -> None:
     with (
-        pytest.raises(ConfigurationError, match=r"profile takes a ProfileKwargs, got {'with_stack': True}"),
+        pytest.raises(ConfigurationError, match=r"profile takes a ProfileKwargs \(got {'with_stack': True}"),
         Accelerator(cpu=True).profile({"with_stack": True}),  # type: ignore[arg-type]
     ):
         pass

@@ -20,5 +20,5 @@ def test_one_bar_a_machine() -> None:
 
 
 def test_the_old_first_argument_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Give it by name: main_process_only=True"):
+    with pytest.raises(ConfigurationError, match="Give main_process_only by name: main_process_only=True"):
         tqdm(True, [1, 2])

@@ -1,4 +1,4 @@
-"""This file is local SGD: each process trains a model of its own, and now and then the models are averaged."""
+"""`LocalSGD`: each rank trains its own copy of the model, and the copies are averaged every few updates."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,18 +11,18 @@ from trainer_lib.options.base import check_count, check_flag
 
 
 class LocalSGD:
-    """A block in which gradients stay on their process, and weights are averaged every few updates and at the end.
+    """The context in which gradients are not reduced, and weights are averaged every few updates and at the end.
 
-    Averaged is what is trained, and the running statistics of normalization (floating-point buffers) unless
-    `DistributedDataParallelKwargs(broadcast_buffers=False)` leaves them alone; counts and the optimizer's state stay
-    each process's own. All processes have to make the same number of updates. A weighted loss (`backward(loss,
-    weight=)`) is a mean over the items of its process. With one process the loop runs as it would without.
+    `LocalSGD` averages trained parameters, and floating-point buffers (running statistics) unless
+    `DistributedDataParallelKwargs(broadcast_buffers=False)` is set. Integer buffers and optimizer states stay local.
+    All ranks must make the same number of updates. A weighted loss (`backward(loss, weight=)`) is a mean over the
+    items of its rank. With one rank `LocalSGD` has no effect.
 
     Args:
-        accelerator: The engine.
+        accelerator: The `Accelerator`.
         model: The prepared model.
-        local_sgd_steps: After how many updates to average.
-        enabled: Whether to do any of it.
+        local_sgd_steps: How many updates lie between two averages.
+        enabled: Whether to train locally; `False` reduces gradients as usual.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -39,18 +39,18 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if not isinstance(accelerator, Accelerator):
-            raise ConfigurationError(f"accelerator must be an Accelerator, got {type(accelerator).__name__}.")
+            raise ConfigurationError(f"accelerator must be an Accelerator (got {type(accelerator).__name__}).")
         check_count("local_sgd_steps", local_sgd_steps)
         check_flag("enabled", enabled)
         if not any(model is prepared for prepared in accelerator._models):
             raise PreparationError(
-                f"LocalSGD got a {type(model).__name__} that is not prepared. Give what prepare() returned."
+                f"LocalSGD got a {type(model).__name__} that is not prepared. Give the model that prepare() returned."
             )
         self.accelerator, self.model = accelerator, model
         self.local_sgd_steps, self.enabled = local_sgd_steps, enabled
         self.num_steps = 0
         if enabled:
-            accelerator.strategy.stay_local(model)  # which says if it cannot
+            accelerator.strategy.stay_local(model)  # raises now if the strategy cannot
 
     def __enter__(self) -> "LocalSGD":
         if self.enabled:
@@ -64,12 +64,12 @@ class LocalSGD:
         if self.enabled:
             self.accelerator._window.is_alone = self._was_alone
             self._local.__exit__(kind, error, traceback)
-            # After an error others may never come, and what is averaged already would only be rounded again.
+            # After an error other ranks may not get here; after an average another one would only round again.
             if kind is None and self.num_steps % self.local_sgd_steps:
                 self.accelerator.strategy.average_weights(self.model)
 
     def step(self) -> None:
-        """Count an update, and average if it is time; call it after each micro-batch or each update."""
+        """Count an update, and average every `local_sgd_steps` updates. Call it after each micro-batch or update."""
         if self.accelerator.sync_gradients:
             self.num_steps += 1
             if self.enabled and self.num_steps % self.local_sgd_steps == 0:

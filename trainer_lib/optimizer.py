@@ -1,4 +1,4 @@
-"""This file is the prepared optimizer: it steps when a window of gradients is complete, and not before."""
+"""`AcceleratedOptimizer`: an optimizer that steps once per accumulation window."""
 
 import functools
 from collections.abc import Callable
@@ -18,16 +18,16 @@ _ZERO_GRAD = Optimizer.zero_grad
 
 
 class AcceleratedOptimizer(Optimizer):
-    """An optimizer whose `step` and `zero_grad` wait for the micro-batch that updates.
+    """An optimizer whose `step` and `zero_grad` act only at the end of an accumulation window.
 
-    `Accelerator.prepare` makes it; state, parameter groups and everything else are those of the wrapped optimizer.
+    `Accelerator.prepare` creates it. State, parameter groups and all other attributes are the wrapped optimizer's.
 
     Args:
         optimizer: The optimizer to wrap.
-        device_placement: Bring its state to the device of its parameters.
-        scaler: The loss scaler, if there is no `precision` that has it.
-        precision: How to unscale and step.
-        window: The window of gradients.
+        device_placement: Move its state to the device of its parameters.
+        scaler: The loss scaler, if you give no `precision`.
+        precision: Unscales gradients and steps.
+        window: The accumulation window.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class AcceleratedOptimizer(Optimizer):
         precision: FullPrecision | None = None,
         window: GradientWindow | None = None,
     ) -> None:
-        # Not super().__init__: there is one set of parameter groups, the wrapped optimizer's.
+        # Not super().__init__: the parameter groups are the wrapped optimizer's.
         self.optimizer = optimizer
         self.precision = precision or (FullPrecision() if scaler is None else ScaledAutocast.around(scaler))
         self.window = window or GradientWindow(GradientState())
@@ -50,7 +50,7 @@ class AcceleratedOptimizer(Optimizer):
         self._zeroes_first_in = 0  # the window that began with zero_grad before step
         self._last_mode: str | None = None
         if device_placement and optimizer.state:
-            # torch knows which state belongs on the device and which stays on the host.
+            # torch's load_state_dict moves the state that belongs on the device.
             optimizer.load_state_dict(optimizer.state_dict())
 
     @property
@@ -82,29 +82,29 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step` left the weights alone because a gradient overflowed (fp16)."""
+        """Whether the last `step` was skipped because a gradient overflowed (fp16)."""
         return self.precision.was_skipped(self.optimizer)
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether a loss was differentiated since the last update."""
+        """Whether a backward ran since the last update."""
         return self._backwards_at_step != self.window.backwards
 
     @property
     def has_modes(self) -> bool:
-        """Whether the wrapped optimizer has a mode of training and one of evaluation (schedule-free ones)."""
+        """Whether the wrapped optimizer has `train()` and `eval()` (schedule-free optimizers)."""
         return all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
 
     @property
     def is_training(self) -> bool:
-        """Whether the wrapped optimizer is in the mode of training; one without modes always is.
+        """Whether the wrapped optimizer is in training mode; an optimizer without modes always is.
 
-        The groups or the optimizer say so as `train_mode`; where neither does, the last switch made here counts.
+        Reads `train_mode` of the groups or the optimizer; if neither has it, the last call of `train` or `eval` counts.
         """
         if not self.has_modes:
             return True
-        marks = [group["train_mode"] for group in self.param_groups if "train_mode" in group]
-        return any(marks) if marks else bool(getattr(self.optimizer, "train_mode", self._last_mode == "train"))
+        modes = [group["train_mode"] for group in self.param_groups if "train_mode" in group]
+        return any(modes) if modes else bool(getattr(self.optimizer, "train_mode", self._last_mode == "train"))
 
     @property
     def has_stepped(self) -> bool:
@@ -125,10 +125,10 @@ class AcceleratedOptimizer(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
-        """Drop the gradients, unless they wait for the rest of their window."""
+        """Drop the gradients, unless their window is unfinished."""
         window = self.window
         stepped = self._stepped_in == window.micro_batch
-        holds_gradients = self._backwards_at_step != window.backwards  # by hand: a call less each micro-batch
+        holds_gradients = self._backwards_at_step != window.backwards  # inlined `holds_gradients`, for speed
         if window.size == 1 and not stepped:
             self._zeroes_first_in = window.began
         if not window.may_zero(stepped, self._zeroes_first_in == window.began, holds_gradients):
@@ -141,35 +141,35 @@ class AcceleratedOptimizer(Optimizer):
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def begin_anew(self) -> None:
-        """Drop the gradients of the window so far, as if there had been no backward."""
+    def restart_window(self) -> None:
+        """Drop the gradients of the unfinished window, as if no backward had run."""
         if self._gradients_are_final:
             self.precision.discard(self.optimizer)
         self._finish_round()
         self._drop_gradients()
 
     def finalize_gradients(self) -> None:
-        """Bring the gradients to their true size, once an update: unscaled, and divided by what the window weighs."""
+        """Unscale the gradients and divide them by the weight of the window, once an update."""
         if not self._gradients_are_final:
             self._gradients_are_final = True
             self.precision.unscale(self.optimizer)
             self._apply_factor()
 
     def round_state(self) -> list[int]:
-        """Return where this optimizer stands in its window.
+        """Return this optimizer's position in its window.
 
         Raises:
-            StateError: If its gradients were clipped and wait for `step`.
+            StateError: If its gradients were clipped, but `step` was not called yet.
         """
         if self._gradients_are_final and self.holds_gradients:
             raise StateError(
-                f"A state between clipping and step() of {type(self.optimizer).__name__} cannot be taken. "
-                "Save it after step()."
+                f"save_state was called between clipping and step() of {type(self.optimizer).__name__}. Call it after "
+                "step()."
             )
         return [self._backwards_at_step, self._stepped_in, self._zeroes_first_in]
 
     def load_round_state(self, state: list[int]) -> None:
-        """Take up what `round_state` returned; gradients are gone."""
+        """Load a position that `round_state` returned, and drop the gradients."""
         self.precision.discard(self.optimizer)
         self._gradients_are_final = False
         self.optimizer.zero_grad()
@@ -188,29 +188,29 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Switch an optimizer that has modes (schedule-free ones) to training."""
+        """Switch an optimizer with modes (schedule-free) to training."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Switch an optimizer that has modes (schedule-free ones) to evaluation."""
+        """Switch an optimizer with modes (schedule-free) to evaluation."""
         self._switch("eval")
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the wrapped optimizer has."""
-        if name == "optimizer":  # not there yet while unpickling
+        """Return another attribute of the wrapped optimizer."""
+        if name == "optimizer":  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: the window stays here, and so does the `step` that a schedule has wrapped."""
+        """Return the attributes to copy: all but the window, and the `step` that a schedule has wrapped."""
         return {name: value for name, value in self.__dict__.items() if name not in ("window", "step")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take up what `__getstate__` returned."""
+        """Restore the attributes that `__getstate__` returned, with a new window."""
         self.__dict__.update(state, window=GradientWindow(GradientState()))
 
     def __repr__(self) -> str:
-        """Return the wrapped optimizer's text."""
+        """Return the wrapped optimizer's representation."""
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
     def _after(self, closure: Callable[[], Any]) -> Any:
@@ -219,7 +219,7 @@ class AcceleratedOptimizer(Optimizer):
         return result
 
     def _apply_factor(self) -> None:
-        if not self.holds_gradients:  # those of the last update, which had it
+        if not self.holds_gradients:  # the gradients are those of the last update, already divided
             return
         factor = self.window.factor(self)
         if isinstance(factor, Tensor) or factor != 1.0:
@@ -233,10 +233,10 @@ class AcceleratedOptimizer(Optimizer):
 
     def _drop_gradients(self) -> None:
         optimizer = self.optimizer
-        if type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer):  # it has its own way
+        if type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer):  # overridden
             optimizer.zero_grad()
             return
-        # Torch's own does just this, and makes a mark for profiles that takes longer.
+        # torch's zero_grad does the same, plus a profiler record that takes longer than the work.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

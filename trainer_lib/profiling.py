@@ -1,4 +1,4 @@
-"""This file is a profiled block of code, and the traces that it leaves."""
+"""Profile a block of code with torch's profiler, and write its traces."""
 
 import dataclasses
 import warnings
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Profiling:
-    """The profiled blocks of one process; the traces of all of them survive, under numbers."""
+    """Profiles the blocks of one rank, and numbers their traces so that none is overwritten."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -25,14 +25,14 @@ class Profiling:
 
     @contextmanager
     def block(self, options: ProfileKwargs) -> "Generator[profile]":
-        """Profile a block, write its traces, and wait until those of all processes are there."""
+        """Profile a block, write its traces, and wait until all ranks have written theirs."""
         if not isinstance(options, ProfileKwargs):
-            raise ConfigurationError(f"profile takes a ProfileKwargs, got {options!r}.")
+            raise ConfigurationError(f"profile takes a ProfileKwargs (got {options!r}).")
         if options.output_trace_dir is not None:
             Path(options.output_trace_dir).mkdir(parents=True, exist_ok=True)
         failures: list[Exception] = []
         with warnings.catch_warnings():
-            # torch says that a new cycle forgets the last one, which is what cycles are for.
+            # torch warns that a new cycle clears the events of the last one; cycles are meant to.
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
             with dataclasses.replace(options, on_trace_ready=self._end_of_cycle(options, failures)).build() as profiler:
                 yield profiler
@@ -43,7 +43,7 @@ class Profiling:
 
     def _end_of_cycle(self, options: ProfileKwargs, failures: list[Exception]) -> "Callable[[profile], None]":
         def end(profiler: "profile") -> None:
-            # An error that passes through torch's profiler between cycles crashes the process: it waits for the end.
+            # An error that passes through torch's profiler between cycles crashes the process: raise it at the end.
             try:
                 if options.output_trace_dir is not None:
                     profiler.export_chrome_trace(str(self._next_file(Path(options.output_trace_dir))))

@@ -1,6 +1,6 @@
-"""This file is progress as one sees it: a bar in a terminal or a notebook, and now and then a line elsewhere.
+"""Show progress: a bar in a terminal or a notebook, or a line now and then in a log file.
 
-Of many processes one shows it, where many would print over one another.
+Only one rank of a machine shows its progress, so that ranks do not print over one another.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> "Bar[Any]":
-    """Return a tqdm bar that shows on the first process of each machine only.
+    """Return a tqdm bar that is visible on the first rank of each machine only.
 
     Args:
-        *args: What `tqdm.auto.tqdm` takes.
-        main_process_only: Whether the other processes' bars stay hidden.
-        **kwargs: What `tqdm.auto.tqdm` takes.
+        *args: Positional arguments of `tqdm.auto.tqdm`.
+        main_process_only: Whether to hide the bars of the other ranks.
+        **kwargs: Keyword arguments of `tqdm.auto.tqdm`.
 
     Example:
         >>> sum(tqdm([1, 2, 3], disable=True))
@@ -35,8 +35,8 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> "Bar[Any]
 
     if args and isinstance(args[0], bool):
         raise ConfigurationError(
-            f"The first argument of tqdm is what to iterate over, got {args[0]}. "
-            f"Give it by name: main_process_only={args[0]}."
+            f"The first argument of tqdm must be an iterable (got {args[0]}). Give main_process_only by name: "
+            f"main_process_only={args[0]}."
         )
     if main_process_only and not PartialState().is_local_main_process:
         kwargs["disable"] = True
@@ -44,37 +44,37 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> "Bar[Any]
 
 
 class Progress(Protocol):
-    """Progress that is shown.
+    """A progress display.
 
     Attributes:
-        interval: How many seconds there should be between two calls of `show`.
+        interval: The shortest time between two calls of `show`, in seconds.
     """
 
     interval: float
 
     def show(self, done: float) -> None:
-        """Show how much is done."""
+        """Display the amount that is done."""
         ...
 
     def tell(self, text: str) -> None:
-        """Show a text beside it, from the next time on."""
+        """Set the text beside the bar; the next `show` displays it."""
         ...
 
     def write(self, line: str) -> None:
-        """Write a line above it."""
+        """Write a line above the bar."""
         ...
 
     def leave_out(self, seconds: float) -> None:
-        """Leave a pause out of the speed."""
+        """Exclude a pause from the speed."""
         ...
 
     def close(self, done: float) -> None:
-        """Show it a last time, or take it away."""
+        """Display the final state, or remove the bar."""
         ...
 
 
 def is_live(file: TextIO) -> bool:
-    """Whether a bar can move there: in a terminal, or a notebook."""
+    """Whether the file can show a moving bar: a terminal or a notebook."""
     return file.isatty() or any(base.__module__ == "tqdm.notebook" for base in _bar_class().__mro__)
 
 
@@ -88,16 +88,16 @@ def show_progress(
     stays: bool = True,
     seconds_per_line: float = 30.0,
 ) -> Progress:
-    """Begin to show progress: a bar where it can move, else lines.
+    """Start a progress display: a bar in a terminal or notebook, else lines.
 
     Args:
-        title: What it is of.
-        file: Where it is shown.
-        total: What it is out of, if that is known.
-        done: How much was done before.
-        in_seconds: Whether it is time that passes, and not iterations.
-        stays: Whether it is left there at the end.
-        seconds_per_line: How far apart lines are.
+        title: The title of the work.
+        file: The file to write to.
+        total: The total amount, if known.
+        done: The amount that is already done.
+        in_seconds: Whether the amount is a time in seconds, not a number of iterations.
+        stays: Whether the display stays after the end.
+        seconds_per_line: The time between lines.
     """
     if is_live(file):
         return _Bar(title, file, total, done, in_seconds, stays)
@@ -106,7 +106,7 @@ def show_progress(
 
 @contextlib.contextmanager
 def lines_above_bars() -> Generator[None]:
-    """Have log lines and warnings come above the bars that are shown, not in the middle of them."""
+    """Write log lines and warnings above the bars, not into them."""
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     show_warning_before = warnings.showwarning
@@ -123,12 +123,12 @@ def lines_above_bars() -> Generator[None]:
             warnings.showwarning = show_warning_before
 
 
-# What is told comes before the times, since a narrow terminal cuts the end.
+# The text comes before the times, since a narrow terminal cuts off the end.
 _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]"
 
 
 class _Bar:
-    """A bar of tqdm, which moves when it is told to."""
+    """A tqdm bar that is redrawn on each `show`."""
 
     interval = 0.2
 
@@ -143,7 +143,7 @@ class _Bar:
             leave=stays,
             **_width(file),
             bar_format=None if total is None else _FORMAT,
-            # Who calls `show` looks at the clock.
+            # Callers of `show` keep to `interval` themselves.
             mininterval=0,
             miniters=0,
             smoothing=0.1,
@@ -170,14 +170,14 @@ class _Bar:
         self._bar.close()
 
     def _set_clock(self, done: float) -> None:
-        # Time goes by at a speed that is known, which tqdm would measure.
+        # For an amount of time, replace tqdm's iterations per second by the clock.
         if self._in_seconds:
             of = "" if self._bar.total is None else f"/{_clock(self._bar.total)}"
             self._bar.bar_format = f"{{l_bar}}{{bar}}| {_clock(done)}{of}{{postfix}}"
 
 
 class _Lines:
-    """A line now and then, for a file."""
+    """A line at intervals, for a file."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Lines:
         self.interval = interval
         self._title, self._file, self._total, self._in_seconds = title, file, total, in_seconds
         self._first, self._text = done, ""
-        self._ends_with_line = stays  # else only after another one: short work is not worth a line
+        self._ends_with_line = stays  # else only after an earlier line: short work gets none
         self._began = time.monotonic()
 
     def show(self, done: float) -> None:
@@ -241,7 +241,7 @@ def _width(file: TextIO) -> dict[str, Any]:
         columns = os.get_terminal_size(file.fileno()).columns
     except OSError:
         columns = 0
-    # Where nobody set its size, as in many a container, a terminal says 0, and tqdm would show nothing.
+    # A terminal without a size, as in many containers, reports 0 columns, and tqdm would show nothing.
     return {"dynamic_ncols": True} if columns else {"ncols": 80}
 
 
@@ -252,7 +252,7 @@ def _bar_class() -> Any:
 
 
 def _logs_to_console() -> bool:
-    # Without any handler, `logging` writes warnings to standard error by itself.
+    # Without a handler, `logging` writes warnings to standard error itself.
     handlers = logging.root.handlers
     streams = [handler.stream for handler in handlers if isinstance(handler, logging.StreamHandler)]
     return not handlers or any(stream in (sys.stdout, sys.stderr) for stream in streams)

@@ -1,4 +1,4 @@
-"""This file is the prepared learning-rate schedule: it moves once an update, whatever the world."""
+"""`AcceleratedScheduler`: a learning-rate schedule that steps once per optimizer step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from trainer_lib.state.partial_state import PartialState
 
 
 class AcceleratedScheduler:
-    """A schedule that moves with its optimizers: not on micro-batches that do not update, not on skipped updates.
+    """A schedule that steps with its optimizers: not within an accumulation window, not on skipped updates.
 
     Args:
         scheduler: The schedule to wrap.
         optimizers: The prepared optimizers it belongs to.
-        step_with_optimizer: Whether `step` is called along with the optimizer's; else it always moves (once an epoch,
-            for example).
-        split_batches: Whether the batch size is that of all processes together; of meaning for `once_per_process` only.
-        once_per_process: Move once for each process instead of once an update, as Accelerate does.
+        step_with_optimizer: Whether you call `step` along with the optimizer's; else each call moves the schedule (for
+            example once an epoch).
+        split_batches: Whether the batch size counts the samples of all ranks; matters for `once_per_process` only.
+        once_per_process: Step once for each rank instead of once an update, as Accelerate does.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class AcceleratedScheduler:
         once_per_process: bool = False,
     ) -> None:
         self.scheduler = scheduler
-        # The list itself: an optimizer may be prepared after its schedule.
+        # Keep the list itself: an optimizer may be prepared after its schedule.
         self.optimizers: Sequence[Any] = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
@@ -39,7 +39,7 @@ class AcceleratedScheduler:
         self._moves = PartialState().num_processes if once_per_process and not split_batches else 1
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the schedule if its optimizers updated."""
+        """Step the schedule if its optimizers updated."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif not self.gradient_state.sync_gradients:
@@ -50,12 +50,12 @@ class AcceleratedScheduler:
                 if getattr(optimizer, "step_was_skipped", False):
                     return
             for _ in range(self._moves):
-                # A schedule with a fixed length would raise if it were moved past its end.
+                # A schedule with a fixed length raises if it is stepped past its end.
                 if self._moves == 1 or self._has_steps_left():
                     self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates in force."""
+        """Return the current learning rates."""
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> list[float]:
@@ -75,8 +75,8 @@ class AcceleratedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the wrapped schedule has."""
-        if name == "scheduler":  # not there yet while unpickling
+        """Return another attribute of the wrapped schedule."""
+        if name == "scheduler":  # not set yet while unpickling
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

@@ -1,4 +1,4 @@
-"""This file is seeding: the same random numbers in every run, and on every process where they have to be the same."""
+"""Seed random generators, and synchronize them across ranks."""
 
 import operator
 import random
@@ -14,17 +14,17 @@ from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.enums import RNGType
 from trainer_lib.state.partial_state import PartialState
 
-_SEEDS = 2**32  # as many as numpy knows
+_SEEDS = 2**32  # numpy's limit
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed the generators of Python, numpy and torch, on the CPU and on every accelerator.
+    """Seed the generators of Python, numpy and torch, on the CPU and on every accelerator device.
 
     Args:
         seed: The seed, from 0 to 4294967295.
-        device_specific: Give each process a seed of its own: `seed` plus its index.
-        deterministic: Have torch take algorithms that give the same result each time, or raise where there is none.
-            Call it before anything was computed on an accelerator.
+        device_specific: Give each rank its own seed: `seed` plus its rank.
+        deterministic: Make torch use deterministic algorithms, and raise for operations without one. Call it before
+            the first computation on an accelerator device.
 
     Example:
         >>> set_seed(7)
@@ -35,7 +35,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     seed = _checked(seed, "seed")
     if device_specific:
-        seed = _checked(seed + PartialState().process_index, "seed plus the index of the process")
+        seed = _checked(seed + PartialState().process_index, "seed plus the rank")
     if deterministic:
         environment.make_cublas_deterministic()
         torch.use_deterministic_algorithms(True)
@@ -46,7 +46,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
-    """Give all processes the states that some generators of the first process have.
+    """Copy the states of rank 0's generators to all ranks.
 
     Args:
         rng_types: Kinds of `RNGType`: "torch" (the CPU's), "cuda", "xpu", … and "generator" for `generator`.
@@ -60,10 +60,10 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
 
 
 def synchronize_rng_state(rng_type: str | RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Give all processes the state that a generator of the first process has.
+    """Copy the state of one of rank 0's generators to all ranks.
 
     Args:
-        rng_type: See `synchronize_rng_states`; by default "generator" if there is one, else "torch".
+        rng_type: See `synchronize_rng_states`; by default "generator" if you give one, else "torch".
         generator: The generator that "generator" stands for.
     """
     chosen = _generator_of(rng_type or (RNGType.TORCH if generator is None else RNGType.GENERATOR), generator)
@@ -72,13 +72,13 @@ def synchronize_rng_state(rng_type: str | RNGType | None = None, generator: torc
         chosen.set_state(state)
 
 
-def _checked(seed: Any, what: str) -> int:
+def _checked(seed: Any, name: str) -> int:
     try:
         number = operator.index(seed)
     except TypeError:
         number = -1
     if isinstance(seed, bool) or not 0 <= number < _SEEDS:
-        raise ConfigurationError(f"{what} must be a whole number from 0 to {_SEEDS - 1}, got {seed!r}.")
+        raise ConfigurationError(f"{name} must be a whole number from 0 to {_SEEDS - 1} (got {seed!r}).")
     return number
 
 
@@ -86,21 +86,23 @@ def _generator_of(rng_type: str | RNGType, generator: torch.Generator | None) ->
     kind = RNGType.read("generator", rng_type)
     if kind is RNGType.GENERATOR:
         if generator is None:
-            raise ConfigurationError("rng_types has 'generator', and there is none. Give generator=torch.Generator().")
+            raise ConfigurationError(
+                "rng_types has 'generator', but generator= is missing. Give generator=torch.Generator()."
+            )
         return generator
     if kind is RNGType.TORCH:
         return torch.default_generator
     present = torch.accelerator.current_accelerator(check_available=True)
     if present is None or present.type != str(kind):
         raise UnsupportedError(
-            f"There is no {kind} device here, and so no generator of one to synchronize. "
-            f"Known here: torch, generator{'' if present is None else f', {present.type}'}."
+            f"rng_types has {str(kind)!r}, and this machine has no {kind} device. "
+            f"Available: torch, generator{'' if present is None else f', {present.type}'}."
         )
     return _AcceleratorGenerator(present.type)
 
 
 class _AcceleratorGenerator:
-    """The generator of this process's accelerator."""
+    """The generator of this rank's accelerator device."""
 
     def __init__(self, device_type: str) -> None:
         self._module = torch.get_device_module(device_type)

@@ -197,7 +197,7 @@ def test_fp16_weights_cannot_be_trained_in_fp16() -> None:
 
 
 def test_fp16_on_the_cpu_needs_its_scaler() -> None:
-    with pytest.raises(ConfigurationError, match="small gradients would vanish"):
+    with pytest.raises(ConfigurationError, match="small gradients would underflow"):
         Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
 
 

@@ -168,7 +168,7 @@ def test_what_its_author_compiled_stays_so_and_that_is_said(
 ) -> None:
     model, other = by_author(Stack(), graphs), Graphs()
     compile_model(model, TorchDynamoPlugin(other))
-    assert "compiled already and stays as it is" in caplog.text
+    assert "is compiled already, so the options of dynamo_plugin are ignored" in caplog.text
     undo_compilation(model)
     model(INPUTS)
     assert (graphs.run, other.made) == (1, 0)

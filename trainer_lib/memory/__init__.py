@@ -1,4 +1,4 @@
-"""This package is memory: letting go of it, measuring its peak, and finding the batch size that fits into it."""
+"""Memory: release it, measure its peak, and find the largest batch size that fits."""
 
 from trainer_lib.memory.executable_batch_size import find_executable_batch_size
 from trainer_lib.memory.peak_memory import MemoryUse, PeakMemory

@@ -1,4 +1,4 @@
-"""This file is the search for a batch size that fits into memory."""
+"""`find_executable_batch_size`: retry a function with smaller batch sizes until it fits into memory."""
 
 import functools
 import inspect
@@ -13,8 +13,8 @@ from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchS
 from trainer_lib.memory.release_memory import clear_device_cache
 from trainer_lib.options.base import check_count
 
-_logger = logging.getLogger(__name__)  # not the engine's: a retry concerns the process that makes it
-# How allocators say it that raise a plain RuntimeError; cuDNN finds no algorithm where its workspace does not fit.
+_logger = logging.getLogger(__name__)  # not get_logger: each rank logs its own retries
+# Messages of allocators that raise a plain RuntimeError; cuDNN finds no algorithm if its workspace does not fit.
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -29,14 +29,15 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Call a function with smaller and smaller batch sizes until it does not run out of memory; a decorator.
+    """Decorate a function to retry it with smaller batch sizes until it does not run out of memory.
 
-    The batch size becomes the function's first argument; whoever calls it leaves it out. What was found is kept for
-    the next call. What a failed attempt held is freed: the variables of its functions, cycles, the device's cache.
-    Begin the function with `accelerator.free_memory()`, so that what an earlier attempt prepared is let go of too.
+    The decorator passes the batch size as the first argument; callers leave it out. The next call starts at the size
+    that fitted. After a failed attempt the decorator frees its memory: local variables, reference cycles, the device's
+    cache. Call `accelerator.free_memory()` at the start of the function, to release prepared objects of an earlier
+    attempt too.
 
-    Each process goes its own way, as they may fail at different places and could not meet to agree. With several
-    processes that must train together, start from a size that fits all of them.
+    Each rank searches independently, since ranks may fail at different places and cannot synchronize there. If ranks
+    must train together, start from a size that fits all of them.
 
     Args:
         function: The function.
@@ -44,7 +45,7 @@ def find_executable_batch_size(
         reduce_batch_size_fn: Returns the next size to try; by default 0.9 of the last.
 
     Raises:
-        NoExecutableBatchSizeError: If even the smallest one does not fit; its cause is the last error.
+        NoExecutableBatchSizeError: If even the smallest size does not fit; its cause is the last error.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=64)
@@ -64,7 +65,7 @@ def find_executable_batch_size(
 
 
 class _Attempts:
-    """A function, and the batch size at which it is tried."""
+    """A function and its current batch size."""
 
     def __init__(self, function: Callable[..., Any], size: int, reduce: Callable[[], int] | None) -> None:
         self.function = function
@@ -76,7 +77,7 @@ class _Attempts:
         self.names = [name for name, each in self.signature.parameters.items() if each.kind in kinds]
         takes_any = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in self.signature.parameters.values())
         if not self.names and not takes_any:
-            raise SignatureError(f"`{self.name}` has to take the batch size as its first argument, and it takes none.")
+            raise SignatureError(f"`{self.name}` must take the batch size as its first argument, and takes none.")
 
     def as_function(self) -> Callable[..., Any]:
         @functools.wraps(self.function)
@@ -88,15 +89,15 @@ class _Attempts:
         return call
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise if the function cannot be called so, in particular if the caller gave the batch size too."""
+        """Raise if the arguments do not fit the function, in particular if the caller passed a batch size too."""
         try:
             self.signature.bind(self.size, *args, **kwargs)
         except TypeError as error:
-            own = set(self.names[:1])
-            if len(args) < len(self.names) and not own & set(kwargs):
-                raise SignatureError(f"`{self.name}` cannot be called so: {error}.") from error
-            rest = dict(zip(self.names[1:], args if own & set(kwargs) else args[1:], strict=False)) | kwargs
-            call = ", ".join(f"{name}={value!r}" for name, value in rest.items() if name not in own)
+            first = set(self.names[:1])
+            if len(args) < len(self.names) and not first & set(kwargs):
+                raise SignatureError(f"`{self.name}` does not take these arguments: {error}.") from error
+            rest = dict(zip(self.names[1:], args if first & set(kwargs) else args[1:], strict=False)) | kwargs
+            call = ", ".join(f"{name}={value!r}" for name, value in rest.items() if name not in first)
             raise SignatureError(
                 f"Batch size was passed into `{self.name}` as the first argument when called. Leave it out, as "
                 f"find_executable_batch_size gives it: `{self.name}({call})`."
@@ -111,7 +112,7 @@ class _Attempts:
                 if not is_out_of_memory(error):
                     raise
                 failure = error
-            let_go(failure)
+            free_memory_of(failure)
             failed, self.size = self.size, self.next_size()
             _logger.warning("`%s` ran out of memory at batch size %d. Next: %d.", self.name, failed, self.size)
         raise NoExecutableBatchSizeError(
@@ -124,7 +125,7 @@ class _Attempts:
         size = self.reduce()
         if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < self.size:
             raise ConfigurationError(
-                f"reduce_batch_size_fn must return a whole number below the last one ({self.size}), got {size!r}."
+                f"reduce_batch_size_fn must return a whole number below the last one ({self.size}) (got {size!r})."
             )
         return size
 
@@ -136,8 +137,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
 
 
-def let_go(error: BaseException | None) -> None:
-    """Free what a failed attempt held: its frames still know their variables, through the traceback."""
+def free_memory_of(error: BaseException | None) -> None:
+    """Free the memory of a failed attempt: its traceback keeps the frames and their variables alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

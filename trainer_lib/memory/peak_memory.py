@@ -1,4 +1,4 @@
-"""This file is the peak of memory that a block of code needs."""
+"""`PeakMemory`: measure the peak memory of a block of code."""
 
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -13,13 +13,13 @@ from trainer_lib.state.partial_state import PartialState
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a block needed at its peak, in bytes.
+    """The peak memory of a block, in bytes.
 
     Args:
-        host: The memory of the process, all it held included.
-        host_growth: How much more that is than at the start of the block.
-        device: The tensors on the device; 0 without one.
-        device_growth: How much more that is than at the start of the block.
+        host: The resident memory of the process.
+        host_growth: Its growth since the start of the block.
+        device: The memory of tensors on the device; 0 without a device.
+        device_growth: Its growth since the start of the block.
     """
 
     host: int
@@ -28,17 +28,17 @@ class MemoryUse:
     device_growth: int
 
     def __str__(self) -> str:
-        """Return it as people read it."""
+        """Return the numbers in readable units."""
         host = f"host {convert_bytes(self.host)} (+{convert_bytes(self.host_growth)})"
         device = f", device {convert_bytes(self.device)} (+{convert_bytes(self.device_growth)})"
         return host + (device if self.device else "")
 
 
 class PeakMemory:
-    """A block whose peak of memory is measured, by the counters of system and device; nothing is sampled.
+    """Measure the peak memory of a block with the counters of system and device, without sampling.
 
-    Blocks may be nested. The host's counter is that of the whole process. Where it cannot be set back at the start
-    (outside of Linux), a peak below the highest one before is not seen, and what the block ends with is returned.
+    Blocks may be nested. The host's counter covers the whole process. Outside of Linux it cannot be reset at the start;
+    a peak below an earlier one is then missed, and you get the memory at the end of the block.
 
     Example:
         >>> with PeakMemory() as peak:
@@ -55,7 +55,7 @@ class PeakMemory:
         self._had_peak = 0
 
     def __enter__(self) -> "PeakMemory":
-        """Begin to measure."""
+        """Start measuring."""
         for outer in self._running:
             outer._look()
         self._before = self._peak = _Counters(_host_now(), _device("memory_allocated"))
@@ -65,13 +65,13 @@ class PeakMemory:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End to measure."""
+        """Stop measuring."""
         self._look()
         self._running.remove(self)
 
     @property
     def use(self) -> MemoryUse:
-        """What this process needed: up to now, or in the block if it is over."""
+        """The peak of this process: up to now, or of the whole block after its end."""
         if self in self._running:
             self._look()
         return MemoryUse(
@@ -82,7 +82,7 @@ class PeakMemory:
         )
 
     def over_processes(self) -> MemoryUse:
-        """Return the largest numbers of all processes; each of them has to call."""
+        """Return the largest numbers over all ranks. All ranks call it."""
         state = PartialState()
         mine = torch.tensor(astuple(self.use), device=state.device)
         return MemoryUse(*map(int, state.group.all_reduce(mine, "max").tolist()))
@@ -122,7 +122,7 @@ def _reset_host_peak() -> bool:
 
 
 def _device(question: str) -> int:
-    # A device that nobody has used yet holds nothing, and asking would start it.
+    # An unused device holds nothing, and a query would initialize it.
     if not torch.accelerator.is_available() or not torch.accelerator.memory_stats():
         return 0
     return getattr(torch.accelerator, question)() or 0

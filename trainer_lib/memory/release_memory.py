@@ -1,4 +1,4 @@
-"""This file is letting go of memory."""
+"""Release memory: collect garbage and empty the device's cache."""
 
 import gc
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Hand the memory that torch keeps for reuse back to the device, if there is one.
+    """Return the memory that torch caches to the device, if there is one.
 
     Args:
-        garbage_collection: Collect what only cycles of references keep alive first, which takes a while.
+        garbage_collection: Collect reference cycles first, which takes a while.
     """
     if garbage_collection:
         gc.collect()

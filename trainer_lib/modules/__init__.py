@@ -1,1 +1,1 @@
-"""This package is what looks into modules and takes them apart: names, ties, repeated blocks."""
+"""Inspect and wrap `nn.Module`s: names, tied parameters, repeated blocks, compilation."""

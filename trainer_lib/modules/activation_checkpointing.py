@@ -1,4 +1,4 @@
-"""This file is activation checkpointing: blocks whose activations are computed again instead of kept."""
+"""Activation checkpointing: recompute the activations of blocks in the backward instead of storing them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,22 +14,23 @@ from trainer_lib.modules.forwards import wrap_forward
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
-    """Let blocks of a model compute their activations again in the backward; modules and names stay as they are.
+    """Let blocks of a model recompute their activations in the backward, without changing modules or names.
 
     Args:
         model: The model.
-        blocks: The blocks; by default those that it repeats. A model that can do it itself chooses its own.
+        blocks: The blocks; by default the repeated blocks of the model. A model with its own activation checkpointing
+            chooses its blocks itself.
 
     Raises:
-        ConfigurationError: If there are none.
+        ConfigurationError: If the model has no such blocks.
     """
-    # transformers' models know what must not happen twice, such as writing to a cache.
+    # transformers' models know which side effects must not happen twice, such as writing to a cache.
     if getattr(model, "supports_gradient_checkpointing", False):
-        own: Any = model
+        transformers_model: Any = model
         if hasattr(model, "activation_checkpointing_enable"):
-            own.activation_checkpointing_enable({"use_reentrant": False})
+            transformers_model.activation_checkpointing_enable({"use_reentrant": False})
         else:  # its name in earlier versions
-            own.gradient_checkpointing_enable({"use_reentrant": False})
+            transformers_model.gradient_checkpointing_enable({"use_reentrant": False})
         return
     chosen = list(blocks) or list(repeated_blocks(model).values())
     if not chosen:

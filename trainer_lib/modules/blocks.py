@@ -1,4 +1,4 @@
-"""This file is the repeated blocks of a model: the layers that it is a stack of."""
+"""Find the repeated blocks of a model, such as the layers of a transformer."""
 
 from collections import Counter
 
@@ -8,9 +8,9 @@ _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks that stacks of layers repeat, by name, the outermost ones only.
+    """Return the outermost repeated blocks of a model, by name.
 
-    A block has modules of its own and shares its class with another one of its stack.
+    A block contains modules, and its stack has another block of the same class.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
@@ -29,7 +29,7 @@ def _collect(module: nn.Module, prefix: str, blocks: dict[str, nn.Module]) -> No
         inside: dict[str, nn.Module] = {}
         _collect(child, f"{prefix}{name}.", inside)
         is_block = counts[type(child)] > 1 and any(child.children())
-        # A stack of stacks (the stages of a ResNet) is made of the blocks inside, if there are any.
+        # In a stack of stacks (the stages of a ResNet) the inner blocks count, if there are any.
         if is_block and not (inside and isinstance(child, _STACKS)):
             blocks[prefix + name] = child
         else:

@@ -1,4 +1,4 @@
-"""This file is compilation in place: calls of a module go through torch.compile, and its name and class stay."""
+"""Compile modules in place: calls go through torch.compile, and the module keeps its names and class."""
 
 import sys
 from collections.abc import Callable
@@ -17,14 +17,14 @@ _logger = get_logger(__name__)
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
-    """Compile a model, or its repeated blocks, as the plugin says; one that its author compiled stays as it is."""
-    undo_compilation(model)  # an earlier engine may have compiled it in another way
+    """Compile a model, or its repeated blocks, as the plugin says; leave a model that you compiled yourself."""
+    undo_compilation(model)  # an earlier Accelerator may have compiled it with other options
     if not plugin.is_active:
         return
     if is_compiled(model) or has_compiled_regions(model):
         _logger.warning(
-            "This %s is compiled already and stays as it is; the options of dynamo_plugin do not reach it. "
-            "Leave out its own torch.compile to have it compiled by them.",
+            "This %s is compiled already, so the options of dynamo_plugin are ignored. Remove your own torch.compile "
+            "to compile it with these options.",
             type(model).__name__,
         )
         return
@@ -33,7 +33,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
 
 
 def undo_compilation(model: nn.Module) -> None:
-    """Take off what `compile_model` and `compile_regions` have put on, and leave what the model's author compiled."""
+    """Undo `compile_model` and `compile_regions`, and leave modules that the model's author compiled."""
     for module in model.modules():
         if _is_ours(module):
             module._compiled_call_impl = None
@@ -42,9 +42,9 @@ def undo_compilation(model: nn.Module) -> None:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile in place the blocks that a model repeats, or all of a model without any, and return the model.
+    """Compile the repeated blocks of a model in place, or the whole model if it has none, and return the model.
 
-    All blocks of a class share one compilation, which makes the first step of a deep model so much faster.
+    All blocks of a class share one compilation, which makes the first step of a deep model much faster.
 
     Args:
         module: The model.
@@ -69,17 +69,17 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this very module go through torch.compile."""
+    """Whether calls of this module itself go through torch.compile."""
     return _is_optimized(module) or module._compiled_call_impl is not None
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether modules inside this one are compiled for themselves."""
+    """Whether modules inside this one are compiled separately."""
     return any(is_compiled(inside) for inside in module.modules() if inside is not module)
 
 
 def eager_view(model: nn.Module) -> nn.Module:
-    """Return the model as it runs without torch.compile: itself if nothing is compiled, else a view.
+    """Return the model without torch.compile: the model itself if nothing is compiled, else a view.
 
     A view shares parameters, buffers and modes with the model, whose own calls stay compiled.
     """
@@ -91,32 +91,32 @@ def _compile_whole(module: nn.Module, **compile_kwargs: Any) -> None:
 
 
 def _compiled_call(**compile_kwargs: Any) -> Callable[..., Any]:
-    # Isolated: torch counts compilations by the code of a function (8, then it gives up without an error), and models
-    # share code: the forward of mixed precision is one for all.
+    # isolate_recompiles: torch counts compilations per code object, and silently stops compiling after 8. Models
+    # share code objects, for example the forward of mixed precision.
     arguments: dict[str, Any] = {"isolate_recompiles": True, **compile_kwargs}
     return torch.compile(nn.Module._call_impl, **arguments)
 
 
 def _call_through(module: nn.Module, compiled: Callable[..., Any]) -> None:
-    # As nn.Module.compile() does; but bound to the module here, so that blocks can share what was compiled.
+    # Like nn.Module.compile(), but bound to the module here, so that blocks can share one compiled function.
     module._compiled_call_impl = MethodType(compiled, module)
     if type(module).__module__.startswith("torch.nn.") and "forward" not in module.__dict__:
         module.__dict__["forward"] = MethodType(_forward_of_torch, module)
 
 
 def _forward_of_torch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # torch.compile begins at the first function that is not torch's own: without this one a bare nn.Sequential or
-    # nn.TransformerEncoderLayer would never be compiled, and nobody would be told.
+    # torch.compile starts at the first function outside of torch: without this one, a bare nn.Sequential or
+    # nn.TransformerEncoderLayer would silently stay uncompiled.
     return type(self).forward(self, *args, **kwargs)
 
 
 def _is_ours(module: nn.Module) -> bool:
-    # torch's own compile() leaves a plain function there.
+    # torch's own compile() sets a plain function.
     return isinstance(module._compiled_call_impl, MethodType)
 
 
 def _is_optimized(module: nn.Module) -> bool:
-    dynamo: Any = sys.modules.get("torch._dynamo")  # a run that has not imported it has compiled nothing
+    dynamo: Any = sys.modules.get("torch._dynamo")  # not imported: nothing is compiled
     return dynamo is not None and isinstance(module, dynamo.eval_frame.OptimizedModule)
 
 

@@ -1,4 +1,4 @@
-"""This file is a module's own forward, put into something and taken out again."""
+"""Wrap a module's forward in place, and restore it."""
 
 from collections.abc import Callable
 from types import MethodType
@@ -10,13 +10,13 @@ Forward = Callable[..., Any]
 
 
 def wrap_forward(model: nn.Module, around: Callable[[Forward], Forward]) -> None:
-    """Replace the forward of this one module by what `around` makes of it; at most once.
+    """Replace the forward of this module by `around(forward)`; a second call replaces the first wrapper.
 
     Args:
         model: The module.
-        around: Is handed the forward as a function of the module and its inputs, and returns another one.
+        around: Takes the forward as a function of the module and its inputs, and returns the new forward.
     """
-    unwrap_forward(model)  # an earlier engine may have left its own
+    unwrap_forward(model)  # an earlier Accelerator may have wrapped it
     model = _inside_compile(model)
     original = model.forward
     model.__dict__["_original_forward"] = original
@@ -25,7 +25,7 @@ def wrap_forward(model: nn.Module, around: Callable[[Forward], Forward]) -> None
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Give a module its own forward back."""
+    """Restore a module's original forward."""
     model = _inside_compile(model)
     original: Any = model.__dict__.pop("_original_forward", None)
     if original is None:
@@ -37,12 +37,12 @@ def unwrap_forward(model: nn.Module) -> None:
 
 
 def _inside_compile(model: nn.Module) -> nn.Module:
-    # torch.compile's wrapper has no forward of its own to speak of, and passes attributes on.
+    # torch.compile's wrapper only delegates: the forward to wrap is that of the module inside.
     return getattr(model, "_orig_mod", model)
 
 
 def _unbound(original: Forward, model: nn.Module) -> Forward:
-    """Return a function of the model and its inputs for what may be a method of the model, or any function."""
+    """Return `original`, a method of the model or any function, as a function of the model and its inputs."""
     if getattr(original, "__self__", None) is model:
         return original.__func__  # type: ignore[attr-defined]
 

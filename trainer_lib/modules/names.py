@@ -1,11 +1,11 @@
-"""This file is the names of a model's tensors and classes as its author knows them, whatever wraps its modules."""
+"""Names of a model's tensors and classes without the prefixes that wrappers add."""
 
-# What torch's wrappers put between a module and what they wrap.
+# The attributes in which torch's wrappers hold the wrapped module.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 def canonical_name(name: str) -> str:
-    """Return the name of a parameter, buffer or module without the wrappers around its owners.
+    """Return the name of a parameter, buffer or module without the parts that wrappers add.
 
     Example:
         >>> canonical_name("layers.0._orig_mod.weight")
@@ -15,12 +15,12 @@ def canonical_name(name: str) -> str:
 
 
 def class_name(value: object) -> str:
-    """Return the name of an object's class, for messages; of a sharded module, the name it had before.
+    """Return the name of an object's class for messages; for a sharded module, its name before sharding.
 
     Example:
         >>> class_name([])
         'list'
     """
-    # Not by isinstance: nobody has to import torch.distributed.fsdp to be told something.
+    # Not by isinstance, which would import torch.distributed.fsdp for a message.
     kinds = (kind for kind in type(value).__mro__ if all(base.__name__ != "FSDPModule" for base in kind.__mro__))
     return next(kinds).__name__

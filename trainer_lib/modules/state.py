@@ -1,4 +1,4 @@
-"""This file is a module's tensors under the names its author knows: taken out, and put back with a check."""
+"""State dicts under canonical names, and a check that a state dict fits a module."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,10 +24,10 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Load what `module_state` returned, in whichever way the module is compiled now.
+    """Load a state that `module_state` returned, whether or not the module is compiled now.
 
     Raises:
-        StateError: If names (with `strict`) or shapes differ; the module is then as it was.
+        StateError: If names (with `strict`) or shapes differ; the module is then unchanged.
     """
     module = inner_module(module)
     check_fits(module, {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}, strict, state)
@@ -36,31 +36,31 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool 
 
 
 def check_fits(
-    module: nn.Module, shapes: Mapping[str, torch.Size], strict: bool = True, given: Iterable[str] | None = None
+    module: nn.Module, shapes: Mapping[str, torch.Size], strict: bool = True, all_names: Iterable[str] | None = None
 ) -> None:
     """Raise unless a module has tensors of these names and shapes.
 
     Args:
         module: The module.
         shapes: The shape of each tensor.
-        strict: The names have to be the same; else only those that both have count.
-        given: All names, also of what is no tensor; by default those of `shapes`.
+        strict: The names must be equal; else only names that both have count.
+        all_names: All names of the state, including those of values that are no tensors; by default those of `shapes`.
     """
-    own = {canonical_name(name): value for name, value in inner_module(module).state_dict(keep_vars=True).items()}
-    given = set(shapes) if given is None else set(given)
-    complaints = [
+    current = {canonical_name(name): value for name, value in inner_module(module).state_dict(keep_vars=True).items()}
+    names = set(shapes) if all_names is None else set(all_names)
+    mismatches = [
         f"{name} has the shape {tuple(shapes[name])} and here {tuple(value.shape)}"
-        for name, value in own.items()
+        for name, value in current.items()
         if name in shapes and isinstance(value, Tensor) and value.shape != shapes[name]
     ]
-    message = _listed("other shapes", complaints)
+    message = _listed("other shapes", mismatches)
     if strict:
-        # A tensor under several names is there if one of them is.
-        loaded = {id(value) for name, value in own.items() if name in given}
-        missing = [name for name, value in own.items() if name not in given and id(value) not in loaded]
+        # A tensor under several names needs only one of them in the state.
+        loaded = {id(value) for name, value in current.items() if name in names}
+        missing = [name for name, value in current.items() if name not in names and id(value) not in loaded]
         message = [
             *_listed("missing", missing),
-            *_listed("not in this model", [name for name in given if name not in own]),
+            *_listed("not in this model", [name for name in names if name not in current]),
             *message,
         ]
     if message:
@@ -68,8 +68,8 @@ def check_fits(
 
 
 def inner_module(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` was given, or the module itself."""
-    # Not getattr, which some modules answer for those inside them.
+    """Return the module inside `torch.compile`'s wrapper, or the module itself."""
+    # Not getattr: some modules forward attributes to inner modules.
     return module._modules.get("_orig_mod") or module
 
 

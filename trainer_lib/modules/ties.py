@@ -1,4 +1,4 @@
-"""This file is tied parameters: one tensor under several names."""
+"""Find and restore tied parameters: one tensor under several names."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that stand for one parameter.
+    """Return the groups of names that share one parameter.
 
     Example:
         >>> model = nn.ModuleDict({"embedding": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
@@ -21,10 +21,10 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Make one parameter again of each group of names: that of the first name that is not on the meta device."""
+    """Tie each group of names to one parameter again: the first that is not on the meta device."""
     for names in tied_params:
         parameters = [model.get_parameter(name) for name in names]
-        kept = next((one for one in parameters if one.device.type != "meta"), parameters[0])
+        kept = next((parameter for parameter in parameters if parameter.device.type != "meta"), parameters[0])
         for name in names:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, kept)

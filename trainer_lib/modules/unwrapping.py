@@ -1,4 +1,4 @@
-"""This file is the user's model inside what training has put around it."""
+"""Unwrap the user's model from DDP, torch.compile and mixed precision."""
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -11,18 +11,18 @@ from trainer_lib.modules.views import view
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the model inside the wrappers of several processes.
+    """Return the model inside the wrappers of distributed training.
 
     Args:
         model: The wrapped model.
-        keep_fp32_wrapper: Leave its forward in mixed precision.
-        keep_torch_compile: Leave it compiled; else return a view of it that runs eagerly.
-        recursive: Look for wrappers around its submodules too. If there are any, a view without them is returned.
+        keep_fp32_wrapper: Keep its forward in mixed precision.
+        keep_torch_compile: Keep it compiled; else return a view of it that runs eagerly.
+        recursive: Remove wrappers around submodules too. If there are any, return a view without them.
     """
     model = inside_wrappers(model)
     if compilation.is_compiled(model):
         inside: nn.Module = getattr(model, "_orig_mod", model)
-        # What was compiled around DDP cannot stay compiled without it.
+        # A model that was compiled together with DDP cannot stay compiled without it.
         if inside_wrappers(inside) is not inside:
             model = inside_wrappers(inside)
     if recursive:
@@ -35,17 +35,17 @@ def extract_model_from_parallel(
 
 
 def inside_wrappers(model: nn.Module) -> nn.Module:
-    """Return what is inside of `DistributedDataParallel` and `DataParallel`."""
+    """Return the model inside `DistributedDataParallel` and `DataParallel`."""
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
     return model
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether calls of a model go through torch.compile, as a whole; inside of DDP too."""
+    """Whether calls of the whole model go through torch.compile, inside DDP too."""
     return compilation.is_compiled(module) or compilation.is_compiled(inside_wrappers(module))
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether parts of a model are compiled for themselves."""
+    """Whether parts of a model are compiled separately."""
     return compilation.has_compiled_regions(inside_wrappers(module))

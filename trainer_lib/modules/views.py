@@ -1,4 +1,4 @@
-"""This file is views of a model: other modules around the same parameters, buffers and modes."""
+"""Views of a model: other modules that share its parameters, buffers and modes."""
 
 import functools
 from collections.abc import Callable
@@ -9,19 +9,19 @@ from torch import nn
 
 
 def view(model: nn.Module, peel: Callable[[nn.Module], nn.Module], replaces: Callable[[nn.Module], bool]) -> nn.Module:
-    """Return the model with each module in it peeled; what holds nothing that changes is itself, not a view.
+    """Return a view of the model without wrappers; modules in which nothing changes are the originals.
 
     Args:
-        model: The model, which stays as it is.
-        peel: Returns what is inside a wrapper, or the module it is given.
-        replaces: Whether a module needs a view of its own, which calls the module's forward without torch.compile.
+        model: The model; it is not changed.
+        peel: Returns the module inside a wrapper, or its argument.
+        replaces: Whether a module needs its own view, which calls the module's forward without torch.compile.
     """
     return _view(model, peel, replaces, {})
 
 
 def _view(module: nn.Module, peel: Any, replaces: Any, seen: dict[int, nn.Module]) -> nn.Module:
     inside = peel(module)
-    # A module that is there twice has one view.
+    # A module that occurs twice has one view.
     if id(inside) not in seen:
         children = {
             name: None if child is None else _view(child, peel, replaces, seen)
@@ -33,25 +33,25 @@ def _view(module: nn.Module, peel: Any, replaces: Any, seen: dict[int, nn.Module
 
 
 def _around(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
-    made: nn.Module = _bare(_view_class(type(module)))
-    # The dictionaries of parameters and buffers are the module's own, so that whatever is put there is seen by both.
-    made.__dict__.update(module.__dict__, _modules=children, _compiled_call_impl=None, _viewed=module)
-    for name, value in list(made.__dict__.items()):
+    result: nn.Module = _bare(_view_class(type(module)))
+    # The view shares the dictionaries of parameters and buffers with the module, so that both see new entries.
+    result.__dict__.update(module.__dict__, _modules=children, _compiled_call_impl=None, _viewed=module)
+    for name, value in list(result.__dict__.items()):
         if isinstance(value, MethodType) and value.__self__ is module:
-            made.__dict__[name] = MethodType(value.__func__, made)
-    return made
+            result.__dict__[name] = MethodType(value.__func__, result)
+    return result
 
 
 @functools.cache
 def _view_class(kind: type[nn.Module]) -> type[nn.Module]:
     if issubclass(kind, _View):
         return kind
-    named_alike = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (_View, kind), named_alike)
+    same_names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (_View, kind), same_names)
 
 
 class _View:
-    """What a view has of its own: the modes of what it is a view of, and copies that are no views."""
+    """Forwards `training` to the viewed module, and pickles and copies as a plain module."""
 
     @property
     def training(self) -> bool:
@@ -70,7 +70,7 @@ class _View:
 
 
 def _viewed(module: Any) -> nn.Module:
-    # A view of a view leads on; and a slice of a ModuleList's view has its class, but is a list of its own.
+    # Follow views of views. A slice of a ModuleList's view has the view's class, but is no view itself.
     while "_viewed" in module.__dict__:
         module = module.__dict__["_viewed"]
     return module

@@ -1,4 +1,4 @@
-"""This package is the number formats to train in. There is always one: full precision is an object too."""
+"""Precisions to train in: fp32, bf16 and fp16 autocast, and bf16 weights."""
 
 from trainer_lib.precision.autocast import Autocast, ScaledAutocast
 from trainer_lib.precision.base import FullPrecision

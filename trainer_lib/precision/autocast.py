@@ -1,4 +1,4 @@
-"""This file is mixed precision by autocast: bf16, and fp16 with its loss scaler."""
+"""Mixed precision by autocast: bf16, and fp16 with its loss scaler."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from trainer_lib.precision.scaler import LossScaler
 
 
 class Autocast(FullPrecision):
-    """Weights in fp32, arithmetic in a 16-bit type where that is safe."""
+    """Weights in fp32, computation in a 16-bit type where that is safe."""
 
     def __init__(self, name: str, dtype: torch.dtype, device_type: str, options: AutocastKwargs) -> None:
         self.name = name
@@ -28,45 +28,45 @@ class Autocast(FullPrecision):
         self.options = options
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a `torch.autocast` context with the options of `handler`, or else of the engine."""
+        """Return a `torch.autocast` context with the options of `handler`, or else of the `Accelerator`."""
         options = handler or self.options
         return torch.autocast(
             self.device_type, dtype=self.dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         )
 
     def wrap_forward(self, model: nn.Module) -> None:
-        """Let the model's own forward run under autocast and return fp32."""
+        """Run the model's forward under autocast, and convert its outputs to fp32."""
         forwards.wrap_forward(model, functools.partial(_under, self))
 
     def unwrap_forward(self, model: nn.Module) -> None:
-        """Give the model its own forward back."""
+        """Restore the model's original forward."""
         forwards.unwrap_forward(model)
 
 
 class ScaledAutocast(Autocast):
-    """fp16: the loss is scaled up so that small gradients survive, and an update that overflows is skipped."""
+    """fp16: scales the loss so that small gradients do not underflow, and skips updates that overflow."""
 
     def __init__(self, device_type: str, options: AutocastKwargs, scaler_options: GradScalerKwargs) -> None:
         super().__init__("fp16", torch.float16, device_type, options)
         if device_type == "cpu" and not scaler_options.enabled:
             raise ConfigurationError(
-                "GradScalerKwargs(enabled=False) with fp16 on the CPU: small gradients would vanish. "
+                "GradScalerKwargs(enabled=False) does not work with fp16 on the CPU: small gradients would underflow. "
                 "Leave the scaler on, or use mixed_precision='bf16'."
             )
         self.scaler: torch.amp.GradScaler = LossScaler(device_type, **scaler_options.to_dict())
         self._update_is_due = False
-        # For each optimizer that stepped: the flags that tell, on the device, whether it overflowed.
+        # For each optimizer that stepped: the flags, on the device, of whether it overflowed.
         self._overflow_flags: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
 
     @classmethod
     def around(cls, scaler: torch.amp.GradScaler) -> "ScaledAutocast":
-        """Return fp16 with a scaler that is there already."""
-        made = cls(scaler._device, AutocastKwargs(), GradScalerKwargs())
-        made.scaler = scaler
-        return made
+        """Return an fp16 precision that uses an existing scaler."""
+        precision = cls(scaler._device, AutocastKwargs(), GradScalerKwargs())
+        precision.scaler = scaler
+        return precision
 
     def check(self, model: nn.Module) -> None:
-        """Refuse trainable weights in fp16, whose gradients cannot be unscaled."""
+        """Raise for trainable weights in fp16, whose gradients cannot be unscaled."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype is torch.float16:
                 raise ConfigurationError(
@@ -76,7 +76,7 @@ class ScaledAutocast(Autocast):
 
     def backward(self, loss: Tensor, begins_window: bool, divisor: float = 1.0, **kwargs: Any) -> None:
         """Compute scaled gradients."""
-        # The scale may only move while no optimizer holds gradients made with the old one.
+        # Update the scale only while no optimizer holds gradients computed with the old scale.
         if begins_window:
             self._update_scale()
         differentiate(self.scaler.scale(loss), divisor, kwargs)
@@ -87,16 +87,16 @@ class ScaledAutocast(Autocast):
             self.scaler.unscale_(optimizer)
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Forget that the gradients were unscaled."""
-        # There is no public way: the scaler forgets only with an update, which a discarded one is not.
+        """Reset the record that the gradients were unscaled."""
+        # There is no public way: the scaler resets it only in an update, and a discarded window makes none.
         self.scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Update the weights unless a gradient overflowed."""
         if closure is not None:
             raise UnsupportedError(
-                "optimizer.step(closure) cannot work with fp16: the scaler has to look at the gradients in between. "
-                "Use mixed_precision='bf16' or 'no'."
+                "optimizer.step(closure) does not work with fp16: the scaler must check the gradients after the "
+                "closure. Use mixed_precision='bf16' or 'no'."
             )
         result = self.scaler.step(optimizer)
         if self.scaler.is_enabled():
@@ -105,7 +105,7 @@ class ScaledAutocast(Autocast):
         return result
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether the last step overflowed; asks the device where the optimizer skips there."""
+        """Whether the last step overflowed; waits for the device if the optimizer skips steps on the device."""
         return any(flag.item() for flag in self._overflow_flags.get(optimizer, ()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,12 +114,12 @@ class ScaledAutocast(Autocast):
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up scale and history."""
+        """Load the scale and its history."""
         self._update_is_due = False
         self.scaler.load_state_dict(state)
 
     def _flags_of(self, optimizer: Optimizer) -> list[Tensor]:
-        # There is no public way to learn it: step() returns None for a skipped and for a normal update.
+        # There is no public way: step() returns None for a skipped and for a normal update.
         return list(self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
     def _update_scale(self) -> None:

@@ -1,4 +1,4 @@
-"""This file is the choice of a precision by name."""
+"""Choose the precision by name."""
 
 import torch
 
@@ -15,7 +15,7 @@ def choose_precision(
     """Return the precision called `name` ("no", "bf16", "bf16-true", "fp16") on a type of device.
 
     Raises:
-        ConfigurationError: If there is none, or the options contradict it.
+        ConfigurationError: If the name is unknown, or the options do not belong to it.
     """
     if scaler is not None and name != "fp16":
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""This package is helpers for tests of training code: yours and ours."""
+"""Helpers to test training code: run a function on several ranks, reset shared state."""
 
 from trainer_lib.testing.processes import reset_states, run_processes
 

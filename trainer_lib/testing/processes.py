@@ -1,4 +1,4 @@
-"""This file is running a part of a test on several processes, and starting the next test afresh."""
+"""Run a function on several processes in a test, and reset the state between tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from trainer_lib.launchers.forked_process import reset_states as reset_states
 
 
 def run_processes(function: Callable[..., Any], num_processes: int, *args: Any, timeout: float = 60) -> list[Any]:
-    """Run `function(*args)` on CPU processes that form a real world, and return what each of them returned.
+    """Run `function(*args)` on CPU processes with a real process group, and return the value of each.
 
     Example:
         >>> def count():

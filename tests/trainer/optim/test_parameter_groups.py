@@ -132,7 +132,7 @@ def test_patterns_match_names_without_wrappers() -> None:
     ("groups", "message"),
     [
         ([ParameterGroup("encodr.0.weight", frozen=True)], r"matches none of the 14 names .*encoder\.0\.weight"),
-        ([ParameterGroup("encoder", frozen=True)], r"put \* where anything may stand"),
+        ([ParameterGroup("encoder", frozen=True)], r"use \* for any characters"),
         (
             [ParameterGroup("head.*", frozen=True), ParameterGroup("head.bias", learning_rate=0.1)],
             r"'head\.bias'\): all parameters that it matches belong to 'head\.\*', earlier in the list",

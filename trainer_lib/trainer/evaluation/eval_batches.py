@@ -9,7 +9,7 @@ from torch import nn
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError
-from trainer_lib.memory.executable_batch_size import is_out_of_memory, let_go
+from trainer_lib.memory.executable_batch_size import free_memory_of, is_out_of_memory
 from trainer_lib.trainer.data.batch_rows import check_splits, count_rows, real_rows, take_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.safety.error_context import add_note
@@ -89,7 +89,7 @@ class EvalBatches:
             if not is_out_of_memory(error):
                 raise
             self._fits = self._half(batch, error)
-            let_go(error)
+            free_memory_of(error)
         self._dispatcher.fire("on_batch_size_reduced", run, self._fits)
         return self._split(run, model, batch)
 

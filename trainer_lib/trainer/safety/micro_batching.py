@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError, UnsupportedError
 from trainer_lib.logging import get_logger
-from trainer_lib.memory.executable_batch_size import is_out_of_memory, let_go
+from trainer_lib.memory.executable_batch_size import free_memory_of, is_out_of_memory
 from trainer_lib.trainer.arguments.value_types import AUTO
 from trainer_lib.trainer.data.batch_rows import check_splits, count_rows, take_rows
 from trainer_lib.trainer.losses.loss_result import LossResult
@@ -146,7 +146,7 @@ class Splitting:
         """Compute the window so far anew, in smaller parts, as if it had not been tried."""
         while True:
             self._reduce(error)
-            let_go(error)
+            free_memory_of(error)
             self._undo()
             try:
                 return self._again(model)
@@ -168,7 +168,7 @@ class Splitting:
     def _undo(self) -> None:
         run = self._fitting.run
         for optimizer in run.optimizers.values():
-            optimizer.begin_anew()
+            optimizer.restart_window()
         for model in self._fitting.models:
             model.zero_grad()  # of what no optimizer has, too
         self._trainer.averages.go_back(self._mark)

@@ -21,7 +21,7 @@ from trainer_lib.foundation.errors import (
 )
 from trainer_lib.foundation.imports import require
 from trainer_lib.foundation.metric_names import greater_is_better_for, read_metric
-from trainer_lib.memory.executable_batch_size import let_go
+from trainer_lib.memory.executable_batch_size import free_memory_of
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
@@ -331,7 +331,7 @@ class _Trial:
             if not self._is_survived(error):
                 raise
             self.failure = f"{type(error).__name__}: {error}"
-            let_go(error)
+            free_memory_of(error)
 
     def _note(self, run: Run) -> None:
         self.is_interrupted = run.state.status == "interrupted"
