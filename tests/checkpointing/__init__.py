@@ -1,1 +1,1 @@
-"""The tests of state on disk."""
+"""Tests of checkpoints."""

@@ -1,4 +1,4 @@
-"""Saves behind the training: what is written is what was there at the call, and nothing is lost or kept quiet."""
+"""Background saves: they write the values at the time of the call, and report every failure."""
 
 import os
 import re

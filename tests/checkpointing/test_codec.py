@@ -1,4 +1,4 @@
-"""States come back exactly as they were, or what cannot is refused by its path."""
+"""States are decoded to exactly the same values, or refused with the path of the value."""
 
 import enum
 import json

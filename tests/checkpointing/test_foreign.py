@@ -1,4 +1,4 @@
-"""What other libraries saved, made into checkpoints of this one; `tests/data/foreign/make.py` says how it was saved."""
+"""Converting checkpoints of other libraries; `tests/data/foreign/make.py` documents how they were saved."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_training_of_hugging_faces_trainer_goes_on_as_there(tmp_path: Path) -> N
     assert losses_after(result, 7) == pytest.approx(LOSSES["transformers"], rel=1e-6)
     assert [entry["step"] for entry in result.history] == [2, 4, 6, 8, 9, 10]
     assert (result.state.step, result.state.epoch) == (10, 2)
-    assert {one["step"] for one in result.state.checkpoints} == {10}
+    assert {checkpoint["step"] for checkpoint in result.state.checkpoints} == {10}
     assert read_manifest(Path(result.state.checkpoints[0]["path"])).origin is None
 
 

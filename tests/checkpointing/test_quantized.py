@@ -1,4 +1,4 @@
-"""States of optimizers that quantize them are saved as they are, and no other class is made for a name in a file."""
+"""Quantized optimizer states are saved without conversion, and a name in a file imports no other class."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""States of sharded models: resumed bit by bit, cut otherwise when they are loaded, whole where somebody asks."""
+"""States of sharded models: resumed bit by bit, resharded on load, and gathered on request."""
 
 import os
 from collections.abc import Callable
@@ -214,7 +214,7 @@ def test_another_model_is_told_on_all_processes(tmp_path: Path) -> None:
         return said
 
     for said in run_world(body, timeout=60):
-        assert all("than this Wider: missing: more; not in this model: last.bias" in one for one in said)
+        assert all("than this Wider: missing: more; not in this model: last.bias" in message for message in said)
 
 
 def test_a_kill_inside_a_sharded_save_leaves_the_older_state(tmp_path: Path) -> None:

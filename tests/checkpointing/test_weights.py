@@ -1,4 +1,4 @@
-"""A model's weights alone: saved as Hugging Face's libraries read them, and loaded into a model as it stands."""
+"""Model weights alone: saved as Hugging Face's libraries read them, and loaded into a model."""
 
 import json
 import logging
@@ -105,7 +105,7 @@ def test_a_type_can_be_asked_for(tmp_path: Path, device: str) -> None:
         assert {value.dtype for value in loaded.state_dict().values()} == {kind, torch.int64}
         assert torch.equal(loaded.state_dict()["0.weight"], model.state_dict()["0.weight"].to(kind))
         assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
-        # An optimizer that was made before goes on with these parameters.
+        # An optimizer that was made before still updates these parameters.
         assert device == "meta" or weight is loaded.get_parameter("0.weight")
     with pytest.raises(ConfigurationError, match="dtype='bf61' is not a torch dtype"):
         load_checkpoint_in_model(model, tmp_path, dtype="bf61")

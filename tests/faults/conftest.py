@@ -1,4 +1,4 @@
-"""What the tests of faults have besides: how many trials to make, where what came out is counted, and small disks."""
+"""Fixtures of the fault tests: the number of trials, the ledger of outcomes, and small disks."""
 
 import os
 import shutil

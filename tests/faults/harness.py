@@ -1,4 +1,4 @@
-"""This file is trials of kills: a process that has imported torch forks them, and another one sends SIGKILL.
+"""Kill trials: a process that has imported torch forks the trials, and another process sends SIGKILL.
 
 A trial is one life of a training: it loads the newest state, trains and saves until it is killed, and writes a diary,
 which is what those that come after it compare with.
@@ -68,7 +68,7 @@ def moments(count: int, seed: int) -> list[Moment]:
 
 @contextlib.contextmanager
 def killer(diary: Path, saves: Callable[[], bool], moment: Moment) -> Generator[None]:
-    """Have the process that goes on with a diary killed, by a process of its own.
+    """Kill the process that resumes with a diary, by a process of its own.
 
     Args:
         diary: The diary.
@@ -90,7 +90,7 @@ def killer(diary: Path, saves: Callable[[], bool], moment: Moment) -> Generator[
 
 
 def _kill(diary: Path, since: int, saves: Callable[[], bool], moment: Moment) -> None:
-    _wait(lambda: any(one["what"] == "saved" for one in lines(diary, since)))
+    _wait(lambda: any(entry["what"] == "saved" for entry in lines(diary, since)))
     pid = lines(diary, since)[0]["pid"]
     if moment.inside:
         # How long one takes, and then into another one.
@@ -190,8 +190,8 @@ class Lives:
                 found.unloadable += 1
                 found.complaints.append(str(error))
         written = lines(_diary(project, 0))
-        newest = max((one["number"] for one in written if one["what"] == "saved"), default=-1)
-        found.inside += [one["number"] for one in written if one["what"] == "saving"][-1] > max(states)
+        newest = max((entry["number"] for entry in written if entry["what"] == "saved"), default=-1)
+        found.inside += [entry["number"] for entry in written if entry["what"] == "saving"][-1] > max(states)
         if max(states) < newest:
             found.complaints.append(f"after kill {found.kills} state {newest} is gone: there are {list(states)}")
         (project / f"left_{found.kills}").write_text(str(max(states)))
@@ -201,17 +201,19 @@ class Lives:
         for rank in range(self.processes):
             was_saved: dict[int, str] = {}
             kill = 0
-            for one in lines(_diary(project, rank)):
-                if one["what"] == "saving":
-                    was_saved[one["number"]] = one["contents"]
-                elif one["what"] == "loaded":
+            for entry in lines(_diary(project, rank)):
+                if entry["what"] == "saving":
+                    was_saved[entry["number"]] = entry["contents"]
+                elif entry["what"] == "loaded":
                     kill += 1
                     left = int((project / f"left_{kill}").read_text())
-                    found.resumed += rank == 0 and one["number"] == left
-                    is_equal = one["contents"] == was_saved.get(one["number"])
+                    found.resumed += rank == 0 and entry["number"] == left
+                    is_equal = entry["contents"] == was_saved.get(entry["number"])
                     found.equal += rank == 0 and is_equal
-                    if one["number"] != left or not is_equal:
-                        found.complaints.append(f"process {rank} loaded {one['number']} after kill {kill}, not {left}")
+                    if entry["number"] != left or not is_equal:
+                        found.complaints.append(
+                            f"process {rank} loaded {entry['number']} after kill {kill}, not {left}"
+                        )
 
 
 def _saves(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""This file is what faults are made of: damage to files, disks that take nothing, and kills inside a save."""
+"""The faults: damage to files, failing disks, and kills during a save."""
 
 import os
 import random
@@ -76,9 +76,9 @@ def damages(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str]]:
         path, kind = chance.choice(files), chance.choice(_KINDS)
         _DAMAGE[kind](path, chance, files)
         yield kind, path.relative_to(folder).as_posix()
-        for one in files:
-            if not one.exists() or one.read_bytes() != content[one]:
-                one.write_bytes(content[one])
+        for file in files:
+            if not file.exists() or file.read_bytes() != content[file]:
+                file.write_bytes(content[file])
 
 
 # -- disks -----------------------------------------------------------------------------------------------------------

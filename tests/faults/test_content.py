@@ -1,4 +1,4 @@
-"""Content that is meant to do harm, or is of something else: refused by name, nothing of it runs, nothing is lost."""
+"""Malicious or unrelated files: refused by name, without running code or losing a checkpoint."""
 
 import base64
 import io
@@ -65,9 +65,10 @@ def reseal(folder: Path, **changes: Any) -> None:
     path = folder / "manifest.json"
     content = json.loads(path.read_text())
     del content["digest"]
-    files = sorted(one for one in folder.rglob("*") if one.is_file() and one != path)
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != path)
     facts = {
-        one.relative_to(folder).as_posix(): {"size": one.stat().st_size, "xxh3_128": checksum_of(one)} for one in files
+        file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "xxh3_128": checksum_of(file)}
+        for file in files
     }
     path.write_bytes(sealed({**content, "files": facts, **changes}))
 
@@ -151,7 +152,7 @@ def test_a_pickle_under_any_name_does_not_run(
             except TrainerLibError as error:
                 refused.append(str(error))
             assert not marker.exists(), f"{name} was run"
-        is_named = any(name in one for one in refused)
+        is_named = any(name in message for message in refused)
         assert is_named or name in OTHERS, refused
         counts = {"injected": 1, "refused": is_named, "harmless": not is_named}
         ledger.note("content", "a pickle in place of a file", **counts)
@@ -204,10 +205,9 @@ BROKEN_TENSORS = {
     "offsets behind the end": header(b'{"a":{"dtype":"F32","shape":[1000],"data_offsets":[0,4000]}}') + bytes(4),
     "offsets before the beginning": header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}') + bytes(4),
     "a huge shape": header(b'{"a":{"dtype":"F32","shape":[4611686018427387904,16],"data_offsets":[0,4]}}') + bytes(4),
-    "a type that is none": header(b'{"a":{"dtype":"EXEC","shape":[1],"data_offsets":[0,4]}}') + bytes(4),
+    "an unknown type": header(b'{"a":{"dtype":"EXEC","shape":[1],"data_offsets":[0,4]}}') + bytes(4),
     "a shape that does not fit": header(b'{"a":{"dtype":"F32","shape":[7],"data_offsets":[0,4]}}') + bytes(4),
-    "metadata that is none": header(b'{"__metadata__":[1],"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}')
-    + bytes(4),
+    "invalid metadata": header(b'{"__metadata__":[1],"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}') + bytes(4),
     "overlapping tensors": header(ONE[:-1] + b',"b":' + ONE[5:]) + bytes(4),
     "a name twice": header(ONE[:-1] + b"," + ONE[1:]) + bytes(4),
     "more bytes than tensors": header(ONE) + bytes(400),
@@ -254,7 +254,7 @@ BROKEN_JSON = {
     "a text": b'"text"',
     "an unknown kind": b'{"$code": "1"}',
     "a tensor that is not there": b'{"$tensor": "nowhere"}',
-    "a type of torch that is none": b'{"$dtype": "load"}',
+    "an unknown dtype": b'{"$dtype": "load"}',
     "a default of something else": b'{"$defaultdict": ["eval", []]}',
 }
 

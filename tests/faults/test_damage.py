@@ -1,4 +1,4 @@
-"""States that something was done to: each byte counts, what is damaged is named, and the one before it is loaded."""
+"""Damaged checkpoints: every byte counts, the damage is named, and the previous checkpoint is loaded."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Disks that take nothing: full, failing, read-only, of others. What is wrong is told, and nothing is lost."""
+"""Full, failing, read-only and forbidden disks: the error names the cause, and no checkpoint is lost."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ def saves_on_a_full_disk(make: Any, disk: SmallDisk, background: bool) -> tuple[
     if accelerator.is_main_process:
         disk.empty()
     accelerator.wait_for_everyone()
-    train(accelerator, model, optimizer)  # training goes on
+    train(accelerator, model, optimizer)  # training continues
     verify_state(Path(accelerator.save_state()))
     accelerator.load_state(disk.folder / "checkpoints" / "checkpoint_0")
     return str(told.value), digest(accelerator) == saved, left
@@ -92,7 +92,7 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
         accelerator.save_state(project / "state")
     unlimited()
     os.fsync = fsync
-    train(accelerator, model, optimizer)  # training goes on
+    train(accelerator, model, optimizer)  # training continues
     accelerator.save_state(project / "next")
     accelerator.load_state(project / "state")
     return str(told.value), before, state_of(accelerator)
@@ -208,9 +208,9 @@ def test_a_folder_without_permission_is_told_and_left_alone(of_another: Path, le
         return said, digest(accelerator) == saved
 
     ((said, is_as_before),) = run_world(body, (), 1, timeout=60)
-    for one in said:
-        assert "Permission denied" in one
-        assert str(of_another) in one
+    for message in said:
+        assert "Permission denied" in message
+        assert str(of_another) in message
     assert is_as_before
     verify_state(of_another / "checkpoints" / "checkpoint_0")
     verify_state(of_another / "open")
@@ -273,7 +273,7 @@ def goes_on(folder: Path, in_background: bool, disk: FullDisk) -> tuple[list[int
 def assert_went_on(runs: list[tuple[list[int], list[str]]], output: Path, reason: str) -> None:
     for process, (steps, said) in enumerate(runs):
         assert steps == [2, 6, 8]
-        told = [line for line in said if "Training goes on" in line]
+        told = [line for line in said if "Training continues" in line]
         assert len(told) == (process == 0), said
         assert all("could not be written" in line and reason in line for line in told)
     (folder,) = output.glob("*/checkpoints")
@@ -407,7 +407,7 @@ def test_a_run_is_gone_on_with_while_the_disk_is_full(small_disk: SmallDisk, led
 
     def body() -> tuple[Any, list[str]]:
         model = network(dropout=0.3)
-        with warned() as said, pytest.raises(UnsavedError, match="step 10, and its last checkpoint could not be"):
+        with warned() as said, pytest.raises(UnsavedError, match="step 10, but its last checkpoint could not be"):
             one_run(output, model=model, resume="auto")
         return [parameter.detach().tolist() for parameter in model.parameters()], said
 
@@ -415,7 +415,7 @@ def test_a_run_is_gone_on_with_while_the_disk_is_full(small_disk: SmallDisk, led
     assert made == whole
     assert any("No space left on device" in line for line in said), said
     assert sorted(path.name for path in folder.iterdir()) == before
-    told = [line for line in said if "Training goes on" in line]
+    told = [line for line in said if "Training continues" in line]
     assert {re.findall(r"checkpoint-0*(\d+)", line)[0] for line in told} == {"6", "8", "10"}
     ledger.note("disks", "a Trainer's restart on a file system that is full", injected=1, told=1, whole=1, went_on=1)
 

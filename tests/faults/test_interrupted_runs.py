@@ -1,4 +1,4 @@
-"""A run of the Trainer that ends before its end goes on as if it had not, to the bit: over all that may play a part."""
+"""An interrupted run of the Trainer that is resumed equals an uninterrupted one, to the bit, for many settings."""
 
 import os
 import random
@@ -58,7 +58,7 @@ class SizedStream(Stream):
 
 
 class DrawingStream(Stream):
-    """The same in an order and at places that are drawn anew in each pass."""
+    """The same, in an order and with positions that are drawn again in each epoch."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         inputs, targets = points(SAMPLES)
@@ -75,7 +75,9 @@ def rows() -> Any:
 def collated(samples: list[Any]) -> tuple[Tensor, Tensor]:
     if isinstance(samples[0], tuple):  # of the evaluation
         return default_collate(samples)
-    return torch.tensor([one["inputs"] for one in samples]), torch.tensor([one["targets"] for one in samples])
+    return torch.tensor([sample["inputs"] for sample in samples]), torch.tensor(
+        [sample["targets"] for sample in samples]
+    )
 
 
 def moved(row: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class Case:
     Args:
         dies_at: The step after which it ends; on one process, a pass has 6 of them.
         options: Arguments besides the usual ones.
-        then: What is other when it goes on.
+        then: The settings that change when the run is resumed.
         data: Makes the data.
         parts: Makes what else the Trainer is given.
         processes: On how many it is tried.
@@ -123,7 +125,7 @@ def seeded() -> dict[str, Any]:
 
 
 def own_schedule() -> dict[str, Any]:
-    return {"scheduler": lambda one: torch.optim.lr_scheduler.StepLR(one, 2, 0.7)}
+    return {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)}
 
 
 STREAMED: dict[str, Any] = {"lr_scheduler": "constant"}  # of which no length is known

@@ -1,4 +1,4 @@
-"""Killed at any moment, and at every step of a save: the older or the newer state is whole, and training goes on."""
+"""Kills at any moment and at every step of a save: the older or the newer checkpoint is intact."""
 
 import json
 import os
@@ -135,7 +135,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
         there = sorted(checkpoints.glob("checkpoint-????????"))
         for path in there:
             verify_state(path)
-        begun = [one["number"] for one in lines(diary) if one["what"] == "saving"][-1]
+        begun = [entry["number"] for entry in lines(diary) if entry["what"] == "saving"][-1]
         found.inside += begun > int(there[-1].name[-8:])
     parts = run_world(
         lambda: a_run(tmp_path / "parts", processes, steps, resume="auto", **options), (), processes, timeout=120

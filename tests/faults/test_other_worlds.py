@@ -1,4 +1,4 @@
-"""A state of some processes is taken up by others: each sample once, in the same order, with the same losses."""
+"""Resuming with another world size: each sample once, in the same order, with the same losses."""
 
 import logging
 from pathlib import Path
@@ -93,7 +93,7 @@ def whole(layout: Layout, data: Any, saves_at: list[int], folder: Path) -> list[
 
 
 def resumed(layout: Layout, data: Any, folder: Path, places: list[tuple[int, int]]) -> list[list[Any]]:
-    """Go on from each of these updates, with so many workers."""
+    """Resume from each of these updates, with this number of workers."""
     made: list[list[Any]] = []
     for at, num_workers in places:
         engine = trains(layout, data, num_workers)
@@ -276,7 +276,7 @@ def saved_all_along(layout: Layout, folder: Path, **options: Any) -> list[Any]:
 
 
 def gone_on(layout: Layout, run: Path, places: list[tuple[int, int]]) -> list[list[Any]]:
-    """Go on from each of these updates, with so many workers."""
+    """Resume from each of these updates, with this number of workers."""
     return [
         task.told(fit(layout, run / "checkpoints" / f"checkpoint-{step:08d}", num_workers=num_workers))
         for step, num_workers in places
@@ -299,10 +299,10 @@ def test_at_an_equal_global_batch_losses_and_rates_are_the_same(
     run, whole = runs.of(before)
     places = [(3, 0), (5, 0), (8, 2)]  # in the middle of a pass, at its end, in the middle of the next
     for made in run_world(gone_on, (after, run, places), after[0], timeout=90):
-        for one in made:
-            assert [entry[:2] for entry in one] == [entry[:2] for entry in whole]
-            assert [entry[2] for entry in one] == [entry[2] for entry in whole]
-            assert [entry[3] for entry in one] == pytest.approx([entry[3] for entry in whole], rel=1e-6)
+        for entries in made:
+            assert [entry[:2] for entry in entries] == [entry[:2] for entry in whole]
+            assert [entry[2] for entry in entries] == [entry[2] for entry in whole]
+            assert [entry[3] for entry in entries] == pytest.approx([entry[3] for entry in whole], rel=1e-6)
     row = f"the Trainer, {described(before)} to {described(after)}"
     ledger.note("worlds", row, compared=len(places), same_samples=len(places), same_losses=len(places))
 

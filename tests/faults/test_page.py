@@ -1,4 +1,4 @@
-"""The page about faults says what was recorded, and nothing else."""
+"""docs/faults.md shows exactly the recorded counts."""
 
 from tests.faults.ledger import PAGE, Ledger, page, recorded
 

@@ -1,4 +1,4 @@
-"""Runs that are asked to end: saved at once, ended by all processes with the same code, and gone on with to the bit."""
+"""Signals: runs save at once, all ranks end with the same exit code, and the resumed run is equal to the bit."""
 
 import os
 import random
@@ -306,7 +306,7 @@ def test_sharded_processes_agree_where_to_leave_an_evaluation(tmp_path: Path) ->
             model=layers(),
             train_dataset=points(75),
             eval_dataset=points(200),  # 13 batches of a process
-            callbacks=[one for one in (asks, counts) if one is not None],
+            callbacks=[callback for callback in (asks, counts) if callback is not None],
         )
         try:
             return outcome(one.fit(), nn.Identity())

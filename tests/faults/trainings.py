@@ -1,4 +1,4 @@
-"""This file is the trainings that faults are injected into: small, the same each time, and compared to the bit."""
+"""The trainings that faults are injected into: small, deterministic, and compared to the bit."""
 
 import hashlib
 from collections.abc import Callable, Iterator

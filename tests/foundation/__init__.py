@@ -1,1 +1,1 @@
-"""Tests of the ground floor: environment, trees, optional packages, errors."""
+"""Tests of the lowest layer: environment, nested tensors, optional packages, errors."""

@@ -1,4 +1,4 @@
-"""Checksums of what is written: of all of it, in its order, also at the end of a program."""
+"""Checksums of written files: of all bytes, in order, also at the end of a program."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What launchers say through the environment, and how settings are read from it."""
+"""The variables of launchers, and the settings that are read from them."""
 
 import os
 from typing import Any

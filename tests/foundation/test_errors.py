@@ -1,4 +1,4 @@
-"""Errors are also the built-in ones that callers expect."""
+"""Each error is also the built-in error that callers expect."""
 
 import pytest
 

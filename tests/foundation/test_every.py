@@ -1,4 +1,4 @@
-"""Time as people say it."""
+"""Durations such as "500 steps" and "10 minutes"."""
 
 import re
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Questions about optional packages."""
+"""Optional packages: whether they are installed."""
 
 import importlib.metadata
 import sys

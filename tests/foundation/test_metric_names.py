@@ -1,4 +1,4 @@
-"""This file is the tests of what a metric's name tells."""
+"""Tests of metric names: their direction, their evaluation set and their value."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Names, attributes and dictionaries."""
+"""Names of objects, nested attributes and merged dictionaries."""
 
 import functools
 import socket

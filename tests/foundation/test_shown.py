@@ -1,4 +1,4 @@
-"""Tests of values as error messages show them."""
+"""Values formatted for error messages."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Functions over nested tensors."""
+"""Functions on nested tensors."""
 
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What tests behind URLs start with: a bucket of their own, on a server that all of them share."""
+"""Fixtures of the tests of URLs: a bucket for each test, on a shared server."""
 
 import gc
 import uuid
@@ -32,7 +32,7 @@ def line(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     speak(monkeypatch, line.port)
     yield line
     line.close()
-    gc.collect()  # what was cut is told of here, and not in another test
+    gc.collect()  # dropped connections warn here, and not in another test
 
 
 def made() -> str:

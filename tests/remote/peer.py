@@ -1,4 +1,4 @@
-"""This file is a server that speaks S3, in a process of its own, and a way to it that can be cut."""
+"""An S3 server in its own process, and a proxy that can drop its connections."""
 
 import contextlib
 import socket
@@ -133,9 +133,9 @@ class Line:
                 target.sendall(part)
                 if len(part) < len(data):
                     self._end()
-        for one in (source, target):
+        for connection in (source, target):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _allowed(self, way: str, count: int) -> int:
         with self._lock:
@@ -156,6 +156,6 @@ class Line:
         self._drop()
 
     def _drop(self) -> None:
-        for one in list(self._open):
+        for connection in list(self._open):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Paths behind URLs, and what is made of states there where no server is needed: fsspec keeps `memory://` itself."""
+"""Paths behind URLs, and checkpoints on fsspec's `memory://`, which needs no server."""
 
 import tempfile
 from pathlib import Path

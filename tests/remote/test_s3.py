@@ -1,4 +1,4 @@
-"""States and runs behind `s3://`, against a server that speaks it: whole or not there, whatever happens on the way."""
+"""Checkpoints and runs behind `s3://`, against a server: complete or absent, whatever fails."""
 
 import logging
 import os

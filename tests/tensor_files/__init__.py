@@ -1,1 +1,1 @@
-"""The tests of tensors in files."""
+"""Tests of tensors in files."""

@@ -1,4 +1,4 @@
-"""One file of tensors: the library of the format reads what we write, tied tensors are one, damage is told."""
+"""Files of tensors: safetensors reads them, tied tensors are stored once, and damage is reported."""
 
 import json
 from pathlib import Path

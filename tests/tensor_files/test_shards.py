@@ -1,4 +1,4 @@
-"""Tensors of which each process wrote its part: any region is read back, also by torch's own reader."""
+"""Sharded tensors: any region is read back, also by torch's own reader."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which tensors are one, and which only lie in the same memory."""
+"""Which tensors are aliases, and which share storage."""
 
 import safetensors.torch
 import torch

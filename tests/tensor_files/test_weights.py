@@ -1,4 +1,4 @@
-"""Weights in the layout of Hugging Face: one file, shards, an index that cannot lead out of its folder."""
+"""Weights in the layout of Hugging Face: one file, shards, and an index that cannot lead out of its folder."""
 
 import json
 from pathlib import Path
