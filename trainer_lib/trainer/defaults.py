@@ -1,4 +1,4 @@
-"""This file is what a `Trainer`'s verbs do as long as nobody overrides them."""
+"""Default implementations of the methods that a `Trainer`'s subclass can override."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,14 +41,14 @@ _logger = get_logger(__name__)
 
 
 class Measures(NamedTuple):
-    """What is measured on a set."""
+    """The metrics of an evaluation set."""
 
     metrics: Mapping[str, Metric]
     compute: Callable[..., Any] | None
 
 
 def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks that are there by default, but for those of whose class one is given, and those given."""
+    """Return the given callbacks and the default ones, without defaults whose class is given."""
     there: list[Callback] = [LearningRateMonitor(), Throughput()]
     if args.output_dir is not None:
         there.append(Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best, keep_every=args.keep_every))
@@ -61,7 +61,7 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
 
 
 def _reporting(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks of the trackers that `report_to` names, but for those that are given."""
+    """Return the callbacks of the trackers in `report_to`, except those that are given."""
     if not args.report_to:
         return []
     from trainer_lib.callbacks.trackers import callback_for
@@ -79,7 +79,7 @@ def _reporting(args: TrainingArguments, given: Sequence[Callback]) -> list[Callb
 
 
 def optimizers(trainer: "Trainer") -> Optimizer | dict[str, Optimizer]:
-    """Return what was given, made from the parameters if it is to be made, or what the arguments name."""
+    """Return the given optimizers, made from the parameters if functions are given, or those the arguments name."""
     bare = {name: trainer.accelerator.unwrap_model(model) for name, model in trainer.prepared_by_name().items()}
     given = trainer.optimizer
     if isinstance(given, Mapping):
@@ -122,7 +122,7 @@ def _optimizer(trainer: "Trainer", given: Any, model: nn.Module | None) -> Optim
 
 
 def scheduler(trainer: "Trainer", name: str, optimizer: Optimizer, total_steps: int | None) -> Any:
-    """Return what was given, made for the optimizer if it is to be made, or what the arguments name."""
+    """Return the given schedule, made for the optimizer if a function is given, or the one that the arguments name."""
     args, given = trainer.args, trainer.scheduler
     if isinstance(given, Mapping):
         given = given.get(name)
@@ -169,7 +169,7 @@ def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
 
 
 def eval_loader(trainer: "Trainer", dataset: Any, option: str = "eval_dataset") -> DataLoader[Any]:
-    """Return the loader of data that is evaluated; errors call it `option`."""
+    """Return the loader of evaluation data, which errors call `option`."""
     args = trainer.args
     return dataloaders.eval_loader(
         dataset,
@@ -200,7 +200,7 @@ def _reading(trainer: "Trainer") -> dict[str, Any]:
 
 
 def prepared_for_evaluation(trainer: "Trainer", loader: DataLoader[Any]) -> Any:
-    """Return a loader shared out to the processes, which is no part of what checkpoints hold."""
+    """Return a loader that is sharded across ranks and not saved in checkpoints."""
     accelerator = trainer.accelerator
     prepared = prepare_data_loader(
         loader,
@@ -260,10 +260,10 @@ def _generated(trainer: "Trainer", model: Any, batch: Any) -> EvaluationOutput:
 
 
 def measures(names: Sequence[str], metrics: Any, compute_metrics: Any) -> dict[str, Measures]:
-    """Return what is measured on each set; under "" on any other.
+    """Return the metrics of each set, and under "" those of any other set.
 
     Raises:
-        ConfigurationError: If something is given for a set that there is not, or is no metric.
+        ConfigurationError: If metrics are given for an unknown set, or a metric is invalid.
     """
     if isinstance(compute_metrics, Mapping):
         foreign = [name for name in compute_metrics if name not in names]
@@ -287,7 +287,7 @@ def _is_by_set(metrics: Any, names: Sequence[str]) -> bool:
 
 
 def run_fingerprint(trainer: "Trainer") -> dict[str, Any]:
-    """Return by what a run is known when another is to go on with it."""
+    """Return the models and the data of a run, which `resume="auto"` compares."""
     named: dict[str, nn.Module] = (
         {"model": trainer.model} if isinstance(trainer.model, nn.Module) else dict(trainer.model)
     )

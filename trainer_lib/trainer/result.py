@@ -1,4 +1,4 @@
-"""This file is what `fit` returns."""
+"""The result of `fit`."""
 
 import html
 import sys
@@ -15,15 +15,15 @@ from trainer_lib.runs.report.sparkline import shows_sparklines, sparkline
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FitResult:
-    """What became of a run.
+    """The result of a run.
 
     Attributes:
-        state: What the run did, in numbers.
-        metrics: Those of the last evaluation, and the last loss of training.
-        throughput: Samples and steps a second, over the whole run.
-        best_checkpoint: The folder of the best evaluation, if it was saved.
-        last_checkpoint: The folder saved last.
-        report: The page that shows the run, if it has a folder.
+        state: The state of the run: steps, epochs, history, checkpoints.
+        metrics: The metrics of the last evaluation, and the last training loss.
+        throughput: Samples and steps per second, over the whole run.
+        best_checkpoint: The checkpoint of the best evaluation, if it was saved.
+        last_checkpoint: The last checkpoint.
+        report: The HTML report of the run, if it has a folder.
 
     Example:
         >>> state = RunState(step=2, history=[{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}])
@@ -40,7 +40,7 @@ class FitResult:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "FitResult":
-        """Return the result of a run from what its file says of it."""
+        """Return the result of a run from the facts in its run.json."""
         state = RunState.of(facts["state"])
         losses = [entry["loss"] for entry in state.history if "loss" in entry]
         best = state.best
@@ -61,7 +61,7 @@ class FitResult:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What was logged, each entry with its step and epoch."""
+        """The logged values, each entry with its step and epoch."""
         return self.state.history
 
     @property
@@ -70,7 +70,7 @@ class FitResult:
         return self.state.status
 
     def to_pandas(self) -> Any:
-        """Return the history as a data frame: a row for each step at which something was logged or evaluated."""
+        """Return the history as a data frame, with a row for each step with a log or an evaluation."""
         pandas = require("pandas", "plot")
         rows: dict[int, dict[str, Any]] = {}
         for entry in self.history:
@@ -79,14 +79,14 @@ class FitResult:
         return pandas.DataFrame(list(rows.values()), columns=list(names)).set_index("step")
 
     def plot(self, *names: str, axes: Any = None) -> Any:
-        """Draw curves over the steps, and return matplotlib's axes.
+        """Plot curves over the steps, and return matplotlib's axes.
 
         Args:
-            *names: What to draw, such as "loss" and "eval_accuracy"; by default all losses.
-            axes: Where to; by default in a new figure.
+            *names: The curves, such as "loss" and "eval_accuracy"; by default all losses.
+            axes: The axes to draw on; by default those of a new figure.
 
         Raises:
-            ConfigurationError: If something of that name was not logged.
+            ConfigurationError: If nothing was logged under a name.
         """
         known = {name for entry in self.history for name in entry} - {"step", "epoch"}
         for name in names:
@@ -105,20 +105,20 @@ class FitResult:
         return axes
 
     def __repr__(self) -> str:
-        """Return one line: the run, how it ended, its steps and metrics."""
+        """Return one line: the run, its status, steps and metrics."""
         facts = [f"run={self.state.run_id!r}"] if self.state.run_id else []
         facts += [f"status={self.status!r}", f"step={self.state.step}"]
         facts += [f"{name}={value:.6g}" for name, value in self.metrics.items()]
         return f"FitResult({', '.join(facts)})"
 
     def __str__(self) -> str:
-        """Return it as a small table."""
+        """Return the result as a small table."""
         rows = self._rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def _repr_html_(self) -> str:
-        """Return it as a table of HTML, which notebooks show."""
+        """Return the result as an HTML table for notebooks."""
         left = 'style="text-align: left"'
         cells = "".join(
             f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(value)}</td></tr>"
@@ -149,7 +149,7 @@ class FitResult:
         return rows
 
     def _number(self, name: str, value: float) -> str:
-        """Return a number, with the way to it where that can be shown."""
+        """Return a number, with a sparkline of its history if the terminal can show it."""
         values = [entry[name] for entry in self.history if name in entry]
-        way = f"  {sparkline(values)}" if len(values) > 1 and shows_sparklines(sys.stdout) else ""
-        return f"{value:.6g}{way}"
+        curve = f"  {sparkline(values)}" if len(values) > 1 and shows_sparklines(sys.stdout) else ""
+        return f"{value:.6g}{curve}"

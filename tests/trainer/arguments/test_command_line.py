@@ -129,7 +129,7 @@ def test_options_override_files_and_files_override_defaults(tmp_path: Path) -> N
         (["--epochs", "3"], "has no argument 'epochs' (given: '3'). Did you mean 'num_train_epochs'?"),
         (["--lerning-rate=3"], "has no argument 'lerning_rate' (given: '3'). Did you mean 'learning_rate'?"),
         (["--bf16"], 'bf16=True of Hugging Face\'s Trainer is given here as mixed_precision="bf16".'),
-        (["--push_to_hub", "--max_steps", "3"], "push_to_hub=True of Hugging Face's Trainer has no place here"),
+        (["--push_to_hub", "--max_steps", "3"], "push_to_hub=True of Hugging Face's Trainer has no equivalent here"),
         (["--max_steps", "ten"], "max_steps must be a whole number of at least 1, got 'ten'."),
         (["--max_steps", "1e3"], "got '1e3'. Give max_steps=1000."),
         (["--learning_rate", "nan"], "learning_rate must be a finite number of at least 0, got 'nan'."),

@@ -122,7 +122,7 @@ class TestFolder:
                 Bench(step).predict(dataset(5), to=tmp_path)
             return str(error.value)
 
-        assert all("There is something at" in told for told in run_world(body, timeout=60))
+        assert all("exists and is not an empty folder" in told for told in run_world(body, timeout=60))
         assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
     def test_an_error_leaves_nothing(self, tmp_path: Path) -> None:

@@ -88,7 +88,10 @@ def test_nothing_is_in_two_tables() -> None:
 
 def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
     for name, reason in NONE_HERE.items():
-        assert refusal(**{name: 7}) == f"{name}=7 of Hugging Face's Trainer has no place here: {reason}. Leave it out."
+        assert (
+            refusal(**{name: 7})
+            == f"{name}=7 of Hugging Face's Trainer has no equivalent here: {reason}. Leave it out."
+        )
 
 
 # -- errors that give ours ---------------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ def test_the_error_gives_ours_with_the_value(given: dict[str, Any], ours: str) -
 )
 def test_what_has_no_place_here_is_told_with_a_reason(given: dict[str, Any], said: str) -> None:
     message = refusal(**given)
-    assert f" of Hugging Face's Trainer has no place here: {said}" in message
+    assert f" of Hugging Face's Trainer has no equivalent here: {said}" in message
     assert message.endswith(". Leave it out.")
 
 

@@ -1,6 +1,6 @@
-"""This file is predictions on disk: one file for each array, that grows by rows; texts as lines of JSON.
+"""Predictions on disk: one file per array, written row by row; text rows as lines of JSON.
 
-A folder holds `predictions.json`, which says how the files make up the structure, and is there last.
+A folder holds `predictions.json`, which maps the files to the structure of the predictions and is written last.
 """
 
 import json
@@ -24,16 +24,16 @@ _SMALLEST_HEADER = 128  # bytes, of an .npy file
 
 
 def check_free(folder: Path) -> None:
-    """Raise unless predictions can be written to `folder`: there is nothing yet, or an empty folder."""
+    """Raise unless `folder` does not exist or is empty."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigurationError(f"There is something at {folder} already. Give predict(to=…) a new folder.")
+        raise ConfigurationError(f"{folder} exists and is not an empty folder. Give predict(to=…) a new folder.")
 
 
 class PredictionFiles:
-    """Writes predictions and labels of one batch after the other, aside, until `commit`.
+    """Writes predictions and labels batch by batch to a partial folder, which `commit` renames.
 
     Args:
-        folder: Where they will be.
+        folder: The final folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,14 +44,14 @@ class PredictionFiles:
     def add(self, predictions: Any, labels: Any) -> None:
         """Write a batch."""
         if not self._parts:
-            shutil.rmtree(self._partial, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed process
             self._partial.mkdir(parents=True)
             self._parts = {name: _Part(self._partial, name) for name in ("predictions", "labels")}
         self._parts["predictions"].add(predictions)
         self._parts["labels"].add(labels)
 
     def commit(self, metrics: Mapping[str, float]) -> None:
-        """Put the folder in its place."""
+        """Write the manifest, and rename the partial folder to the final one."""
         parts = {name: part.close() for name, part in self._parts.items()}
         manifest = {"version": _VERSION, **parts, "metrics": dict(metrics)}
         (self._partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -71,19 +71,19 @@ class PredictionFiles:
 
 
 def read_predictions(folder: Path) -> tuple[Any, Any, dict[str, float]]:
-    """Return predictions, labels and metrics of a folder; arrays are mapped into memory.
+    """Return the predictions, labels and metrics in a folder; arrays are memory-mapped.
 
     Raises:
-        CheckpointError: If there are none, or they are not whole.
+        CheckpointError: If there are none, or they are incomplete.
     """
     manifest = folder / MANIFEST
     if not manifest.is_file():
         raise CheckpointError(f"There are no predictions in {folder}: {MANIFEST} is missing.")
     try:
-        told = json.loads(manifest.read_text())
-        if told["version"] != _VERSION:
-            raise CheckpointError(f"{manifest} is of version {told['version']}, and this library reads {_VERSION}.")
-        return _read(folder, told["predictions"]), _read(folder, told["labels"]), told["metrics"]
+        content = json.loads(manifest.read_text())
+        if content["version"] != _VERSION:
+            raise CheckpointError(f"{manifest} has version {content['version']}, but this library reads {_VERSION}.")
+        return _read(folder, content["predictions"]), _read(folder, content["labels"]), content["metrics"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The predictions in {folder} are not whole: {error}") from error
 
@@ -108,12 +108,12 @@ class _Part:
                 file.append(leaf_rows)
 
     def close(self) -> Any:
-        """Finish the files, and return what they are."""
+        """Finish the files, and return the structure with their names."""
         names = [None if file is None else file.close() for file in self._files]
         return _named(self._shape, names)
 
     def abandon(self) -> None:
-        """Close what is open."""
+        """Close the open files."""
         for file in self._files:
             if file is not None:
                 file.abandon()
@@ -139,8 +139,8 @@ class _TextFile:
                 self._file.write(json.dumps(row) + "\n")
             except (TypeError, ValueError) as error:
                 raise ConfigurationError(
-                    f"A row of type {type(row).__name__} cannot be written to disk: {error}. Return tensors, texts and "
-                    "numbers, or predict without to=."
+                    f"A row of type {type(row).__name__} cannot be written to disk: {error}. Return tensors, strings "
+                    "and numbers, or predict without to=."
                 ) from error
 
     def close(self) -> str:
@@ -154,7 +154,7 @@ class _TextFile:
 
 
 class _ArrayFile:
-    """Rows as an `.npy` file. Rows of other sizes than before go into a further one, and all are joined at last."""
+    """Rows as an `.npy` file. Rows of another size begin a new file, and `close` joins all files."""
 
     def __init__(self, path: Path, what: str) -> None:
         self._path, self._what = path, what
@@ -179,7 +179,7 @@ class _ArrayFile:
         return whole.name
 
     def abandon(self) -> None:
-        """Close what is open."""
+        """Close the open files."""
         if self._pieces:
             self._pieces[-1].file.close()
 
@@ -201,7 +201,7 @@ class _ArrayFile:
 
 
 class _Piece:
-    """An `.npy` file of rows of one size; how many is written into its header when it is closed."""
+    """An `.npy` file of rows of one size; `close` writes their number into its header."""
 
     def __init__(self, path: Path, like: np.ndarray[Any, Any]) -> None:
         self.path, self.dtype = path, like.dtype
@@ -211,7 +211,7 @@ class _Piece:
         self._start = self.file.tell()
 
     def fits(self, rows: np.ndarray[Any, Any]) -> bool:
-        """Whether rows are of the size and type of those here."""
+        """Whether rows have the size and dtype of this file."""
         return rows.shape[1:] == self.shape[1:] and rows.dtype == self.dtype
 
     def append(self, rows: np.ndarray[Any, Any]) -> None:
@@ -220,7 +220,7 @@ class _Piece:
         self.shape = (self.shape[0] + len(rows), *self.shape[1:])
 
     def close(self) -> None:
-        """Write how many they are."""
+        """Write the number of rows into the header, and close the file."""
         self.file.seek(0)
         self._write_header()
         assert self.file.tell() == self._start  # numpy leaves room for the first dimension to grow
@@ -236,7 +236,7 @@ def _texts_as_list(rows: Any) -> Any:
 
 
 def _described(tree: Any, numbers: Any) -> Any:
-    """Return a structure in terms of JSON, with the numbers of its leaves in order."""
+    """Return a structure as JSON values, with numbered leaves."""
     if tree is None:
         next(numbers)
         return None
@@ -268,7 +268,7 @@ def _read(folder: Path, described: Any) -> Any:
 
 def _read_file(path: Path) -> Any:
     if path.suffix == ".npy":
-        is_empty = path.stat().st_size <= _SMALLEST_HEADER  # which cannot be mapped
+        is_empty = path.stat().st_size <= _SMALLEST_HEADER  # an empty array cannot be memory-mapped
         return np.load(path, mmap_mode=None if is_empty else "r", allow_pickle=False)
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]

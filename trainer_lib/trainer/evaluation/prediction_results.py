@@ -1,4 +1,4 @@
-"""This file is predictions over a set: what they are handed out as, and who collects them."""
+"""Predictions for a whole set: the result objects, and the collectors of rows."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,16 +17,16 @@ from trainer_lib.trainer.evaluation.row_buffers import RowBuffers
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts for a set, in the order of the set.
+    """A model's predictions for a set, in the order of the set.
 
     It unpacks into predictions, labels and metrics.
 
     Attributes:
-        predictions: Arrays with one row a sample, lists, or structures of these, as the step returned them; rows of
+        predictions: Arrays with one row per sample, lists, or structures of these, as the step returned them; rows of
             different sizes are padded with -100.
-        labels: The same for labels; `None` if there are none.
-        metrics: What was measured on the way.
-        folder: Where they are on disk, if they are.
+        labels: The labels in the same form; `None` if there are none.
+        metrics: The metrics of the predictions.
+        folder: The folder of predictions on disk; `None` for predictions in memory.
     """
 
     predictions: Any
@@ -44,10 +44,10 @@ class Predictions:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Predictions":
-        """Return what `predict` wrote into a folder. Arrays stay on disk, and come as they are read.
+        """Return the predictions that `predict` wrote to a folder. Arrays are memory-mapped.
 
         Raises:
-            CheckpointError: If there are none, or they are not whole.
+            CheckpointError: If there are none, or they are incomplete.
         """
         predictions, labels, metrics = read_predictions(Path(folder))
         return cls(predictions, labels, metrics, Path(folder))
@@ -55,13 +55,15 @@ class Predictions:
 
 @dataclass(frozen=True)
 class EvaluationPrediction:
-    """What `compute_metrics` is given: arrays of all samples, in the order of the set. It unpacks into two.
+    """The argument of `compute_metrics`: predictions and labels of all samples, in the order of the set.
+
+    It unpacks into these two.
 
     Attributes:
         predictions: See `Predictions`.
-        label_ids: The labels, the same way.
-        inputs: Nothing: inputs are not collected.
-        losses: Nothing: losses are summed, not collected.
+        label_ids: The labels, in the same form.
+        inputs: Always `None`: inputs are not collected.
+        losses: Always `None`: losses are summed, not collected.
     """
 
     predictions: Any
@@ -82,12 +84,12 @@ class EvaluationPrediction:
 
 
 class Collector(Metric):
-    """Collects all rows, on every process or on the main one."""
+    """Collects all rows, on every rank or only on the main process."""
 
     needs_all_rows = True
 
     def begin(self, device: torch.device) -> None:
-        """Start over."""
+        """Reset the collector."""
         self._predictions, self._labels = RowBuffers("predictions"), RowBuffers("labels")
 
     def update(self, output: EvaluationOutput) -> None:
@@ -101,9 +103,9 @@ class Collector(Metric):
 
 
 class ComputedMetrics(Collector):
-    """What a function makes of all predictions and labels at once.
+    """Metrics that a function computes from all predictions and labels at once.
 
-    Only the main process collects them and calls it; what it returns is told to the others.
+    Only the main process collects rows and calls the function; its result is sent to the other ranks.
 
     Args:
         function: Takes an `EvaluationPrediction` (or predictions and labels), and returns numbers by name.
@@ -121,7 +123,7 @@ class ComputedMetrics(Collector):
         self._error = HeldError("compute_metrics", DistributedOperationException)
 
     def begin(self, device: torch.device) -> None:
-        """Start over."""
+        """Reset the collector."""
         super().begin(device)
         self._error = HeldError("compute_metrics", DistributedOperationException)
 
@@ -146,7 +148,7 @@ class ComputedMetrics(Collector):
 
 
 def computed(function: Callable[..., Any], predictions: Any, labels: Any) -> dict[str, float]:
-    """Return what `compute_metrics` makes of all predictions and labels: numbers by name.
+    """Return the numbers by name that `compute_metrics` computes from all predictions and labels.
 
     Raises:
         ConfigurationError: If it returns something else.
@@ -161,10 +163,10 @@ def computed(function: Callable[..., Any], predictions: Any, labels: Any) -> dic
 
 
 class Writer(Metric):
-    """Writes all rows to disk as they come; the main process does.
+    """Writes all rows to disk batch by batch, on the main process.
 
     Args:
-        folder: Where to.
+        folder: The folder to write to.
     """
 
     needs_all_rows = True
@@ -176,7 +178,7 @@ class Writer(Metric):
         self._error = HeldError(f"Writing predictions to {folder}", DistributedOperationException)
 
     def begin(self, device: torch.device) -> None:
-        """Start over."""
+        """Reset the collector."""
         self._files = PredictionFiles(self._folder)
 
     def update(self, output: EvaluationOutput) -> None:
@@ -193,7 +195,7 @@ class Writer(Metric):
         return self._error.unpack(states[0])
 
     def commit(self, metrics: dict[str, float]) -> None:
-        """Put the folder in its place; the main process does."""
+        """Commit the folder, on the main process."""
         self._files.commit(metrics)
 
     def abandon(self) -> None:
@@ -202,7 +204,7 @@ class Writer(Metric):
 
 
 def _required(function: Callable[..., Any]) -> int:
-    """Return how many arguments by place a function has to be given."""
+    """Return how many positional arguments a function requires."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

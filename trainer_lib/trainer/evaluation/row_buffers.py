@@ -1,4 +1,4 @@
-"""This file is putting the rows of many batches together, in memory."""
+"""Buffers that join the rows of many batches in memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +16,10 @@ Rows = np.ndarray[Any, Any] | list[Any] | None
 
 
 class Structure:
-    """What the batches of a set all look like: containers, and rows in their leaves.
+    """The common structure of a set's batches: containers, with rows in their leaves.
 
     Args:
-        what: What they are, for errors.
+        what: The name of the rows, for errors.
     """
 
     def __init__(self, what: str) -> None:
@@ -31,13 +31,13 @@ class Structure:
         """Return the rows in the leaves of a batch: arrays, lists, or `None`.
 
         Raises:
-            ConfigurationError: If it is unlike the first one.
+            ConfigurationError: If its structure differs from the first batch's.
         """
-        found = list(named_leaves(batch, is_leaf=holds_rows))
-        names = [name for name, _ in found]
-        rows = [_rows(leaf) for _, leaf in found]
+        leaves = list(named_leaves(batch, is_leaf=holds_rows))
+        names = [name for name, _ in leaves]
+        rows = [_rows(leaf) for _, leaf in leaves]
         if self.names is None:
-            # Not the batch itself, whose tensors would live as long.
+            # Only types: the batch itself would keep its tensors in memory.
             self.names, self._first = names, map_leaves(type, batch, is_leaf=holds_rows)
             self._kinds = [type(leaf) for leaf in rows]
         elif names != self.names or self._kinds != [type(leaf) for leaf in rows]:
@@ -56,10 +56,10 @@ class Structure:
 
 
 class RowBuffers:
-    """The rows of many batches, put together once.
+    """Collects the rows of many batches, and joins them once.
 
     Args:
-        what: What they are, for errors.
+        what: The name of the rows, for errors.
     """
 
     def __init__(self, what: str) -> None:
@@ -72,13 +72,13 @@ class RowBuffers:
         self._batches.append(self._structure.rows_of(batch))
 
     def joined(self) -> Any:
-        """Return all rows, arrays padded with -100 where batches have different sizes; nothing is kept."""
+        """Return all rows and empty the buffers; arrays of different sizes are padded with -100."""
         parts, self._batches = [list(column) for column in zip(*self._batches, strict=True)], []
         return self._structure.filled([joined(column, self._what) for column in parts])
 
 
 def joined(parts: list[Any], what: str) -> Rows:
-    """Return the rows of all parts, which are empty afterwards.
+    """Return the rows of all parts, and empty the list of parts.
 
     Raises:
         ConfigurationError: If they have different numbers of dimensions.
@@ -96,7 +96,7 @@ def joined(parts: list[Any], what: str) -> Rows:
     for index, part in enumerate(parts):
         fill(whole, row, part)
         row += len(part)
-        parts[index] = None  # not everything twice
+        parts[index] = None  # so that its memory is free
     return whole
 
 
@@ -104,8 +104,8 @@ def common_shape(shapes: Sequence[tuple[int, ...]], what: str) -> tuple[int, ...
     """Return the shape that has room for rows of all these."""
     if len({len(shape) for shape in shapes}) > 1:
         raise ConfigurationError(
-            f"The {what} of batches have different numbers of dimensions: {sorted(set(shapes))[:4]}. Return as many "
-            "for each batch, one row a sample."
+            f"The {what} of batches have different numbers of dimensions: {sorted(set(shapes))[:4]}. Return the same "
+            "number for each batch, with one row per sample."
         )
     return sum(shape[0] for shape in shapes), *(max(sizes) for sizes in zip(*(s[1:] for s in shapes), strict=True))
 

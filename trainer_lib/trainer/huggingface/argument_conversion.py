@@ -1,4 +1,4 @@
-"""This file is what becomes of the arguments of Hugging Face's Trainer: an error that gives ours, or a conversion."""
+"""Hugging Face's training arguments: errors that name the equivalent here, and the conversion."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ _EMPTY: tuple[Any, ...] = (None, "", "none", {}, [], ())
 
 
 def is_foreign(name: str) -> bool:
-    """Whether it is a name of Hugging Face's that has another form here, or none."""
+    """Whether a name is a Hugging Face argument that has another form here, or no equivalent."""
     return name in _CONVERSIONS or name in NONE_HERE
 
 
@@ -27,11 +27,11 @@ def renamed(name: str) -> str | None:
 
 
 def explain(given: Mapping[str, Any], names: Iterable[str] | None = None) -> list[str]:
-    """Return a line for each of Hugging Face's arguments that are said together: what to give in their place.
+    """Return a line for each group of Hugging Face arguments that belong together: what to give instead.
 
     Args:
         given: Arguments by name.
-        names: Those of them that are to be explained, if not all.
+        names: The arguments to explain; by default all.
     """
     wanted = set(given if names is None else names)
     return [_line(told, given, conversion) for told, conversion in _together(given) if wanted & set(told)]
@@ -43,7 +43,7 @@ def _line(told: Mapping[str, Any], given: Mapping[str, Any], conversion: Convers
         return f"{theirs} of Hugging Face's Trainer is always so here. Leave it out."
     ours = conversion(given) if conversion is not None else NONE_HERE[next(iter(told))]
     if isinstance(ours, str):
-        return f"{theirs} of Hugging Face's Trainer has no place here: {ours}. Leave it out."
+        return f"{theirs} of Hugging Face's Trainer has no equivalent here: {ours}. Leave it out."
     if not ours:
         return f"{theirs} of Hugging Face's Trainer is so here by default. Leave it out."
     said = ", ".join(f"{name}={_shown(value)}" for name, value in ours.items())
@@ -51,7 +51,7 @@ def _line(told: Mapping[str, Any], given: Mapping[str, Any], conversion: Convers
 
 
 def convert(given: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return our arguments for those of Hugging Face's, and why there is none for each of the others.
+    """Return our arguments for Hugging Face's, and for each without an equivalent the reason.
 
     Args:
         given: Hugging Face's arguments.
@@ -77,7 +77,7 @@ def convert(given: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any], 
 def differing(foreign: Any) -> dict[str, Any]:
     """Return the arguments of a `transformers.TrainingArguments` that differ from its defaults.
 
-    Arguments that are said together are all there if one of them differs.
+    Of arguments that belong together, all are returned if one of them differs.
     """
     if not any(
         kind.__name__ == "TrainingArguments" and kind.__module__.startswith("transformers.")
@@ -101,7 +101,7 @@ def _is_always(told: Mapping[str, Any]) -> bool:
 
 
 def _together(given: Mapping[str, Any]) -> list[tuple[dict[str, Any], Conversion | None]]:
-    """Return what is given, those that are said together in one."""
+    """Return the given arguments in groups that belong together."""
     groups: dict[tuple[str, ...], tuple[dict[str, Any], Conversion | None]] = {}
     for name, value in given.items():
         names, conversion = _CONVERSIONS.get(name, ((name,), None))

@@ -1,6 +1,6 @@
-"""This file is how arguments of Hugging Face's Trainer that have another form here are said in it.
+"""Conversions of Hugging Face's training arguments that have another form here.
 
-Names that are neither here nor in `foreign_names` are the same, with the same meaning.
+Arguments that are neither here nor in `foreign_names` have the same name and meaning.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from trainer_lib.trainer.arguments.value_types import NEVER
 
 
 class Made:
-    """An object that a conversion calls for, written as the call that makes it.
+    """An object in a conversion's result, shown as the call that makes it.
 
     Args:
         kind: Its class.
-        **options: What it is made with.
+        **options: The arguments of its constructor.
     """
 
     def __init__(self, kind: type, **options: Any) -> None:
@@ -33,7 +33,7 @@ class Made:
         return self.kind(**self.options)
 
 
-# All that is given, by Hugging Face's names -> what that makes by ours; or a text: why there is nothing of that kind.
+# Takes the given arguments by Hugging Face's names; returns ours by name, or a string: why there is no equivalent.
 Conversion = Callable[[Mapping[str, Any]], dict[str, Any] | str]
 
 OTHER_FORM: dict[tuple[str, ...], Conversion] = {}

@@ -1,7 +1,7 @@
-"""This file is callbacks of Hugging Face's Trainer at work in a run of this one.
+"""Adapter for callbacks of Hugging Face's Trainer.
 
-Each event of ours is handed on as the one of theirs that means the same, with a state and arguments of their kinds;
-what they ask for by their control is asked for here.
+Each event is forwarded as the equivalent Hugging Face event, with a state and arguments of Hugging Face's classes;
+requests in their control become requests of the run.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ _FLAGS = {
 
 
 def adapt_callback(callback: Any) -> Any:
-    """Return a callback of Hugging Face's Trainer as one of ours, and anything else as it is.
+    """Return an adapter for a callback of Hugging Face's Trainer, and any other callback unchanged.
 
     Raises:
-        ConfigurationError: If it is the class of one.
+        ConfigurationError: If it is a callback's class instead of an object.
     """
     kind = callback if isinstance(callback, type) else type(callback)
     if not is_transformers_kind(kind, "TrainerCallback"):
@@ -40,14 +40,14 @@ def adapt_callback(callback: Any) -> Any:
 
 
 def is_transformers_kind(kind: type, name: str) -> bool:
-    """Whether a class is, or derives from, one of transformers; which is not imported to find out."""
+    """Whether a class is, or derives from, a transformers class of this name. It does not import transformers."""
     return any(cls.__name__ == name and cls.__module__.startswith("transformers.") for cls in kind.__mro__)
 
 
 class AdaptedCallback(Modifier):
-    """A `transformers.TrainerCallback` as a callback of a run.
+    """Runs a `transformers.TrainerCallback` as a callback.
 
-    A trainer makes one of each that is among its `callbacks`. As theirs may change the model, its errors end the run.
+    A trainer adapts each one in its `callbacks`. As such a callback may change the model, its errors end the run.
 
     Args:
         callback: The callback.
@@ -64,12 +64,12 @@ class AdaptedCallback(Modifier):
         events = [name for name in vars(TrainerCallback) if name.startswith("on_")]
         self._told = {name for name in events if getattr(type(callback), name) is not getattr(TrainerCallback, name)}
         if "on_push_begin" in self._told:
-            _logger.warning("%s listens to on_push_begin, of which nothing is told here.", self.key)
+            _logger.warning("%s has on_push_begin, which is never called here.", self.key)
         for ours, theirs in _EVENTS.items():
-            if self._told.intersection(theirs):  # an event nobody listens to costs nothing
+            if self._told.intersection(theirs):  # events without a listener cost nothing
                 setattr(self, ours, getattr(self, f"_{ours}"))
 
-    # -- a run, as they see it -----------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------
 
     def _on_fit_begin(self, run: Run) -> None:
         is_first = self._args is None
@@ -113,7 +113,7 @@ class AdaptedCallback(Modifier):
 
     def _on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         logs = {**metrics, "epoch": run.state.epochs}
-        self._tell("on_log", run, logs, logs=logs)  # there, what an evaluation found is logged first
+        self._tell("on_log", run, logs, logs=logs)  # Hugging Face logs an evaluation's metrics first
         self._tell("on_evaluate", run, logs, metrics=metrics)
 
     def _on_evaluate_batch_end(self, run: Run) -> None:
@@ -129,14 +129,14 @@ class AdaptedCallback(Modifier):
         saved = next((checkpoint for checkpoint in run.state.checkpoints if checkpoint["path"] == str(folder)), None)
         self._tell("on_save", run, saved=saved)
 
-    # -- what survives a restart ---------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the callback says of itself, if it does."""
+        """Return the callback's state, if it is an `ExportableState`."""
         return self.callback.state() if self._has_state else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what it has found; what it was made with is said by the program of now."""
+        """Restore the callback's attributes; its constructor arguments stay those of this program."""
         for name, value in state["attributes"].items():
             setattr(self.callback, name, value)
 
@@ -166,7 +166,7 @@ class AdaptedCallback(Modifier):
         self._ask(run, asked)
 
     def _ask(self, run: Run, asked: Mapping[str, bool]) -> None:
-        """Ask for what the callback asks for, and nobody did before."""
+        """Forward the callback's new requests to the run."""
         for theirs, ours in _FLAGS.items():
             if getattr(self._control, theirs) and not asked[ours]:
                 if ours == "stop":
@@ -175,12 +175,12 @@ class AdaptedCallback(Modifier):
 
 
 class IntegrationCallback(AdaptedCallback):
-    """One of transformers' own, which report elsewhere: it observes, and one that raises is switched off."""
+    """An adapter for transformers' integrations, which only report: one that raises is switched off."""
 
     may_change_training: ClassVar[bool] = False
 
 
-# Ours -> which of theirs it tells.
+# Our events -> the Hugging Face events that they fire.
 _EVENTS: dict[str, tuple[str, ...]] = {
     "on_fit_begin": ("on_init_end", "on_train_begin"),
     "on_fit_end": ("on_log", "on_train_end"),
@@ -211,7 +211,7 @@ def _handed(run: Run) -> dict[str, Any]:
         "optimizer": _only(run.optimizers),
         "lr_scheduler": _only(run.schedulers),
         "train_dataloader": next(iter(run.accelerator._dataloaders), None),
-        "eval_dataloader": None,  # it is made for each evaluation, and gone with it
+        "eval_dataloader": None,  # it exists only during an evaluation
     }
 
 
@@ -220,7 +220,7 @@ def _only(named: Mapping[str, Any]) -> Any:
 
 
 def _totals(run: Run) -> dict[str, Any]:
-    """Return what is logged there at the end of training."""
+    """Return the values that Hugging Face's Trainer logs at the end of training."""
     state = run.state
     totals: dict[str, Any] = {"train_runtime": state.seconds}
     if state.seconds:

@@ -1,4 +1,4 @@
-"""This file is a run as callbacks of Hugging Face's Trainer look at it: its state, and its arguments."""
+"""A run's state and arguments as objects of Hugging Face's classes, for its callbacks."""
 
 import dataclasses
 import functools
@@ -31,12 +31,12 @@ _OTHERWISE = {
     "optim": "optimizer",
     "lr_scheduler_type": "lr_scheduler",
 }
-# What would set up devices and processes there, if it were asked for.
+# Properties that would set up devices and processes when read.
 _OF_PROCESS = ("device", "n_gpu", "world_size", "process_index", "local_process_index", "parallel_mode")
 
 
 def new_state(run: Run) -> Any:
-    """Return a `TrainerState` that knows what does not change in a run; `update_state` does the rest."""
+    """Return a `TrainerState` with the values that are constant over a run; `update_state` sets the others."""
     from transformers.trainer_callback import TrainerState
 
     here, args = run.state, run.args
@@ -55,13 +55,13 @@ def new_state(run: Run) -> Any:
 def update_state(
     state: Any, run: Run, logged: Mapping[str, Any] | None = None, saved: Mapping[str, Any] | None = None
 ) -> None:
-    """Have a `TrainerState` say how a run stands.
+    """Update a `TrainerState` from a run.
 
     Args:
         state: The state.
         run: The run.
-        logged: What is being logged, which is not in the run's history yet.
-        saved: The checkpoint that is told of; written in the background, while training went on.
+        logged: The values being logged, which are not in the run's history yet.
+        saved: The checkpoint that was saved; a background save may be of an earlier step.
     """
     here = run.state
     state.global_step, state.epoch = (here.step, here.epochs) if saved is None else (saved["step"], saved["epoch"])
@@ -74,7 +74,7 @@ def update_state(
 
 
 def arguments_view(run: Run) -> Any:
-    """Return a `transformers.TrainingArguments` that says what a run's arguments say, as far as it has names for it."""
+    """Return a `transformers.TrainingArguments` with a run's arguments, as far as it has equivalents."""
     kind = _arguments_class()
     args = object.__new__(kind)  # its constructor would set up devices
     for field in dataclasses.fields(kind):
@@ -154,7 +154,7 @@ def _passes(epochs: float | None, steps: int | None, steps_per_epoch: int | None
 
 
 def _steps(interval: Every | None) -> int:
-    """Return an interval in steps; 500, the default there, where it is none of steps."""
+    """Return an interval in steps; for other units 500, Hugging Face's default."""
     return int(interval.amount) if interval is not None and interval.unit == "steps" else 500
 
 
@@ -162,5 +162,5 @@ def _steps(interval: Every | None) -> int:
 def _arguments_class() -> Any:
     from transformers.training_args import TrainingArguments
 
-    # Plain values take the place of properties.
+    # Plain values replace the properties.
     return type("SeenArguments", (TrainingArguments,), dict.fromkeys(_OF_PROCESS))

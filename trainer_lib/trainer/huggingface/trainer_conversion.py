@@ -1,4 +1,4 @@
-"""This file is a Trainer of Hugging Face as what makes one of ours: its model, arguments, data and callbacks."""
+"""Converting a Hugging Face Trainer: its model, arguments, data and callbacks."""
 
 import copy
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from trainer_lib.trainer.huggingface.callback_adapter import is_transformers_kin
 
 _logger = get_logger(__name__)
 
-# What people override there -> the verb that does it here.
+# Methods that subclasses of Hugging Face's Trainer override -> the method to override here.
 _VERBS = {
     "compute_loss": "compute_loss",
     "training_step": "training_step",
@@ -27,7 +27,7 @@ _VERBS = {
     "create_scheduler": "configure_scheduler",
     "create_optimizer_and_scheduler": "configure_optimizer",
 }
-# What they give there, and is called in another way here -> what does it, as an option and as a verb.
+# Functions given to Hugging Face's Trainer that are called differently here -> the option, the method, and the advice.
 _OTHER_CALLS = {
     "compute_loss_func": (
         "loss_fn",
@@ -37,7 +37,7 @@ _OTHER_CALLS = {
     "preprocess_logits_for_metrics": (None, "evaluation_step", "an evaluation_step of your own"),
     "optimizer_cls_and_kwargs": ("optimizer", "configure_optimizer", "optimizer=…, a function of the parameters"),
 }
-# What this library has its own for: the flow of requests, what is shown, what saves at a signal.
+# Hugging Face callbacks that this library replaces: control flow, progress display, saving at a signal.
 _OWN_FLOW = (
     "DefaultFlowCallback",
     "ProgressCallback",
@@ -48,15 +48,15 @@ _OWN_FLOW = (
 
 
 def trainer_options(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `ours(**options)` takes to train what a trainer of Hugging Face would.
+    """Return the options of `ours(**options)` that train like a Hugging Face Trainer.
 
     Args:
-        foreign: A `transformers.Trainer`, or one of a class derived from it.
-        ours: The class of trainer that is made.
-        given: What is said by name, in the place of what is found.
+        foreign: A `transformers.Trainer`, or an object of a derived class.
+        ours: The class of trainer to make.
+        given: Options that replace those of the Hugging Face Trainer.
 
     Raises:
-        ConfigurationError: If it is none, or does something in a way of its own that has no counterpart in `ours`.
+        ConfigurationError: If it is not a `transformers.Trainer`, or overrides something that `ours` does not.
     """
     _check(foreign, ours, given)
     theirs, changing = (foreign.args, []) if "callbacks" in given else _parted(foreign.args)
@@ -88,7 +88,7 @@ def _check(foreign: Any, ours: type, given: Mapping[str, Any]) -> None:
 
 
 def _check_methods(kind: type, ours: type) -> None:
-    """Check that what a class overrides there is overridden here; tell of what nothing here is like."""
+    """Check that `ours` overrides the equivalents of overridden methods; warn of methods without an equivalent."""
     from transformers import Trainer as Theirs
 
     own = [cls for cls in kind.__mro__ if not cls.__module__.startswith("transformers.")]
@@ -115,7 +115,7 @@ def _has_own(ours: type, verb: str) -> bool:
 
 
 def _model(foreign: Any) -> Any:
-    """Return its model; of one that has trained or evaluated there without what that left on it."""
+    """Return its model, without the wrappers that training or evaluation added."""
     if not getattr(foreign.model, "_is_accelerate_prepared", False):
         return foreign.model
     model = foreign.accelerator.unwrap_model(foreign.model, keep_fp32_wrapper=False)
@@ -124,7 +124,7 @@ def _model(foreign: Any) -> Any:
 
 
 def _parted(theirs: Any) -> tuple[Any, list[Callback]]:
-    """Return arguments without those that are callbacks here, and these callbacks."""
+    """Return the arguments without those that are callbacks here, and these callbacks."""
     rest, changing = copy.copy(theirs), list[Callback]()
     if theirs.label_smoothing_factor:
         changing.append(LabelSmoothing(theirs.label_smoothing_factor))
@@ -135,7 +135,7 @@ def _parted(theirs: Any) -> tuple[Any, list[Callback]]:
 
 
 def _callbacks(foreign: Any, args: TrainingArguments) -> list[Any]:
-    """Return its callbacks, but for those that this library has its own for."""
+    """Return its callbacks, except those that this library replaces."""
     return [
         callback
         for callback in foreign.callback_handler.callbacks
@@ -156,7 +156,7 @@ def _optimizers(foreign: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if type(foreign.optimizer).__module__.startswith("accelerate."):  # it has trained with it
         _logger.warning(
-            "This %s has trained already: its weights are taken over; the optimizer and the schedule begin anew.",
+            "This %s has trained already: its weights are kept; the optimizer and the schedule start from scratch.",
             type(foreign).__name__,
         )
         return {}

@@ -1,4 +1,4 @@
-"""This file is a model on its way out of training: a program that needs neither its code nor this library."""
+"""Exporting a model as a torch.export or ONNX program, which needs neither its code nor this library."""
 
 import copy
 import tempfile
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _ENDINGS = {".pt2": "torch", ".onnx": "onnx"}
-_ROWS = 2  # a program traced with one sample is one for one sample
-_LARGEST_FILE = 1 << 30  # bytes of weights inside of an ONNX file, which cannot hold more than 2 GB
+_ROWS = 2  # a program that is traced with one sample accepts only one sample
+_LARGEST_FILE = 1 << 30  # bytes of weights within an ONNX file, which cannot hold more than 2 GB
 
 
 class _Call(NamedTuple):
-    """What a forward is called with."""
+    """The arguments of a forward."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
@@ -66,7 +66,7 @@ def _format(path: AnyPath, given: str | None) -> str:
     return given or _ENDINGS[path.suffix]
 
 
-# -- the model, and what it is called with ---------------------------------------------------------------------------
+# -- the model and its inputs ----------------------------------------------------------------------------------------
 
 
 def _refuse_shards(model: nn.Module) -> None:
@@ -79,17 +79,17 @@ def _refuse_shards(model: nn.Module) -> None:
 
 
 def _bare_copy(trainer: "Trainer") -> nn.Module:
-    """Return the model as its author wrote it, on the CPU and evaluating; the one in training stays as it is."""
+    """Return an unwrapped copy of the model, on the CPU and in evaluation mode."""
     prepared = trainer.prepare_models()[0]
     model: Any = copy.deepcopy(trainer.accelerator.unwrap_model(prepared, keep_torch_compile=False)).cpu()
     unwrap_forward(model)
     if hasattr(getattr(model, "config", None), "use_cache"):
-        model.config.use_cache = False  # what a decoder remembers is no output of a program
+        model.config.use_cache = False  # a decoder's cache must not be an output of the program
     return model.eval().requires_grad_(False)
 
 
 def _first_inputs(trainer: "Trainer") -> Any:
-    """Return the inputs of the first batch that there is, without its targets."""
+    """Return the inputs of the first batch, without its targets."""
     if trainer.eval_dataset is None and trainer.train_dataset is None:
         raise ConfigurationError("export needs to know what the model is called with: export(path, example=inputs).")
     with torch.random.fork_rng(devices=[]):  # a loader draws from the generator
@@ -131,10 +131,10 @@ def _program(model: nn.Module, call: _Call, dynamic: Sequence[int]) -> "Exported
     """
     shapes: Any = torch.export.ShapesCollection()
     for tensor in tensors(call):
-        # Not by name: how large they may be is found out on the way, such as by a table of positions.
+        # DYNAMIC finds the bounds of a size while tracing, such as those of an embedding of positions.
         shapes[tensor] = {axis: torch.export.Dim.DYNAMIC for axis in dynamic if axis < tensor.ndim}
     try:
-        with torch.no_grad():  # so that blocks that would compute their activations again do not
+        with torch.no_grad():  # so that activation checkpointing is not traced
             return torch.export.export(model, call.positional, call.named, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise UnsupportedError(
@@ -148,7 +148,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _write_torch(program: "ExportedProgram", file: Path) -> None:
-    program.example_inputs = None  # samples of the data, which are nobody else's
+    program.example_inputs = None  # samples of the training data, which must not be published
     torch.export.save(program, file)
 
 
@@ -166,7 +166,7 @@ _WRITERS: dict[str, Callable[["ExportedProgram", Path], None]] = {"torch": _writ
 
 
 def _put(path: AnyPath, write: Callable[[Path], None]) -> None:
-    """Write files (weights may come beside the program) where nobody looks, then put them in their places."""
+    """Write files (the program, and possibly its weights) to a temporary folder, then move them to their paths."""
     if not isinstance(path, RemotePath):
         path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(

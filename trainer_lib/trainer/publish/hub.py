@@ -1,4 +1,4 @@
-"""This file is how a model comes to the Hugging Face Hub: its files and its card, in one commit, or not at all."""
+"""Pushing a model to the Hugging Face Hub: its files and its card, in one commit."""
 
 import inspect
 import tempfile
@@ -23,7 +23,7 @@ _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class Commit(NamedTuple):
-    """What is to be said to the Hub beside the files; see `Trainer.push_to_hub`."""
+    """The options of a commit; see `Trainer.push_to_hub`."""
 
     message: str
     private: bool | None
@@ -48,7 +48,7 @@ def push_to_hub(
             raise ConfigurationError(unknown("argument of model_card", name, known))
     group, is_main = trainer.accelerator.group, trainer.accelerator.is_main_process
     trainer.prepare_models()
-    # First what may be refused: a card, a token, an owner, a network.
+    # What may fail comes first: the card, the token, the owner, the network.
     with raise_on_all_ranks(group, "push_to_hub"):
         text = card or trainer.model_card(**{"name": repo_id.rpartition("/")[2], **about})
     with raise_on_all_ranks(group, "push_to_hub"):
@@ -63,11 +63,11 @@ class _Repository:
 
     Args:
         name: Its name, or `owner/name`.
-        token: What lets one write to it; by default that of the user who is logged in.
-        commit: How it is to be made and changed.
+        token: An access token with write permission; by default that of the logged-in user.
+        commit: The options of the repository and the commit.
 
     Raises:
-        HubError: If it is not there, and cannot be made.
+        HubError: If the repository does not exist and cannot be created.
     """
 
     def __init__(self, name: str, token: str | None, commit: Commit) -> None:
@@ -80,7 +80,7 @@ class _Repository:
                 "give push_to_hub(token=…)."
             )
         self._api = self._hub.HfApi(token=token)
-        # Where it must be new, one that was made in a call whose answer was lost would be taken for an older one.
+        # If it must be new, a retry would take the repository of a first call, whose answer was lost, for an old one.
         made = self._asked(
             lambda: self._api.create_repo(name, private=commit.private, exist_ok=commit.exist_ok),
             is_repeatable=commit.exist_ok,
@@ -88,12 +88,12 @@ class _Repository:
         self._name = made.repo_id  # with its owner
 
     def put(self, folder: Path, card: str) -> str:
-        """Upload a folder and the card in one commit, and return where it is to be seen."""
+        """Upload a folder and the card in one commit, and return its URL."""
         (folder / _CARD).write_text(card, encoding="utf-8")
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
         def commit() -> Any:
-            # Made anew for each attempt: the client keeps in them what it has done.
+            # New objects for each attempt: the client stores its progress in them.
             additions = [
                 self._hub.CommitOperationAdd(path_in_repo=path.relative_to(folder).as_posix(), path_or_fileobj=path)
                 for path in files
@@ -110,7 +110,7 @@ class _Repository:
         return made.pr_url or made.commit_url
 
     def _asked(self, question: Callable[[], _T], is_repeatable: bool) -> _T:
-        """Ask the Hub, again where it is busy or out of reach."""
+        """Call the Hub; retry while it is busy or unreachable."""
         errors = self._hub.errors
         kinds = (errors.HTTPError, ConnectionError, RuntimeError, ValueError)
         pauses = PAUSES if is_repeatable else ()
@@ -152,7 +152,7 @@ class _Repository:
 
 
 def _is_of_the_line(error: BaseException, errors: Any) -> bool:
-    """Whether it is the way to the Hub that failed, which may work a moment later."""
+    """Whether the connection failed, which may work a moment later."""
     if isinstance(error, errors.OfflineModeIsEnabled):
         return False
     return isinstance(error, (errors.HTTPError, ConnectionError))

@@ -1,4 +1,4 @@
-"""This file is the card of a model: what it is, how it was trained and how good it is, for people and for the Hub."""
+"""Model cards for the Hub: the model, its training and its metrics."""
 
 import dataclasses
 import importlib.metadata
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "safetensors")
-# What says more about the machine than about the model.
+# Arguments that describe the machine more than the model.
 _OF_THE_MACHINE = frozenset(
     {
         *("output_dir", "run_name", "resume", "report_to", "progress_bar", "deadline", "stop_signals", "hang_timeout"),
         *("use_cpu", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers"),
     }
 )
-_EVALUATIONS = 20  # of more, these are spread over the run
-# By the ends of the names that transformers gives its models.
+_EVALUATIONS = 20  # rows in the table; of more evaluations, it shows some spread over the run
+# Tasks by the suffix of a transformers model's class.
 _TASKS = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
@@ -46,7 +46,7 @@ _TASKS = {
     "ForCTC": "automatic-speech-recognition",
     "ForSpeechSeq2Seq": "automatic-speech-recognition",
 }
-# What the Hub's repositories may be called, which a name of the model has to be too.
+# The names that the Hub allows for repositories and models.
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -61,7 +61,7 @@ def model_card(
     task: str | None = None,
     tags: Sequence[str] = (),
 ) -> str:
-    """Return the card of what a trainer has trained; see `Trainer.model_card`."""
+    """Return the model card of a trainer; see `Trainer.model_card`."""
     bare: dict[str, nn.Module] = {
         key: trainer.accelerator.unwrap_model(model) for key, model in trainer.prepared_by_name().items()
     }
@@ -95,7 +95,7 @@ def model_card(
     return "\n".join(part for part in parts if part)
 
 
-# -- what is known of the model and its data --------------------------------------------------------------------------
+# -- the model and its data -------------------------------------------------------------------------------------------
 
 
 def _library_of(model: nn.Module) -> str:
@@ -107,7 +107,7 @@ def _library_of(model: nn.Module) -> str:
 
 
 def _base_of(model: Any) -> str | None:
-    """Return the model on the Hub that this one was made from, as far as it knows."""
+    """Return the name of the base model on the Hub, if the model records it."""
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, Mapping) and adapters:
         given = getattr(next(iter(adapters.values())), "base_model_name_or_path", None)
@@ -115,7 +115,7 @@ def _base_of(model: Any) -> str | None:
         given = getattr(getattr(model, "config", None), "_name_or_path", None)
     if not isinstance(given, str) or not _HUB_NAME.fullmatch(given):
         return None
-    is_here = given.startswith(".") or Path(given).exists()  # which means nothing elsewhere
+    is_here = given.startswith(".") or Path(given).exists()  # a local path, which is meaningless elsewhere
     return None if is_here else given
 
 
@@ -124,10 +124,10 @@ def _inner_name(model: Any) -> str:
 
 
 def _datasets_of(trainer: "Trainer") -> list[str]:
-    """Return the names on the Hub of what was trained on, where the data tells them."""
+    """Return the Hub names of the training data, if the dataset records them."""
     info = getattr(trainer.train_dataset, "info", None)
     given = getattr(info, "dataset_name", None) or getattr(info, "builder_name", None)
-    # Those that read files have the names of formats.
+    # Builders that read files have the names of formats.
     formats = ("arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text")
     return [given] if isinstance(given, str) and given not in formats else []
 
@@ -136,7 +136,7 @@ def _datasets_of(trainer: "Trainer") -> list[str]:
 
 
 def _metrics(trainer: "Trainer") -> dict[str, float]:
-    """Return the metrics of the weights that the model has: the last ones, or those of the best that was loaded."""
+    """Return the metrics of the model's weights: the last ones, or those of the best checkpoint if it was loaded."""
     state = trainer.state
     if not (trainer.args.load_best_at_end and state.best is not None and state.has_ended):
         return dict(trainer.run.metrics)
@@ -145,7 +145,7 @@ def _metrics(trainer: "Trainer") -> dict[str, float]:
 
 
 def _results(trainer: "Trainer", metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:
-    """Return what is measured but the losses: the set, the metric, the value."""
+    """Return all metrics except losses: the set, the metric, the value."""
     sets = [] if trainer.eval_dataset is None else [name for name in named_sets(trainer, trainer.eval_dataset) if name]
     results: list[tuple[str, str, float]] = []
     for key, value in metrics.items():
@@ -160,7 +160,7 @@ def _results(trainer: "Trainer", metrics: Mapping[str, float]) -> list[tuple[str
 def _index(
     trainer: "Trainer", name: str, task: str | None, datasets: Sequence[str], metrics: Mapping[str, float]
 ) -> list[dict[str, Any]] | None:
-    """Return the results as the Hub lists them, for which it has to be told of which task and data they are."""
+    """Return the results in the Hub's format, which needs the task and the dataset."""
     results = _results(trainer, metrics)
     if task is None or not datasets or not results:
         return None
@@ -243,7 +243,7 @@ def _arguments(trainer: "Trainer") -> str:
     usual = TrainingArguments().to_dict()
     given = masked(args.to_dict(unwritable="leave out"))
     said = {key: value for key, value in given.items() if value != usual[key] and key not in _OF_THE_MACHINE}
-    # What most readers look for is told in any case.
+    # Arguments that most readers look for are always shown.
     always = ("per_device_train_batch_size", "learning_rate", "optimizer", "lr_scheduler", "seed")
     told = {
         key: given[key] for key in (field.name for field in dataclasses.fields(args)) if key in said or key in always

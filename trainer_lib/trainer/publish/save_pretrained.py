@@ -1,4 +1,4 @@
-"""This file is how a model is saved for others to read: as `from_pretrained` knows it, with its processor."""
+"""Saving a model in the form that `from_pretrained` reads, with its tokenizer or processor."""
 
 import inspect
 import tempfile
@@ -34,7 +34,7 @@ def save_model(trainer: "Trainer", folder: AnyPath) -> None:
         if not hasattr(bare, "save_pretrained"):
             accelerator.save_model(model, target)
             continue
-        # It knows its configuration, which weights are tied, and (PEFT) that only the adapter is to be saved.
+        # It writes its configuration, handles tied weights and (PEFT) saves only the adapter.
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
             takes_state = "state_dict" in inspect.signature(bare.save_pretrained).parameters
@@ -45,7 +45,7 @@ def save_model(trainer: "Trainer", folder: AnyPath) -> None:
 
 
 def write_companion_files(trainer: "Trainer", folder: Path) -> None:
-    """Write what a checkpoint needs to be read alone: the arguments, the model's configuration, the processor."""
+    """Write the files that make a checkpoint self-contained: arguments, model configuration, processor."""
     trainer.args.to_file(folder / ARGUMENTS_FILE, unwritable="leave out")
     beside: list[Any] = [getattr(trainer.unwrapped_model, "config", None), trainer.processing_class]
     for companion in beside:
@@ -54,10 +54,10 @@ def write_companion_files(trainer: "Trainer", folder: Path) -> None:
 
 
 def read_arguments(checkpoint: AnyPath) -> TrainingArguments:
-    """Return the arguments of the run that a checkpoint is of.
+    """Return the arguments of the run that wrote a checkpoint.
 
     Raises:
-        CheckpointError: If it does not tell them.
+        CheckpointError: If the checkpoint does not hold them.
     """
     file = checkpoint / ARGUMENTS_FILE
     if not file.is_file():
