@@ -1,4 +1,4 @@
-"""This file is the command: measure, print one table, and write what was asked for."""
+"""The command `python -m benchmarks`: measure, print a table, and write the requested files."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""This file is what callbacks cost a step: `python -m benchmarks.callbacks`.
+"""The cost of each callback per step: `python -m benchmarks.callbacks`.
 
 The same training with one callback and without it, in turns; both have the callbacks that are there by default, but for
 those that are measured themselves. EMA stands beside torch's `AveragedModel`. The clock runs from the first step to the
@@ -29,7 +29,7 @@ from trainer_lib.events import Callback, Run
 _SIDE = 8  # of the pictures that a sample's features make up
 _WORDS, _LENGTH = 100, 16
 
-# What is measured elsewhere, has no steps, or shows something where nobody looks.
+# Callbacks measured elsewhere, without work in a step, or that only display.
 LEFT_OUT = {
     "benchmarks.trackers measures them": (
         "ClearMLCallback CometCallback DVCLiveCallback MLflowCallback SwanLabCallback TensorBoardCallback "

@@ -1,4 +1,4 @@
-"""This file is what saving and loading cost, each beside the least that it could: `python -m benchmarks.checkpoints`.
+"""The cost of saving and loading, compared with the least possible: `python -m benchmarks.checkpoints`.
 
 The floors: a copy of all tensors into buffers that are there for the stall of a save in the background, safetensors'
 own writer and an fsync for a save, and reading every byte for a load. Of several rounds the fastest counts.

@@ -1,4 +1,4 @@
-"""This file is what comes out: medians and spreads over the rounds, one row a contestant."""
+"""Results: medians and spreads over the rounds, one row per contestant."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

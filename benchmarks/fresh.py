@@ -1,4 +1,4 @@
-"""This file is runs in a process of their own each: the time until the first step is made, and the memory it takes."""
+"""Runs in a fresh process: the time to the first step, and the memory used."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ tell_end({contestant!r}, {scenario!r}, {steps}, wall, cpu)
 
 
 class _End(Meter):
-    """Notes when the loop is through; nothing is collected before it, as that takes longer than a step."""
+    """Notes the time when the loop ends, before garbage collection, which takes longer than a step."""
 
     cpu = wall = 0.0
 
@@ -77,8 +77,8 @@ def measure_fresh(program: str) -> Sample:
 
 def tell_end(contestant: str, scenario: str, steps: int, wall: float, cpu: float) -> None:
     """Run a loop, and print what it took since the times given; this is what the fresh process does."""
-    (kind,) = (one for one in CONTESTANTS if one.__name__ == contestant)
-    (chosen,) = (one for one in SCENARIOS if one.name == scenario)
+    (kind,) = (candidate for candidate in CONTESTANTS if candidate.__name__ == contestant)
+    (chosen,) = (candidate for candidate in SCENARIOS if candidate.name == scenario)
     end = _End()
     run(kind(), chosen, steps, end)
     print(end.cpu - cpu, end.wall - wall, _peak())

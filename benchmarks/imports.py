@@ -1,4 +1,4 @@
-"""This file is what an import takes on top of `import torch`, each time in a fresh process."""
+"""The time of an import after `import torch`, measured in fresh processes."""
 
 from collections.abc import Callable, Sequence
 

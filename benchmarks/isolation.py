@@ -1,4 +1,4 @@
-"""This file is a run that leaves the process as it found it: no contestant finds what another one set."""
+"""Restore the state of the process after a run, so that contestants do not affect each other."""
 
 import io
 import logging

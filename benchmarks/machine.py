@@ -1,4 +1,4 @@
-"""This file is what the figures were taken on."""
+"""A description of the machine that the figures were measured on."""
 
 import os
 import platform

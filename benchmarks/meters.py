@@ -1,4 +1,4 @@
-"""This file is what is measured around a loop: its time, or its calls of Python functions."""
+"""Meters around a loop: its time, or its number of Python calls."""
 
 import gc
 import sys
@@ -24,7 +24,7 @@ class Meter:
     def start(self) -> None:
         """Begin to measure."""
         gc.collect()
-        # The heap holds all contestants: what a collection costs says nothing about the one that triggers it.
+        # The heap holds all contestants: a garbage collection costs the same whoever triggers it.
         gc.disable()
         if dist.is_initialized():
             dist.barrier()

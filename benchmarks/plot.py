@@ -1,4 +1,4 @@
-"""This file is a picture of the ratios: a bar for each contestant, with a line from the lowest round to the highest."""
+"""A bar chart of the ratios, with a line from the lowest round to the highest."""
 
 from collections.abc import Sequence
 from html import escape

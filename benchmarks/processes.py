@@ -1,4 +1,4 @@
-"""This file is a comparison on several processes: all contestants take turns inside the same ones."""
+"""Comparisons with several ranks: all contestants take turns in the same processes."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""This file is the figures as people and programs read them: a table, Markdown, JSON."""
+"""Output of the figures as a table, Markdown or JSON."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""This file is the measurement: all contestants in turn, round after round, so that like is compared with like."""
+"""The measurement: all contestants in turn, round after round."""
 
 import gc
 import math

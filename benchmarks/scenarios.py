@@ -1,4 +1,4 @@
-"""This file is what is compared: which loop, on which task, and what the engine is meant to reach there."""
+"""The scenarios: which loop, on which task, and this library's target."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal

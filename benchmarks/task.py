@@ -1,4 +1,4 @@
-"""This file is the work that every contestant does: the same data, model, optimizer, schedule and loss."""
+"""The task that every contestant trains: the same data, model, optimizer, schedule and loss."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

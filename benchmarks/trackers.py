@@ -1,4 +1,4 @@
-"""This file is what trackers cost a run: `python -m benchmarks.trackers`.
+"""The cost of trackers: `python -m benchmarks.trackers`.
 
 The same training with TensorBoard, MLflow (a database) and lines of JSON, logging each 10 steps, and with none; the two
 take turns. The clock runs from the first step to the last: what begins and ends trackers is told beside it.

@@ -1,7 +1,7 @@
-"""This file is a small GPT that learns to write Python, byte by byte, from the sources of Python's standard library.
+"""Train a small GPT, byte by byte, on the sources of Python's standard library.
 
     python examples/byte_gpt.py
-    python examples/byte_gpt.py --output_dir runs --resume auto   # stop it, run it again: it goes on
+    python examples/byte_gpt.py --output_dir runs --resume auto   # stop it, run it again: it resumes
     trainer-lib launch --cpu --num_processes 2 examples/byte_gpt.py
 
 The model is a plain module that returns its loss. It trains with dropout, accumulated gradients and a cosine schedule,
@@ -162,7 +162,7 @@ def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Learn to write Python, byte by byte.")
     parser.add_argument("--output_dir", help="where runs are kept (default: nowhere)")
-    parser.add_argument("--resume", default="never", help='"auto": go on with the newest unfinished run')
+    parser.add_argument("--resume", default="never", help='"auto": resume the newest unfinished run')
     parser.add_argument("--max_steps", type=int, default=1500)
     parser.add_argument("--save_every", default="250 steps")
     parser.add_argument("--context", type=int, default=64, help="how many bytes it sees")

@@ -1,4 +1,4 @@
-"""This file is a first training with the `Trainer`: a small convolutional network learns to read handwritten digits.
+"""A first training with the `Trainer`: a small convolutional network reads handwritten digits.
 
     python examples/digits.py
     python examples/digits.py --output_dir runs --num_train_epochs 30

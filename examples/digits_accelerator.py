@@ -1,4 +1,4 @@
-"""This file is a first training with an `Accelerator`: handwritten digits, on one process or on many.
+"""A first training with an `Accelerator`: handwritten digits, on one process or on many.
 
     python examples/digits_accelerator.py
     trainer-lib launch --cpu --num_processes 2 examples/digits_accelerator.py

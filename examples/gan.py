@@ -1,4 +1,4 @@
-"""This file is a GAN on a page: two models, two optimizers, and a training step of one's own.
+"""A GAN on a page: two models, two optimizers, and a custom training step.
 
     python examples/gan.py
     trainer-lib launch --cpu --num_processes 2 examples/gan.py

@@ -141,7 +141,7 @@ def print_confusions(guesses: Any, truths: Any) -> None:
 
 
 def answer(folder: Path) -> None:
-    """Read the model back, and ask it about sentences of one's own."""
+    """Load the saved model, and compare your own sentences."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():

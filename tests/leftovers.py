@@ -102,7 +102,9 @@ def _of_this_process() -> list[str]:
     commands = [(child.pid, " ".join(_command(child))) for child in psutil.Process().children()]
     children = [f"child process {pid}: {command}" for pid, command in commands if _HELPERS not in command]
     connections = psutil.Process().net_connections()
-    return children + [f"port {one.laddr.port}" for one in connections if one.status == psutil.CONN_LISTEN]
+    return children + [
+        f"port {connection.laddr.port}" for connection in connections if connection.status == psutil.CONN_LISTEN
+    ]
 
 
 def _processes(folder: Path) -> list[tuple[int, str]]:

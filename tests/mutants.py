@@ -65,9 +65,9 @@ class Result:
 
 def read_mutants(only: str | None) -> list[Mutant]:
     """Return the mutants of tests/mutants.toml, or those of one name or area."""
-    mutants = [Mutant(**one) for one in tomllib.loads((ROOT / "tests/mutants.toml").read_text("utf-8"))["mutant"]]
-    chosen = [one for one in mutants if only in (None, one.name, one.area)]
-    if not chosen or len({one.name for one in mutants}) < len(mutants):
+    mutants = [Mutant(**entry) for entry in tomllib.loads((ROOT / "tests/mutants.toml").read_text("utf-8"))["mutant"]]
+    chosen = [mutant for mutant in mutants if only in (None, mutant.name, mutant.area)]
+    if not chosen or len({mutant.name for mutant in mutants}) < len(mutants):
         raise SystemExit(f"tests/mutants.toml has no mutant and no area {only!r}, or has one name twice.")
     return chosen
 
@@ -147,25 +147,25 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only check that each break fits, and run no test")
     options = parser.parse_args()
     mutants = read_mutants(options.only)
-    for one in mutants:
-        one.check(options.tree)
+    for mutant in mutants:
+        mutant.check(options.tree)
     if options.list:
-        print("\n".join(f"{one.area}: {one.name}" for one in mutants), f"\n{len(mutants)} mutants fit.")
+        print("\n".join(f"{mutant.area}: {mutant.name}" for mutant in mutants), f"\n{len(mutants)} mutants fit.")
         return 0
     memory = MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="mutants-") as folder:
         copy_tree(options.tree.resolve(), base := Path(folder) / "base")
-        try_one = partial(try_mutant, base=base, marker=options.marker, whole=options.whole)
+        try_each = partial(try_mutant, base=base, marker=options.marker, whole=options.whole)
         with ThreadPoolExecutor(options.jobs) as pool:
-            results = dict(zip((one.name for one in mutants), pool.map(try_one, mutants), strict=True))
+            results = dict(zip((mutant.name for mutant in mutants), pool.map(try_each, mutants), strict=True))
     if options.json is not None:
-        told = {name: asdict(one) for name, one in results.items()}
-        options.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        reports = {name: asdict(result) for name, result in results.items()}
+        options.json.write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
     print(f"\n{'area':26} caught survived")
-    for area in [*dict.fromkeys(one.area for one in mutants), "all"]:
-        caught = [one.is_caught for one in results.values() if area in (one.area, "all")]
+    for area in [*dict.fromkeys(mutant.area for mutant in mutants), "all"]:
+        caught = [result.is_caught for result in results.values() if area in (result.area, "all")]
         print(f"{area:26} {sum(caught):6} {len(caught) - sum(caught):8}")
-    return int(not all(one.is_caught for one in results.values()))
+    return int(not all(result.is_caught for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,9 @@ def scenario_of(name: str) -> Scenario:
 
 @pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize(
-    "scenario", [one for one in SCENARIOS if one.world_size == 1 and not one.fresh], ids=lambda scenario: scenario.name
+    "scenario",
+    [scenario for scenario in SCENARIOS if scenario.world_size == 1 and not scenario.fresh],
+    ids=lambda scenario: scenario.name,
 )
 def test_contestants_do_the_same_work_on_one_process(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch)
@@ -88,7 +90,7 @@ def test_contestants_do_the_same_work_on_two_processes() -> None:
         dist.init_process_group("gloo")
         with pytest.MonkeyPatch.context() as patches:
             shorten(patches)
-            patches.setattr(gc, "unfreeze", lambda: None)  # the process goes on to other tests, with what it has frozen
+            patches.setattr(gc, "unfreeze", lambda: None)  # the process runs other tests next, with the frozen objects
             return {name: samples_of(name, engine) for name, engine in ON_TWO_PROCESSES.items()}
 
     def samples_of(name: str, engine: type[Contestant]) -> list[int]:

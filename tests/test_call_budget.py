@@ -46,7 +46,9 @@ FITS = [
     pytest.param(FITTING, UPDATING, id="each batch updates"),
     pytest.param(FITTING_IN_WINDOWS, ACCUMULATING, id="each fourth batch updates"),
 ]
-BY_NAME = {one.name: one for one in (UPDATING, ACCUMULATING, PENDING, FITTING, FITTING_WITH_BAR, FITTING_IN_WINDOWS)}
+BY_NAME = {
+    budget.name: budget for budget in (UPDATING, ACCUMULATING, PENDING, FITTING, FITTING_WITH_BAR, FITTING_IN_WINDOWS)
+}
 
 # The steps of the shorter and the longer run: what a loop costs once, at its start and end, drops out.
 FEW = (16, 32)

@@ -1,4 +1,4 @@
-"""This file is the tests of what an import of the library brings in, and leaves alone."""
+"""Imports of the library: which packages they load, and that they leave the process alone."""
 
 import json
 import subprocess

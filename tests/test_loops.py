@@ -34,7 +34,7 @@ def loop(tmp_path: Path) -> Loop:
     def run(name: str, processes: int, *arguments: Any) -> dict[str, Any]:
         figures = tmp_path / "figures.json"
         figures.unlink(missing_ok=True)
-        script = [str(one) for one in (ROOT / "tests" / "loops" / f"{name}.py", "--figures", figures, *arguments)]
+        script = [str(part) for part in (ROOT / "tests" / "loops" / f"{name}.py", "--figures", figures, *arguments)]
         run_world(_script, (script,), processes, timeout=100)
         return json.loads(figures.read_text())
 

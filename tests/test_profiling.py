@@ -46,7 +46,7 @@ def test_each_process_leaves_a_trace_of_its_steps(tmp_path: Path) -> None:
         accelerator, model, optimizer = prepared(kwargs_handlers=[options])
         with accelerator.profile():
             step(accelerator, model, optimizer)
-        # Those of all processes are there when any goes on.
+        # When one rank leaves the block, all ranks have written their traces.
         return sorted(path.name for path in (tmp_path / "new" / "traces").iterdir())
 
     assert run_world(body, timeout=60) == [["profile_0.json", "profile_1.json"]] * 2

@@ -1,4 +1,4 @@
-"""This file is the tests of scikit-learn's estimators: to the bit what a `Trainer` does, and at home over there."""
+"""scikit-learn estimators: bit for bit equal to a `Trainer`, and compatible with scikit-learn's tools."""
 
 import dataclasses
 import gc
@@ -209,7 +209,7 @@ def test_it_is_pickled_and_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     assert "epoch 3" in shown.out
 
 
-def test_it_stops_early_by_a_set_of_its_own_each_time() -> None:
+def test_each_fit_stops_early_on_its_eval_set() -> None:
     X, y = task()
     stopping = EarlyStopping("eval_accuracy", stop_above=0.5)
     model = TrainerClassifier(layers, arguments(num_train_epochs=20), metrics=["accuracy"], callbacks=[stopping])
@@ -222,28 +222,38 @@ def test_it_stops_early_by_a_set_of_its_own_each_time() -> None:
 
 
 REFUSED: dict[str, tuple[type[Exception], str, Any, dict[str, Any]]] = {
-    "an object": (ConfigurationError, "takes a class of modules", nn.Linear(4, 3), {}),
-    "a module of other sizes": (SignatureError, r"\(4, 3\).*does not fit", lambda features: nn.Linear(features, 3), {}),
+    "an object": (ConfigurationError, "must be a class of modules", nn.Linear(4, 3), {}),
+    "a module of other sizes": (
+        SignatureError,
+        r"module must take .* \(4, 3\)",
+        lambda features: nn.Linear(features, 3),
+        {},
+    ),
     "too few outputs": (ConfigurationError, "give the model 3 outputs", lambda features, _: nn.Linear(features, 2), {}),
-    "shards": (UnsupportedError, "keeps a whole module", layers, {"args": arguments(fsdp=True)}),
-    "going on": (ConfigurationError, "begins anew", layers, {"args": arguments(resume="auto", output_dir="runs")}),
+    "shards": (UnsupportedError, "does not support sharded modules", layers, {"args": arguments(fsdp=True)}),
+    "going on": (
+        ConfigurationError,
+        "trains a new module each time",
+        layers,
+        {"args": arguments(resume="auto", output_dir="runs")},
+    ),
     "arguments as a dict": (ConfigurationError, r"TrainingArguments\(\*\*args\)", layers, {"args": {"seed": 3}}),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_meant_is_refused(case: str) -> None:
+def test_invalid_parameters_are_refused(case: str) -> None:
     kind, words, module, options = REFUSED[case]
     X, y = task()
     with pytest.raises(kind, match=words):
         TrainerClassifier(module, options.get("args", arguments())).fit(X, y)
 
 
-def test_weights_of_samples_need_a_loss_that_tells_their_shares() -> None:
+def test_sample_weights_need_a_loss_per_sample() -> None:
     X, y = task()
     for loss_fn in (nn.CrossEntropyLoss(torch.ones(3)), lambda outputs, targets: outputs.mean()):
         model = TrainerClassifier(layers, arguments(), loss_fn=loss_fn)
-        with pytest.raises(ConfigurationError, match=r"sample_weight: .* returns a mean"):
+        with pytest.raises(ConfigurationError, match=r"sample_weight needs a loss per sample, .* returns only a mean"):
             model.fit(X, y, sample_weight=np.ones(len(y)))
 
 

@@ -1,4 +1,4 @@
-"""This file is scikit-learn's side of training: a classifier and a regressor that a `Trainer` fits."""
+"""Estimators for scikit-learn: a classifier and a regressor that a `Trainer` fits."""
 
 import copy
 import dataclasses
@@ -31,11 +31,11 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 Array = np.ndarray[Any, Any]
-_PARTS = ("args", "module_kwargs")  # whose values are parameters too: args__learning_rate
+_PARTS = ("args", "module_kwargs")  # their values are parameters too: args__learning_rate
 
 
 class _Estimator(BaseEstimator):
-    """What the two have in common: their parameters, and how a `Trainer` fits and asks their module."""
+    """The base of both estimators: their parameters, and how a `Trainer` fits their module and predicts with it."""
 
     _loss: ClassVar[Callable[..., Any]]
 
@@ -73,24 +73,24 @@ class _Estimator(BaseEstimator):
     def set_params(self, **params: Any) -> Self:
         """Set parameters by name; those of `args` and `module_kwargs` as `args__learning_rate=0.1`."""
         inside: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
-        own: dict[str, Any] = {}
+        direct: dict[str, Any] = {}
         for name, value in params.items():
             part, _, within = name.partition("__")
-            target, key = (inside[part], within) if within and part in inside else (own, name)
+            target, key = (inside[part], within) if within and part in inside else (direct, name)
             target[key] = value
-        super().set_params(**own)
-        if inside["args"]:  # made anew: what was given may be that of others, too
+        super().set_params(**direct)
+        if inside["args"]:  # a copy: other estimators may share the arguments
             self.args = dataclasses.replace(checked_arguments(self.args), **inside["args"])
         if inside["module_kwargs"]:
             self.module_kwargs = {**(self.module_kwargs or {}), **inside["module_kwargs"]}
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled, with the weights on the CPU, so that any machine can read them."""
-        own: Any = super().__getstate__()
-        state: dict[str, Any] = {**own}
+        """Return the state to pickle, with the weights on the CPU, so that any machine can read them."""
+        base_state: Any = super().__getstate__()
+        state: dict[str, Any] = {**base_state}
         module = state.get("module_")
-        if module is not None and any(one.device.type != "cpu" for one in module.parameters()):
+        if module is not None and any(parameter.device.type != "cpu" for parameter in module.parameters()):
             state["module_"] = copy.deepcopy(module).cpu()
         return state
 
@@ -104,20 +104,21 @@ class _Estimator(BaseEstimator):
         }
 
     def _train(self, data: tuple[Array, ...], outputs: int, eval_set: tuple[Array, Array] | None) -> None:
-        """Make a module and train it on inputs, targets and possibly weights."""
+        """Create a module and train it on inputs, targets and possibly weights."""
         args = checked_arguments(self.args)
         if args.fsdp or args.parallelism is not None:
             raise UnsupportedError(
-                f"{type(self).__name__} keeps a whole module. Leave fsdp and parallelism out of args."
+                f"{type(self).__name__} does not support sharded modules. Leave fsdp and parallelism out of args."
             )
         if args.resume != NEVER:
             raise ConfigurationError(
-                f"{type(self).__name__}: fit begins anew each time, and args has resume={args.resume!r}. Leave it out."
+                f"{type(self).__name__}.fit trains a new module each time, so args must not set resume (got "
+                f"{args.resume!r}). Leave it out."
             )
         with _seeded(args):
             trainer = self._trainer(
                 _Weighted if len(data) == 3 else Trainer,
-                self._made(data[0].shape[1], outputs),
+                self._new_module(data[0].shape[1], outputs),
                 args,
                 train_dataset=data,
                 eval_dataset=eval_set,
@@ -131,41 +132,41 @@ class _Estimator(BaseEstimator):
             finally:
                 trainer.accelerator.release()
 
-    def _made(self, *sizes: int) -> nn.Module:
+    def _new_module(self, *sizes: int) -> nn.Module:
         options = self.module_kwargs or {}
         if isinstance(self.module, nn.Module) or not callable(self.module):
             raise ConfigurationError(
-                f"{type(self).__name__}(module=…) takes a class of modules, or a function that makes one, as each fit "
-                f"begins anew; got a {type(self.module).__name__}. Give lambda n_features, n_outputs: …"
+                f"{type(self).__name__}(module=…) must be a class of modules, or a function that creates one, since "
+                f"each fit trains a new module (got a {type(self.module).__name__}). Give "
+                "lambda n_features, n_outputs: …"
             )
         try:
             inspect.signature(self.module).bind(*sizes, **options)
         except TypeError as error:
             raise SignatureError(
-                f"module is called with the number of features and that of outputs, {sizes}, and module_kwargs "
-                f"{dict(options)}, and {getattr(self.module, '__name__', 'it')}{inspect.signature(self.module)} does "
-                f"not fit: {error}."
+                f"module must take the numbers of features and outputs, {sizes}, and module_kwargs {dict(options)} "
+                f"(got {getattr(self.module, '__name__', 'it')}{inspect.signature(self.module)}): {error}."
             ) from None
         return self.module(*sizes, **options)
 
     def _read(self, *data: Any, **options: Any) -> Any:
-        """Return inputs, and what there is beside them, as arrays: modules compute in 32 bits."""
+        """Return inputs and targets as arrays; inputs in 32 bits, the type of modules."""
         return validate_data(self, *data, dtype=np.float32, allow_nd=True, **options)  # images have more dimensions
 
     def _trainer(self, kind: type[Trainer], module: nn.Module, args: TrainingArguments, **options: Any) -> Trainer:
-        callbacks = copy.deepcopy(list(self.callbacks or ()))  # which remember the fit that they were in
+        callbacks = copy.deepcopy(list(self.callbacks or ()))  # copies, since callbacks keep the state of a fit
         loss_fn = type(self)._loss if self.loss_fn is None else self.loss_fn
         trainer = kind(module, args, loss_fn=loss_fn, callbacks=callbacks, **options)
-        for one in [] if self.verbose else list(trainer.events):
-            if one.is_display and not any(one is given for given in callbacks):
-                trainer.events.remove(one)
+        for callback in [] if self.verbose else list(trainer.events):
+            if callback.is_display and not any(callback is own for own in callbacks):
+                trainer.events.remove(callback)
         return trainer
 
     def _outputs(self, X: Any, columns: int) -> Array:
-        """Return what the module makes of inputs, a row each."""
+        """Return the module's outputs, one row per sample."""
         check_is_fitted(self)
         inputs: Array = self._read(X, reset=False)
-        # Not compiled, which would be done anew for each call.
+        # Not compiled: each call would compile again.
         args = dataclasses.replace(checked_arguments(self.args), compile=False)
         trainer = self._trainer(Trainer, self.module_, args)
         try:
@@ -173,37 +174,37 @@ class _Estimator(BaseEstimator):
         finally:
             trainer.accelerator.release()
         if getattr(outputs, "shape", None) != (len(inputs), columns):
-            told = getattr(outputs, "shape", type(outputs).__name__)
+            shape = getattr(outputs, "shape", type(outputs).__name__)
             raise ConfigurationError(
-                f"The module's outputs for {len(inputs)} samples are {told}, and {(len(inputs), columns)} is needed: "
-                f"{columns} for each sample."
+                f"The module's outputs for {len(inputs)} samples must have the shape {(len(inputs), columns)} (got "
+                f"{shape}). Return {columns} for each sample."
             )
         return outputs
 
 
 class TrainerClassifier(ClassifierMixin, _Estimator):
-    """A classifier of scikit-learn's, whose module a `Trainer` trains.
+    """A scikit-learn classifier whose module a `Trainer` trains.
 
-    `fit` does what `set_seed(seed)`, making the module, and a `Trainer` of inputs in 32 bits and the numbers of classes
-    do, to the bit, and leaves the process's generators as they were. It can be cloned, searched, pickled, and be a part
-    of a pipeline.
+    `fit` equals, bit for bit, `set_seed(seed)`, creating the module, and fitting a `Trainer` on 32-bit inputs and class
+    indices; it restores the process's random generators. You can clone and pickle the classifier, search its
+    parameters, and use it in a pipeline.
 
     Args:
-        module: A class of modules, or a function that makes one, called with the number of features and that of
-            classes. Its outputs are scores before any softmax, one for each class.
-        args: The arguments of training, each of which is a parameter too: `args__learning_rate`.
-        module_kwargs: What else the module is made with, each a parameter too: `module_kwargs__hidden`.
+        module: A class of modules, or a function that creates one; called with the numbers of features and classes. It
+            returns one score (logit) for each class.
+        args: The training arguments; each one is a parameter too: `args__learning_rate`.
+        module_kwargs: Further arguments of `module`; each one is a parameter too: `module_kwargs__hidden`.
         loss_fn: The loss; by default cross-entropy.
-        optimizer: A function that makes an optimizer of parameters; by default the one that `args` names.
-        scheduler: A function that makes a schedule of an optimizer; by default the one that `args` names.
-        metrics: What is measured on `fit`'s `eval_set`.
-        callbacks: Callbacks; each fit has copies of them.
+        optimizer: A function from parameters to an optimizer; by default the one that `args` names.
+        scheduler: A function from an optimizer to a schedule; by default the one that `args` names.
+        metrics: The metrics for `fit`'s `eval_set`.
+        callbacks: Callbacks; each fit uses copies of them.
         verbose: Whether to show the progress of training.
 
     Attributes:
         classes_: The labels, sorted.
         n_features_in_: The number of features.
-        module_: What was trained.
+        module_: The trained module.
         result_: The `FitResult`.
 
     Example:
@@ -222,7 +223,7 @@ class TrainerClassifier(ClassifierMixin, _Estimator):
         """Train a new module.
 
         Args:
-            X: Inputs, a row a sample.
+            X: Inputs, one row per sample.
             y: Labels.
             sample_weight: How much each sample counts in the loss.
             eval_set: Inputs and labels to evaluate on while training, for callbacks such as `EarlyStopping`.
@@ -255,17 +256,17 @@ class TrainerClassifier(ClassifierMixin, _Estimator):
 
 
 class TrainerRegressor(RegressorMixin, _Estimator):
-    """A regressor of scikit-learn's, whose module a `Trainer` trains.
+    """A scikit-learn regressor whose module a `Trainer` trains.
 
-    `fit` does what `set_seed(seed)`, making the module, and a `Trainer` of inputs and targets in 32 bits do, to the
-    bit. Targets have the shape (samples, targets), also where there is one a sample.
+    `fit` equals, bit for bit, `set_seed(seed)`, creating the module, and fitting a `Trainer` on 32-bit inputs and
+    targets. The module's targets have the shape (samples, targets), even with one target per sample.
 
     Args:
-        module: A class of modules, or a function that makes one, called with the number of features and that of
-            targets; it has so many outputs.
+        module: A class of modules, or a function that creates one; called with the numbers of features and targets. It
+            returns one output for each target.
         args: See `TrainerClassifier`.
         module_kwargs: See `TrainerClassifier`.
-        loss_fn: The loss; by default the mean of squares.
+        loss_fn: The loss; by default the mean squared error.
         optimizer: See `TrainerClassifier`.
         scheduler: See `TrainerClassifier`.
         metrics: See `TrainerClassifier`.
@@ -274,7 +275,7 @@ class TrainerRegressor(RegressorMixin, _Estimator):
 
     Attributes:
         n_features_in_: The number of features.
-        module_: What was trained.
+        module_: The trained module.
         result_: The `FitResult`.
 
     Example:
@@ -291,8 +292,8 @@ class TrainerRegressor(RegressorMixin, _Estimator):
         """Train a new module.
 
         Args:
-            X: Inputs, a row a sample.
-            y: Numbers, one or several a sample.
+            X: Inputs, one row per sample.
+            y: Target numbers, one or several per sample.
             sample_weight: How much each sample counts in the loss.
             eval_set: Inputs and numbers to evaluate on while training, for callbacks such as `EarlyStopping`.
         """
@@ -300,14 +301,14 @@ class TrainerRegressor(RegressorMixin, _Estimator):
         targets = _in_columns(numbers)
         evaluated = None
         if eval_set is not None:
-            others, their_numbers = self._checked(*eval_set, reset=False)
-            evaluated = others, _in_columns(their_numbers)
+            eval_inputs, eval_numbers = self._checked(*eval_set, reset=False)
+            evaluated = eval_inputs, _in_columns(eval_numbers)
         self._train((inputs, targets, *_weights(sample_weight, inputs)), targets.shape[1], evaluated)
         self._shape = numbers.shape[1:]
         return self
 
     def predict(self, X: Any) -> Array:
-        """Return the number of each sample, or the numbers, as they were fitted."""
+        """Return the predicted number or numbers of each sample, in the shape of `fit`'s `y`."""
         check_is_fitted(self)
         outputs = self._outputs(X, self._shape[0] if self._shape else 1)
         return outputs.astype(np.float64).reshape(-1, *self._shape)
@@ -316,39 +317,39 @@ class TrainerRegressor(RegressorMixin, _Estimator):
         return self._read(X, y, reset=reset, y_numeric=True, multi_output=True)
 
     def __sklearn_tags__(self) -> Any:
-        """Return what scikit-learn is to know of it."""
+        """Return scikit-learn's tags of this estimator."""
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
 
 
 class _Weighted(Trainer):
-    """Trains on inputs, targets and weights: a batch's loss is the mean of those of its samples by these."""
+    """Trains on inputs, targets and sample weights: a batch's loss is the weighted mean over its samples."""
 
     def compute_loss(self, model: Any, batch: Any) -> Any:
-        """Return the loss of a batch; one of an evaluation has no weights."""
+        """Return the loss of a batch; evaluation batches have no weights."""
         if len(batch) == 2:
             return super().compute_loss(model, batch)
         inputs, targets, weights = batch
         outputs = model(inputs)
-        each = self._of_each(outputs, targets).flatten(1 if targets.ndim > 1 else 0)
-        each = each.mean(dim=1) if each.ndim > 1 else each
-        return LossResult((each * weights).sum(), weights.sum(), outputs)
+        losses = self._loss_per_sample(outputs, targets).flatten(1 if targets.ndim > 1 else 0)
+        losses = losses.mean(dim=1) if losses.ndim > 1 else losses
+        return LossResult((losses * weights).sum(), weights.sum(), outputs)
 
     @functools.cached_property
-    def _of_each(self) -> Callable[[Any, Any], torch.Tensor]:
+    def _loss_per_sample(self) -> Callable[[Any, Any], torch.Tensor]:
         loss_fn: Any = self.loss_fn
         function, options = getattr(loss_fn, "func", loss_fn), getattr(loss_fn, "keywords", {})
         if summed(loss_fn) is None or getattr(function, "weight", options.get("weight")) is not None:
             raise ConfigurationError(
-                f"sample_weight: {getattr(function, '__name__', type(function).__name__)} returns a mean in which the "
-                "share of a sample is not known. Give a loss_fn of torch's without weights of classes, or none."
+                f"sample_weight needs a loss per sample, and {getattr(function, '__name__', type(function).__name__)} "
+                "returns only a mean. Give one of torch's loss functions without class weights, or leave loss_fn out."
             )
         if not isinstance(loss_fn, nn.Module):
             return functools.partial(loss_fn, reduction="none")
-        of_each: Any = copy.deepcopy(loss_fn).to(self.accelerator.device)
-        of_each.reduction = "none"
-        return of_each
+        unreduced: Any = copy.deepcopy(loss_fn).to(self.accelerator.device)
+        unreduced.reduction = "none"
+        return unreduced
 
 
 def _field_names(args: Any) -> list[str]:
@@ -367,7 +368,7 @@ def _weights(sample_weight: Any, inputs: Array) -> tuple[Array, ...]:
 
 @contextmanager
 def _seeded(args: TrainingArguments) -> Generator[None]:
-    """Seed the process's generators for as long, and give it back its own, which others draw from too."""
+    """Seed the process's generators inside the block, and restore their states after it."""
     if args.seed is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""This file is Hugging Face Accelerate, with the same loop."""
+"""Hugging Face Accelerate, with the same loop as this library's `Accelerator`."""
 
 from importlib import import_module
 from typing import Any
@@ -23,7 +23,7 @@ class Accelerate(AcceleratorLoop):
     def accelerator(self, task: Task) -> Any:
         """Return a new `Accelerator`."""
         if task.blocks:
-            raise NotOfferedError  # on the CPU it leaves its FSDP plugin out without a word, and trains with DDP
+            raise NotOfferedError  # on the CPU it silently ignores its FSDP plugin, and trains with DDP
         accelerate = import_module("accelerate")
         return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=task.accumulation)
 

@@ -1,4 +1,4 @@
-"""This file is the loop of a script written for an `Accelerator`, word for word the same for all who offer one."""
+"""The training loop of a script written for an `Accelerator`, shared by all libraries that have one."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""This file is the loop written by hand: what the others are measured against."""
+"""The hand-written PyTorch loop: the baseline of all comparisons."""
 
 from contextlib import nullcontext
 

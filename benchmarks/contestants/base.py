@@ -1,4 +1,4 @@
-"""This file is what a contestant is asked to do: a loop of each kind, with the meter around it."""
+"""The interface of a contestant: one loop of each kind, with a meter around it."""
 
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -56,7 +56,7 @@ class Contestant:
         raise NotOfferedError
 
     def reset(self) -> None:
-        """Forget what is kept for the whole process, so that the next run starts anew."""
+        """Reset process-wide state, so that the next run starts fresh."""
 
 
 def around(callback: Any, begin: str, end: str, meter: Meter) -> Any:

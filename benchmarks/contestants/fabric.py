@@ -1,4 +1,4 @@
-"""This file is Lightning Fabric."""
+"""Lightning Fabric."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""This file is fastai."""
+"""fastai."""
 
 from importlib import import_module
 from typing import Any
@@ -47,7 +47,7 @@ class Fastai(Contestant):
                 around(callback.Callback, "before_epoch", "after_train", meter),
             ],
         )
-        shows = any(isinstance(one, progress) for one in learn.cbs)
+        shows = any(isinstance(callback, progress) for callback in learn.cbs)
         if shows != task.bar:
             (learn.add_cb if task.bar else learn.remove_cb)(progress)
         learn.logger = lambda *_: None

@@ -1,4 +1,4 @@
-"""This file is Hugging Face's trainer."""
+"""Hugging Face's Trainer."""
 
 import tempfile
 from importlib import import_module

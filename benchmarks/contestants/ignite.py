@@ -1,4 +1,4 @@
-"""This file is Ignite."""
+"""PyTorch-Ignite."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""This file is Lightning's trainer."""
+"""Lightning's Trainer."""
 
 from importlib import import_module
 from typing import Any

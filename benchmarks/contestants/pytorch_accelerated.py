@@ -1,4 +1,4 @@
-"""This file is pytorch-accelerated."""
+"""pytorch-accelerated."""
 
 from importlib import import_module
 from typing import Any

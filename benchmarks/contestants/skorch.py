@@ -1,4 +1,4 @@
-"""This file is skorch."""
+"""skorch."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""This file is the `Trainer` of this repository."""
+"""This library's `Trainer`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""This file is the engine of this repository."""
+"""This library's `Accelerator`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""This file is a metric for Hugging Face's evaluate: the F1 score of each class, averaged over the classes."""
+"""A metric for Hugging Face's evaluate: the F1 score of each class, averaged over the classes."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class MacroF1(evaluate.Metric):
     def _compute(self, *, predictions: Any = None, references: Any = None, **options: Any) -> dict[str, float]:
         guesses, truths = np.asarray(predictions), np.asarray(references)
         scores = [
-            2 * np.sum((guesses == one) & (truths == one)) / (np.sum(guesses == one) + np.sum(truths == one))
-            for one in np.union1d(guesses, truths)
+            2 * np.sum((guesses == label) & (truths == label)) / (np.sum(guesses == label) + np.sum(truths == label))
+            for label in np.union1d(guesses, truths)
         ]
         return {"macro_f1": float(np.mean(scores))}

@@ -1,4 +1,4 @@
-"""This file is the toy that the engine's tests train: 48 samples, one small model, and the same update by hand."""
+"""The toy task of the Accelerator's tests: 48 samples, a small model, and the same update by hand."""
 
 import torch
 from torch import Tensor, nn

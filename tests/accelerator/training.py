@@ -1,4 +1,4 @@
-"""This file is the training that is interrupted and resumed in tests: whatever draws random numbers takes part."""
+"""A training that tests interrupt and resume; every source of random numbers takes part."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""This file is a training that finds out which batch fits into memory, and accumulates gradients to make up for it."""
+"""Find the batch size that fits into memory, and make up for it by gradient accumulation."""
 
 import argparse
 import json

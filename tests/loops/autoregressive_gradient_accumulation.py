@@ -1,4 +1,4 @@
-"""This file is a training of a language model on texts of all lengths, where each token counts the same in an update.
+"""Train a language model on texts of different lengths, with equal weight for each token of an update.
 
 The mean over the tokens of an update is not the mean of the means of its micro-batches: so the tokens of all of them,
 on all processes, are counted before the first forward.

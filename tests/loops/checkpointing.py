@@ -1,4 +1,4 @@
-"""This file is a training that saves its state every few batches and each epoch, and goes on from a saved state."""
+"""Save a checkpoint every few batches and each epoch, and resume from one."""
 
 import argparse
 import json

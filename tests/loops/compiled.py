@@ -1,4 +1,4 @@
-"""This file is a training of a compiled model, whose weights are saved in parts and read back by one that is not."""
+"""Train a compiled model, save its weights in shards, and load them into an uncompiled model."""
 
 import argparse
 import json

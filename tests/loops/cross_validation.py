@@ -1,4 +1,4 @@
-"""This file is a cross-validation: a model for each fold, and the mean of their opinions on images none of them saw."""
+"""Cross-validation: one model per fold, and their mean prediction on held-out images."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""This file is a training whose gradients travel between the processes in half precision."""
+"""Train with gradients that DDP reduces in half precision."""
 
 import argparse
 import json

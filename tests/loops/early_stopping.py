@@ -1,4 +1,4 @@
-"""This file is a training that all processes stop together when one of them finds that it is good enough."""
+"""Stop the training on all ranks when one rank finds that the loss is low enough."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
-"""This file is a training of a model that is sharded over the processes.
+"""Train a model that FSDP shards over the ranks.
 
-How it is sharded is said by a plugin (`--plugin`), or in the environment: ACCELERATE_USE_FSDP and FSDP_*.
+A plugin (`--plugin`) holds the options of sharding, or the environment does: ACCELERATE_USE_FSDP and FSDP_*.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""This file is a training with gradient accumulation, clipping and evaluation."""
+"""Train with gradient accumulation, clipping and evaluation."""
 
 import argparse
 import json

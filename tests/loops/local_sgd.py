@@ -1,4 +1,4 @@
-"""This file is a training in which each process goes its own way for a few updates before the weights are averaged."""
+"""Train with local SGD: ranks update separately for a few steps before their weights are averaged."""
 
 import argparse
 import json

@@ -1,6 +1,4 @@
-"""This file is a training that starts over with a smaller batch when memory runs out, lets go of what it held, and says
-how much it took.
-"""
+"""Restart a training with a smaller batch when memory runs out, and report the peak memory."""
 
 import argparse
 import gc

@@ -1,4 +1,4 @@
-"""This file is an evaluation on several processes that counts each sample once, whatever the size of the last batch."""
+"""Evaluate on several ranks and count each sample once, whatever the size of the last batch."""
 
 import argparse
 import json

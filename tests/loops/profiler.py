@@ -1,4 +1,4 @@
-"""This file is a training that is profiled: some batches by a schedule, then an epoch into a trace for each process."""
+"""Profile a training: some batches by a schedule, then an epoch with one trace per rank."""
 
 import argparse
 import json

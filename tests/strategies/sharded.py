@@ -1,4 +1,4 @@
-"""This file is what the tests of sharding train: a small stack of blocks, and one loop with many settings."""
+"""The model and the loop of the sharding tests: a small stack of blocks, and a loop with many settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

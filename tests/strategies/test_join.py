@@ -170,7 +170,7 @@ def test_prepared_loaders_read_each_sample_once(kind: str, steps: int, weighted:
 
 
 def _in_two_blocks(lengths: tuple[int, ...], steps: int) -> list[Tensor]:
-    """End the first block within a window, which goes on in the second."""
+    """End the first block within a window; the second block completes it."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     inputs, targets, weights = toy.data()
     network = toy.model()

@@ -120,5 +120,5 @@ def test_shards_train_as_one_process_does(processes: int, name: str) -> None:
     assert main["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
     for key, values in expected["optimizer"]["state"].items():
         own = main["optimizer"]["state"][key]
-        toy.assert_same([own[part].float() for part in values], [one.float() for one in values.values()], rtol=1e-4)
+        toy.assert_same([own[part].float() for part in values], [value.float() for value in values.values()], rtol=1e-4)
     assert all(told["weights"] == told["optimizer"] == {} for told in others)

@@ -259,7 +259,7 @@ def _held_after_forward() -> list[Any]:
         network(toy.data()[0])
         weight = network.blocks[0].inner.weight
         state, block = (module._get_fsdp_state() for module in (network, network.blocks[0]))
-        ahead = [one is block for one in state._states_to_forward_prefetch]
+        ahead = [prefetched is block for prefetched in state._states_to_forward_prefetch]
         offloads = state._fsdp_param_groups[0].offload_policy
         told.append((list(getattr(weight, "_local_tensor", weight).shape), ahead, type(offloads).__name__))
         accelerator.free_memory()
@@ -353,7 +353,7 @@ def _memory() -> list[Any]:
     old = [weakref.ref(p) for p in network.parameters() if p.dim()]
     network, optimizer = accelerator.prepare(network, optimizer)
     gc.collect()
-    gone = all(one() is None for one in old)
+    gone = all(reference() is None for reference in old)
     accelerator.backward(network(torch.ones(1, 8)).sum())
     optimizer.step()
     inside = weakref.ref(network)

@@ -100,7 +100,7 @@ def _second_half(shards: bool, states: dict[str, Any]) -> dict[str, Any]:
     for name, state in states.items():
         run = _Run(shards, *KINDS[name])
         if run.accelerator.is_main_process:
-            run.load(*copy.deepcopy(state))  # torch's optimizers go on with the tensors they are given
+            run.load(*copy.deepcopy(state))  # torch's optimizers keep the tensors that they load
         else:
             run.load({}, {})
         run.train(2, 4)

@@ -99,7 +99,7 @@ def test_a_language_model_on_meta_starts_as_its_authors_say() -> None:
     (names, frequencies, spread), (_, others, _) = run_world(start, (), 2, timeout=60)
     assert names == ["FSDPLlamaForCausalLM", "FSDPLlamaDecoderLayer", "FSDPLlamaDecoderLayer"]
     expected = _llama()
-    for one in (frequencies, others):
-        torch.testing.assert_close(one, expected.model.rotary_emb.inv_freq, rtol=0, atol=0)
+    for tensor in (frequencies, others):
+        torch.testing.assert_close(tensor, expected.model.rotary_emb.inv_freq, rtol=0, atol=0)
     for name, value in expected.state_dict().items():
         assert spread[name] == pytest.approx(float(value.std()), rel=0.3, abs=1e-6), name
