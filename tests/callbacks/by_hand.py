@@ -1,4 +1,4 @@
-"""This file is what the tests of transformers compare with: a loop written by hand, and runs that die and go on."""
+"""A hand-written training loop to compare modifiers with, and runs that are killed and resumed."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,8 +56,8 @@ def weights(model: nn.Module) -> Named:
     """Return copies of all tensors of a model, whole."""
     state: dict[str, Any] = model.state_dict()
     return {
-        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
-        for name, one in state.items()
+        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+        for name, tensor in state.items()
     }
 
 

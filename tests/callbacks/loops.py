@@ -1,4 +1,4 @@
-"""This file is a run without a trainer: the events that callbacks hear, in the order of the loop."""
+"""A loop without a trainer that fires the events of callbacks in order."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""This file is what callbacks cost in a step, in calls of Python functions, which a busy machine does not change."""
+"""The cost of callbacks per step, counted in Python function calls, which do not depend on the machine's load."""
 
 import functools
 import io

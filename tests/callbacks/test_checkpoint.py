@@ -1,4 +1,4 @@
-"""This file is the tests of which checkpoints are asked for, and which are kept."""
+"""Tests of Checkpoint: when it saves, and what it deletes."""
 
 import logging
 import shutil
@@ -63,7 +63,7 @@ class Folder:
         self.events.fire("on_save_end", self.run, target)
 
     def entered(self) -> list[int]:
-        return [one["step"] for one in self.run.state.checkpoints]
+        return [entry["step"] for entry in self.run.state.checkpoints]
 
     def there(self) -> list[int]:
         return sorted(int(path.name.removeprefix("checkpoint-")) for path in self.path.iterdir())
@@ -87,13 +87,13 @@ def test_an_interval_of_its_own_asks_for_saves(every: Any, expected: list[int]) 
     assert asked.steps == expected
 
 
-def test_an_interval_goes_on_after_a_restart() -> None:
+def test_an_interval_continues_after_a_resume() -> None:
     asked = AskedAt()
     go_through([Checkpoint("4 steps"), asked], 9, running(step=6))
     assert asked.steps == [8]
 
 
-def test_what_all_count_alike_all_know_and_of_clocks_that_of_the_first_counts() -> None:
+def test_step_intervals_are_agreed_and_time_intervals_follow_rank_0() -> None:
     def body() -> tuple[bool, list[float], bool, list[float]]:
         accelerator = Accelerator(cpu=True)
         counted, timed = running(), running()
@@ -138,7 +138,7 @@ def test_a_metric_of_its_own_asks_by_itself() -> None:
     assert run.control.save
 
 
-def test_a_metric_that_is_not_there_is_an_error() -> None:
+def test_an_unknown_metric_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"Checkpoint uses the metric 'eval_f2'.*It has: eval_f1"):
         Checkpoint(metric="eval_f2", greater_is_better=True).on_evaluate_end(running(), {"eval_f1": 1.0})
 
@@ -146,7 +146,7 @@ def test_a_metric_that_is_not_there_is_an_error() -> None:
 # -- keeping -------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     folder = Folder(tmp_path, Checkpoint(keep_last=2))
     for step in (1, 2, 3, 4):
         folder.save(step)
@@ -204,7 +204,7 @@ def test_without_evaluations_the_last_are_kept(tmp_path: Path) -> None:
     assert folder.there() == [2]
 
 
-def test_what_a_killed_deletion_left_goes_with_the_next(tmp_path: Path) -> None:
+def test_the_rest_of_a_killed_deletion_is_deleted_next_time(tmp_path: Path) -> None:
     folder = Folder(tmp_path, Checkpoint(keep_last=1))
     folder.save(1)
     # The run is killed while it deletes 1, and goes on from 2, which knows of 1.
@@ -227,7 +227,7 @@ def test_a_deletion_moves_the_checkpoint_out_of_the_way_first(tmp_path: Path, mo
     assert removed == ["checkpoint-1.deleted"]
 
 
-def test_what_cannot_be_deleted_is_told_and_training_goes_on(
+def test_a_failed_deletion_warns_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = Folder(tmp_path, Checkpoint(keep_last=1))
@@ -266,7 +266,7 @@ def test_at_an_interval_the_first_at_or_after_each_multiple_stays(
     assert folder.entered() == folder.there() == expected
 
 
-def test_only_whole_checkpoints_of_its_own_run_are_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_complete_checkpoints_of_this_run_are_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = Folder(tmp_path, Checkpoint(keep_last=1), running(run_id="own"))
     folder.of = "another"
     folder.save(1)
@@ -285,7 +285,7 @@ def test_only_whole_checkpoints_of_its_own_run_are_deleted(tmp_path: Path, caplo
     assert "No older checkpoint is deleted, because the newest one is damaged" in caplog.text
 
 
-def test_what_lies_elsewhere_is_not_ours_to_delete(tmp_path: Path) -> None:
+def test_files_in_other_folders_are_not_deleted(tmp_path: Path) -> None:
     original = Folder(tmp_path / "original", Checkpoint(keep_last=2))
     original.save(1)
     copy = Folder(tmp_path / "copy", Checkpoint(keep_last=1))
@@ -295,7 +295,7 @@ def test_what_lies_elsewhere_is_not_ours_to_delete(tmp_path: Path) -> None:
     assert original.there() == [1]
 
 
-def test_one_process_deletes_and_all_keep_the_same_list(tmp_path: Path) -> None:
+def test_rank_0_deletes_and_all_ranks_keep_the_same_list(tmp_path: Path) -> None:
     def body() -> tuple[list[int], bool]:
         run = running()
         run.accelerator = accelerator = Accelerator(cpu=True)
@@ -325,6 +325,6 @@ def test_one_process_deletes_and_all_keep_the_same_list(tmp_path: Path) -> None:
         ({"metric": "eval_harmony"}, "cannot be inferred from the name of the metric 'eval_harmony'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Checkpoint(**options)

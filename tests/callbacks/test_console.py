@@ -1,4 +1,4 @@
-"""This file is the tests of a run in plain lines."""
+"""Tests of Printer."""
 
 import io
 
@@ -26,7 +26,7 @@ def test_a_run_is_lines_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_the_table_has_what_was_evaluated_before_a_restart() -> None:
+def test_the_table_has_the_evaluations_before_a_resume() -> None:
     file, run = io.StringIO(), running(step=4)
     run.state.history += [{"step": 2, "epoch": 0.5, "eval_a_loss": 1.0}, {"step": 2, "epoch": 0.5, "loss": 1.0}]
     go_through([Printer(file)], 6, run, evaluations={6: {"eval_a_loss": 0.5, "eval_b_loss": 0.25}})
@@ -37,7 +37,7 @@ def test_the_table_has_what_was_evaluated_before_a_restart() -> None:
     ]
 
 
-def test_the_best_is_told() -> None:
+def test_the_best_metric_is_printed() -> None:
     file = io.StringIO()
     Printer(file).on_best(running(step=7), "eval_loss", 0.123456)
     assert file.getvalue() == "step 7: best eval_loss so far, 0.1235\n"

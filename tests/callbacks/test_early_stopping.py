@@ -1,4 +1,4 @@
-"""This file is the tests of what ends a run by its evaluations."""
+"""Tests of EarlyStopping."""
 
 import logging
 from typing import Any
@@ -23,7 +23,7 @@ def stops_after(stopping: EarlyStopping, *values: float) -> tuple[int | None, st
     return None, run.control.reason
 
 
-def test_so_many_evaluations_without_a_better_one_end_training() -> None:
+def test_patience_evaluations_without_improvement_end_training() -> None:
     assert stops_after(EarlyStopping(patience=2), 1.0, 0.5, 0.7, 0.4, 0.4, 0.6) == (
         6,
         "eval_loss was not better than 0.4 in 2 evaluations",
@@ -62,7 +62,7 @@ def test_limits_end_training_at_once(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_ends_training_unless_told_otherwise(value: float) -> None:
+def test_nan_and_inf_end_training_unless_check_finite_is_off(value: float) -> None:
     assert stops_after(EarlyStopping(), 1.0, value) == (2, f"eval_loss is {value}")
     lenient = EarlyStopping(patience=2, check_finite=False)
     assert stops_after(lenient, value, value) == (2, "eval_loss was not finite in 2 evaluations")
@@ -71,11 +71,11 @@ def test_what_is_not_finite_ends_training_unless_told_otherwise(value: float) ->
     assert stops_after(lenient, 1.0, value, 0.5, value, 0.6)[0] == 5
 
 
-def test_without_patience_it_goes_on() -> None:
+def test_without_patience_training_continues() -> None:
     assert stops_after(EarlyStopping(patience=None), *[1.0] * 50) == (None, None)
 
 
-def test_its_state_goes_on_after_a_restart_under_its_own_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_state_is_resumed_under_its_key(caplog: pytest.LogCaptureFixture) -> None:
     before = EarlyStopping(patience=3)
     stops_after(before, 0.5, 0.6, 0.7)
     state = Dispatcher([before]).state_dict()
@@ -102,19 +102,19 @@ def test_evaluations_outside_training_do_not_count() -> None:
     assert (stopping.best, stopping.bad_evaluations) == (0.5, 0)
 
 
-def test_a_metric_that_is_not_there_ends_the_run_with_an_error() -> None:
+def test_an_unknown_metric_ends_the_run_with_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"'eval_los'.*It has: eval_loss\. Did you mean 'eval_loss'\?"):
         go_through([EarlyStopping("eval_los", greater_is_better=False)], 2, evaluations={1: {"eval_loss": 1.0}})
 
 
 @pytest.mark.parametrize("patience", [0, -1, 1.5, True, "3"])
-def test_a_patience_that_is_none_is_refused(patience: Any) -> None:
+def test_an_invalid_patience_is_refused(patience: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"patience must be a number of evaluations.*\(got {patience!r}\)"):
         EarlyStopping(patience=patience)
 
 
 @pytest.mark.parametrize("margin", [-0.1, float("nan"), float("inf")])
-def test_a_margin_that_is_none_is_refused(margin: float) -> None:
+def test_an_invalid_min_delta_is_refused(margin: float) -> None:
     with pytest.raises(ConfigurationError, match=rf"min_delta must be finite and at least 0 \(got {margin!r}\)"):
         EarlyStopping(min_delta=margin)
 

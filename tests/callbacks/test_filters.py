@@ -1,4 +1,4 @@
-"""This file is the tests of functions as callbacks, and of filters."""
+"""Tests of LambdaCallback and of the filters every, once, after and before."""
 
 import logging
 import math
@@ -156,7 +156,7 @@ def test_other_events_are_let_through() -> None:
     assert noting.heard["log"] == [1, 2, 3, 4]
 
 
-def test_a_filter_listens_to_what_its_callback_listens_to() -> None:
+def test_a_filter_overrides_the_events_of_its_callback() -> None:
     events = Dispatcher([every(2, Noting())])
     assert {event for event in EVENTS if events.listens(event)} == {
         "on_fit_begin",
@@ -212,7 +212,7 @@ def test_an_average_behind_a_filter_is_evaluated() -> None:
         trainer(callbacks=[EMA(), after("1 epoch", SWA())])
 
 
-def test_a_filter_is_what_its_callback_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_filter_takes_over_its_callback_s_attributes(caplog: pytest.LogCaptureFixture) -> None:
     stopping = EarlyStopping()
     stopping.order = 7
     assert (every(2, stopping).order, every(2, stopping).key) == (7, "EarlyStopping(eval_loss)")
@@ -236,7 +236,7 @@ def test_a_filter_is_what_its_callback_is(caplog: pytest.LogCaptureFixture) -> N
     assert "The callback LambdaCallback raised in on_step_end at step 3" in caplog.text
 
 
-def test_what_cannot_be_filtered_is_refused() -> None:
+def test_other_objects_than_callbacks_and_functions_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"A filter needs a function of the run or a callback \(got 3\)"):
         every("2 steps", 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"got <class .*EarlyStopping'>"):
@@ -258,7 +258,7 @@ def test_functions_are_called_at_their_events() -> None:
     assert [event for event in EVENTS if Dispatcher([callback]).listens(event)] == ["on_step_end", "on_log"]
 
 
-def test_functions_at_events_that_there_are_not_are_refused() -> None:
+def test_functions_for_unknown_events_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"Unknown event 'on_step_ends'.*Did you mean 'on_step_end'\?"):
         LambdaCallback(on_step_ends=print)
     with pytest.raises(ConfigurationError, match=r"LambdaCallback\(on_step_end\) must be a function \(got 3\)"):

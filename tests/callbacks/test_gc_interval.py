@@ -1,4 +1,4 @@
-"""Garbage is collected at the interval, and at no other time."""
+"""Tests of garbage collection at an interval."""
 
 import gc
 
@@ -23,7 +23,7 @@ def test_garbage_is_collected_at_the_interval_only() -> None:
     assert gc.isenabled()
 
 
-def test_what_was_off_before_stays_off() -> None:
+def test_collection_stays_off_if_it_was_off_before() -> None:
     gc.disable()
     try:
         schedule, run = GarbageSchedule(100), Run()

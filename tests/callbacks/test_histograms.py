@@ -1,4 +1,4 @@
-"""This file is the tests of how gradients, weights and activations are told to be spread."""
+"""Tests of histograms of gradients, weights and activations."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def assert_counted(found: dict[str, Any], values: Tensor, bins: int = 30) -> Non
     assert found["not_finite"] == 0
 
 
-def test_what_is_told_is_what_was_there_before_clipping_and_the_update(tmp_path: Path) -> None:
+def test_histograms_show_values_before_clipping_and_the_update(tmp_path: Path) -> None:
     history, seen = tmp_path / "history.jsonl", Seen(6)
     args = arguments(log_every=5, max_grad_norm=0.01, gradient_accumulation_steps=2, per_device_train_batch_size=4)
     trainer(args, callbacks=[seen, Histograms("3 steps"), JsonlLog(history)]).fit()
@@ -70,7 +70,7 @@ def test_what_is_told_is_what_was_there_before_clipping_and_the_update(tmp_path:
     assert len(seen.values) == 2 + 4 + 4
 
 
-def test_hooks_are_there_in_the_first_batch_of_such_an_update_only() -> None:
+def test_hooks_exist_only_in_the_first_batch_of_a_recorded_update() -> None:
     class Hooked(Callback):
         order = 1
 
@@ -78,7 +78,7 @@ def test_hooks_are_there_in_the_first_batch_of_such_an_update_only() -> None:
             self.batches: list[int] = []
 
         def on_micro_batch_begin(self, run: Run) -> None:
-            if any(one._forward_hooks for one in run.modules[""].modules()):
+            if any(layer._forward_hooks for layer in run.modules[""].modules()):
                 self.batches.append(run.state.micro_batches + 1)
 
     hooked = Hooked()
@@ -86,7 +86,7 @@ def test_hooks_are_there_in_the_first_batch_of_such_an_update_only() -> None:
     run = trainer(args, callbacks=[Histograms("3 steps"), hooked])
     run.fit()
     assert hooked.batches == [5, 11, 17]  # the first of updates 3, 6 and 9
-    assert not any(one._forward_hooks for one in run.unwrapped_model.modules())
+    assert not any(layer._forward_hooks for layer in run.unwrapped_model.modules())
 
 
 def test_training_is_the_same_with_it_and_without_it() -> None:
@@ -95,7 +95,7 @@ def test_training_is_the_same_with_it_and_without_it() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["replicas", "shards"])
-def test_the_main_process_tells_what_it_has(tmp_path: Path, strategy: str) -> None:
+def test_rank_0_records_its_values(tmp_path: Path, strategy: str) -> None:
     options: dict[str, Any] = {"fsdp": FullyShardedDataParallelPlugin()} if strategy == "shards" else {}
 
     def body() -> Tensor:
@@ -120,7 +120,7 @@ def test_the_main_process_tells_what_it_has(tmp_path: Path, strategy: str) -> No
     assert weights[0].numel() == (24 if strategy == "shards" else 48)
 
 
-def test_counts_of_what_is_not_finite_or_all_the_same_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_nonfinite_constant_and_chunked_values(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.tensor([1.0, float("nan"), -3.0, float("inf"), 0.5, float("-inf")])
     assert counted(numbers, 4).tolist() == [-3.0, 1.0, -1.5, 10.25, 3.0, 3.0, 1.0, 0.0, 0.0, 2.0]
     assert counted(torch.full((5,), 2.0), 3).tolist()[4:] == [5.0, 0.0, 5.0, 0.0, 0.0]
@@ -147,7 +147,7 @@ def test_tensorboard_gets_them_counted(tmp_path: Path) -> None:
     assert sum(event.histogram_value.bucket) == 48
 
 
-def test_a_model_without_activations_to_see_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_activations_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     trainer(arguments(max_steps=2), callbacks=[Histograms("1 step", only="0.weight")]).fit()
     assert caplog.text.count("Histograms recorded no activations") == 1
 

@@ -1,4 +1,4 @@
-"""This file is the tests of the log in lines of JSON."""
+"""Tests of the history as JSON lines."""
 
 import json
 import time
@@ -53,14 +53,14 @@ def test_each_log_and_each_evaluation_is_a_line(tmp_path: Path) -> None:
     assert first["host_memory"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.5)
 
 
-def test_a_line_is_there_at_once_and_where_it_is_counts(tmp_path: Path) -> None:
+def test_lines_are_written_immediately_with_their_progress(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "log")
     log.on_log(running(step=3), {"loss": 1.0, "step": 99.0})
     place = {"event": "log", "step": 3, "epoch": 0.0, "samples": 0, "seconds": 0.0}
     assert lines(tmp_path / "log") == [{**place, "loss": 1.0}]
 
 
-def test_what_json_has_no_number_for_is_text(tmp_path: Path) -> None:
+def test_nan_and_inf_are_written_as_text(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "nan": float("nan"),
         "more": float("inf"),
@@ -102,7 +102,7 @@ def test_what_json_has_no_number_for_is_text(tmp_path: Path) -> None:
     assert float(line["less"]) == float("-inf")
 
 
-def test_a_resumed_run_takes_out_what_came_later(tmp_path: Path) -> None:
+def test_a_resumed_run_removes_later_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     go_through([JsonlLog(path)], 6, log_every=2, evaluations={4: {"eval_loss": 0.5}})
     whole = lines(path)
@@ -140,7 +140,7 @@ def test_how_each_process_ended_stays_in_the_history(tmp_path: Path) -> None:
     assert entries(path)[2]["status"] == stopped.state.status == "finished"
 
 
-def test_a_run_that_goes_back_tells_again_what_it_does_again(tmp_path: Path) -> None:
+def test_a_rewound_run_logs_repeated_steps_once(tmp_path: Path) -> None:
     log, run = JsonlLog(tmp_path / "log"), running()
     log.on_fit_begin(run)
     for step in (2, 4, 6):
@@ -157,7 +157,7 @@ def test_a_run_that_goes_back_tells_again_what_it_does_again(tmp_path: Path) -> 
     assert told == [("started", 0), ("log", 2), ("log", 4), ("went_back", 6), ("log", 6), ("ended", 6)]
 
 
-def test_what_else_happens_is_a_line_too(tmp_path: Path) -> None:
+def test_other_events_are_lines_too(tmp_path: Path) -> None:
     log, run = JsonlLog(tmp_path / "log", skipped_steps=True), running(step=7, samples=28)
     events = Dispatcher([log])
     run.trainer = SimpleNamespace(events=events)
@@ -221,7 +221,7 @@ def test_a_new_run_puts_an_older_file_aside(tmp_path: Path) -> None:
     assert (tmp_path / "log.old").read_text() == first
 
 
-def test_a_resumed_run_without_a_file_begins_one(tmp_path: Path) -> None:
+def test_a_resumed_run_without_a_file_starts_one(tmp_path: Path) -> None:
     go_through([JsonlLog(tmp_path / "log")], 4, running(step=2), log_every=1)
     assert [line["step"] for line in lines(tmp_path / "log")] == [3, 4]
 

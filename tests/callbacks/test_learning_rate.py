@@ -1,4 +1,4 @@
-"""This file is the tests of the learning rate among what is logged."""
+"""Tests of the learning rate in the log."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from trainer_lib.events import Callback, Run
 
 
 def weights(*settings: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"params": [torch.nn.Parameter(torch.zeros(1))], **one} for one in settings]
+    return [{"params": [torch.nn.Parameter(torch.zeros(1))], **options} for options in settings]
 
 
 def logged(monitor: LearningRateMonitor, **optimizers: Optimizer) -> dict[str, float]:
@@ -21,7 +21,7 @@ def logged(monitor: LearningRateMonitor, **optimizers: Optimizer) -> dict[str, f
     return values
 
 
-def test_one_rate_has_a_plain_name() -> None:
+def test_a_single_rate_has_a_plain_name() -> None:
     prepared = Accelerator(cpu=True).prepare(SGD(weights({}, {}), lr=0.1))
     assert logged(LearningRateMonitor(), default=prepared) == {"learning_rate": 0.1}
     pair = {"generator": SGD(weights({}), lr=0.1), "critic": SGD(weights({}), lr=0.1)}
@@ -29,7 +29,7 @@ def test_one_rate_has_a_plain_name() -> None:
     assert logged(LearningRateMonitor()) == {}
 
 
-def test_rates_that_differ_are_told_apart() -> None:
+def test_different_rates_have_separate_names() -> None:
     generator = SGD(weights({"lr": 0.1}, {"lr": 0.2, "name": "head"}))
     critic = SGD(weights({}, {}), lr=0.3)
     assert logged(LearningRateMonitor(), generator=generator, critic=critic) == {
@@ -39,7 +39,7 @@ def test_rates_that_differ_are_told_apart() -> None:
     }
 
 
-def test_what_differed_once_keeps_its_own_name() -> None:
+def test_rates_that_once_differed_keep_separate_names() -> None:
     monitor = LearningRateMonitor()
     optimizer = SGD(weights({"lr": 0.0}, {"lr": 0.0}))
     assert logged(monitor, default=optimizer) == {"learning_rate": 0.0}
@@ -67,6 +67,6 @@ def test_momentum_comes_on_request() -> None:
 
 
 @pytest.mark.parametrize("shows", [JsonlLog, Printer, ProgressBar])
-def test_what_is_added_is_there_for_those_who_show_it(shows: type[Callback]) -> None:
+def test_added_values_reach_the_display_callbacks(shows: type[Callback]) -> None:
     assert LearningRateMonitor.order < Callback.order < shows.order
     assert Throughput.order < Callback.order

@@ -1,4 +1,4 @@
-"""This file is the tests of runs that are asked for something while they train."""
+"""Tests of requests to a running run, by file and by signal."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def in_folder(folder: Path, **options: Any) -> Any:
     return arguments(output_dir=folder, **options)
 
 
-def test_a_file_is_read_once_and_what_it_asks_for_is_done_with_that_update(tmp_path: Path) -> None:
+def test_a_file_is_read_once_and_its_requests_are_carried_out_at_that_update(tmp_path: Path) -> None:
     control = LiveControl(seconds=0.0)
     asked = {2: ("evaluate", "save"), 3: ("log",), 5: ("learning_rate=0.01", "stop")}
     args = in_folder(tmp_path, eval_every="never", save_every="never", log_every=100)
@@ -65,17 +65,19 @@ def test_a_file_is_read_once_and_what_it_asks_for_is_done_with_that_update(tmp_p
     assert result.state.reason == "a LiveControl request"
     expected = [[2, "evaluate"], [2, "save"], [3, "log"], [5, "learning_rate 0.01"], [5, "stop"]]
     assert control.requests == expected
-    assert [[one["step"], one["asked"]] for one in history(tmp_path, "control")] == expected
+    assert [[line["step"], line["asked"]] for line in history(tmp_path, "control")] == expected
     changed = history(tmp_path, "control")[3]
     assert (changed["was"], changed["factor"]) == pytest.approx((0.025, 0.4))
-    assert [one["step"] for one in history(tmp_path, "evaluation")] == [2]
-    assert [one["step"] for one in history(tmp_path, "save")] == [2]
-    assert [one["step"] for one in history(tmp_path, "log")] == [2, 3, 5]
-    assert not any("live_control" in one for one in history(tmp_path, "log"))
+    assert [line["step"] for line in history(tmp_path, "evaluation")] == [2]
+    assert [line["step"] for line in history(tmp_path, "save")] == [2]
+    assert [line["step"] for line in history(tmp_path, "log")] == [2, 3, 5]
+    assert not any("live_control" in line for line in history(tmp_path, "log"))
     assert list((folder_of(tmp_path)).glob("control*")) == []
 
 
-def test_what_cannot_be_done_is_refused_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_impossible_requests_are_refused_and_the_run_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "ask"
     file.write_text("sav\nevaluate\nlearning_rate -1\nsave\n")
     (tmp_path / "ask.txt").write_text("stop\n")  # not ours
@@ -98,7 +100,7 @@ def test_what_cannot_be_done_is_refused_and_the_run_goes_on(tmp_path: Path, capl
     )
 
 
-def test_a_file_that_is_being_written_is_left_until_it_is_whole(tmp_path: Path) -> None:
+def test_an_incomplete_file_is_left_until_it_is_complete(tmp_path: Path) -> None:
     file, control = tmp_path / "ask", LiveControl(seconds=0.0, file=tmp_path / "ask")
     control.on_fit_begin(Run())
     file.write_text("")
@@ -159,7 +161,7 @@ def test_requests_survive_a_restart(tmp_path: Path) -> None:
     assert second.requests == first.requests == [[3, "log"]]
 
 
-def test_a_signal_to_one_of_two_processes_is_heard_by_both_at_the_same_step(tmp_path: Path) -> None:
+def test_a_signal_to_one_of_two_ranks_reaches_both_at_the_same_step(tmp_path: Path) -> None:
     def body() -> tuple[list[Any], list[float], Any]:
         class Signals(Modifier):
             def on_step_begin(self, run: Run) -> None:
@@ -181,8 +183,8 @@ def test_a_signal_to_one_of_two_processes_is_heard_by_both_at_the_same_step(tmp_
     assert requests == other[0] == [[4, "learning_rate 0.01"], [4, "save"], [7, "stop"]]
     assert rates == other[1] == pytest.approx([0.05] * 4 + [0.01] * 3)
     assert torch.equal(weight, other[2])
-    assert next(one["step"] for one in history(tmp_path, "save")) == 4
-    assert [one["asked"] for one in history(tmp_path, "control")] == ["learning_rate 0.01", "save", "stop"]
+    assert next(line["step"] for line in history(tmp_path, "save")) == 4
+    assert [line["asked"] for line in history(tmp_path, "control")] == ["learning_rate 0.01", "save", "stop"]
 
 
 def test_a_run_that_logs_nothing_by_itself_hears_too(tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_all_that_schedules_make_rates_of_is_scaled() -> None:
         assert scaled == pytest.approx([*plain[:3], *(3 * rate for rate in plain[3:])], rel=1e-9)
 
 
-def test_outside_of_the_main_thread_there_is_only_the_file(tmp_path: Path) -> None:
+def test_outside_the_main_thread_only_the_file_works(tmp_path: Path) -> None:
     def begin(control: LiveControl) -> list[str]:
         told: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Snapshots of CUDA's memory: when they are written, and where; what needs a GPU is checked by its signature."""
+"""Tests of CUDA memory snapshots: when and where they are written. Calls that need a GPU are checked by signature."""
 
 import inspect
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_a_run_out_of_memory_leaves_a_snapshot_and_says_where(calls: list[Any], 
     assert calls == RECORDING, "what was begun is ended"
 
 
-def test_a_batch_that_is_split_leaves_one_too_and_so_does_one_that_cannot_be(calls: list[Any], tmp_path: Path) -> None:
+def test_a_split_batch_and_an_unsplittable_one_leave_a_snapshot(calls: list[Any], tmp_path: Path) -> None:
     options = arguments(output_dir=tmp_path / "split", per_device_train_batch_size="auto", global_batch_size=8)
     trainer(options, model=RunsOut(4), callbacks=[MemorySnapshot()]).fit()
     assert written(tmp_path / "split") == ["process-0-step-3-out-of-memory.pickle"]
@@ -77,7 +77,7 @@ def test_a_batch_that_is_split_leaves_one_too_and_so_does_one_that_cannot_be(cal
     assert len(calls) == 4
 
 
-def test_a_step_of_your_choice_is_in_the_history_and_other_errors_leave_none(calls: list[Any], tmp_path: Path) -> None:
+def test_a_chosen_step_leaves_a_snapshot_and_other_errors_do_not(calls: list[Any], tmp_path: Path) -> None:
     class Breaks(RunsOut):
         def forward(self, inputs: Tensor) -> Any:
             self.left -= 1

@@ -1,4 +1,4 @@
-"""This file is the tests of how callbacks are imported."""
+"""Tests of importing callbacks."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 import trainer_lib.callbacks
 
 
-def test_all_names_are_there() -> None:
+def test_all_public_names_can_be_imported() -> None:
     assert sorted(trainer_lib.callbacks.__all__) == dir(trainer_lib.callbacks)
     for name in trainer_lib.callbacks.__all__:
         assert getattr(trainer_lib.callbacks, name).__name__ == name
@@ -18,7 +18,7 @@ def test_all_names_are_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_the_package_brings_in_what_is_used_and_no_bars() -> None:
+def test_importing_a_callback_does_not_import_tqdm() -> None:
     statement = (
         "import sys; from trainer_lib.callbacks import Throughput, ProgressBar; print('tqdm.auto' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""This file is the tests of a run as curves in a notebook, in a real one."""
+"""Tests of NotebookChart in a real notebook."""
 
 import re
 
@@ -33,12 +33,12 @@ def test_a_notebook_draws_again_in_place() -> None:
     assert text.count("<path") == 2 * 5 + 3
 
 
-def test_where_there_is_no_notebook() -> None:
+def test_outside_a_notebook_it_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"works only in a notebook, .* Use ProgressBar"):
         NotebookChart().on_fit_begin(running())
 
 
-def test_a_run_that_goes_on_has_the_curves_of_before() -> None:
+def test_a_resumed_run_keeps_the_earlier_curves() -> None:
     chart, run = NotebookChart(), running(step=2)
     run.state.history = [{"step": 1, "epoch": 0.5, "loss": 4.0}, {"step": 2, "epoch": 1.0, "<b>": float("nan")}]
     chart._handle = None

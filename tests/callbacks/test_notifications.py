@@ -1,4 +1,4 @@
-"""Tests of messages about a run, to real servers on this machine that answer, hang or refuse."""
+"""Tests of Webhook and Slack, with real local servers that answer, hang or refuse."""
 
 import json
 import socket
@@ -92,13 +92,13 @@ def _train_and_tell(url: str) -> str:
     return trainer(arguments(max_steps=2), callbacks=[Webhook(url)]).fit().status
 
 
-def test_of_two_processes_one_tells() -> None:
+def test_only_rank_0_posts() -> None:
     with server() as (url, told):
         assert run_world(_train_and_tell, (url,), 2, timeout=60) == ["finished"] * 2
     assert [message["event"] for message in told] == ["started", "ended"]
 
 
-def test_what_cannot_be_sent_is_refused() -> None:
+def test_invalid_webhook_options_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"url must be an address such as https://example\.org/hook \(got 'x'\)"
     ):

@@ -1,4 +1,4 @@
-"""This file is the tests of callbacks that only look: norms, the machine, time, tables, operations."""
+"""Tests of observers: gradient norms, system metrics, timing, tables, FLOPs."""
 
 import csv
 import io
@@ -124,7 +124,9 @@ class Kept(Callback):
         self.logs: list[dict[str, float]] = []
 
     def on_backward_end(self, run: Run) -> None:
-        found = {name: float(one.grad.norm()) ** 2 for name, one in run.parameters.items() if one.grad is not None}
+        found = {
+            name: float(weight.grad.norm()) ** 2 for name, weight in run.parameters.items() if weight.grad is not None
+        }
         self.squares.append(found)
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
@@ -177,7 +179,7 @@ def test_norms_are_the_same_on_two_processes_and_with_shards() -> None:
 # -- the machine, and time -------------------------------------------------------------------------------------------
 
 
-def test_the_machine_is_among_what_is_logged() -> None:
+def test_system_metrics_are_logged() -> None:
     monitor, values = SystemMonitor(), dict[str, float]()
     monitor.on_fit_begin(running())
     monitor.on_log(running(), values)
@@ -188,7 +190,7 @@ def test_the_machine_is_among_what_is_logged() -> None:
     assert 0 < values["system/memory_percent"] <= 100
 
 
-def test_what_remains_is_told_from_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_time_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     timer, run, logged = Timer(), running(max_steps=40, step=10), list[dict[str, float]]()
@@ -211,7 +213,7 @@ def test_what_remains_is_told_from_what_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert timer.summary() == {"elapsed": 8.0, "evaluation": 3.0, "saving": 1.0, "training": 4.0}
 
 
-def test_what_remains_by_passes_by_time_and_without_an_end() -> None:
+def test_remaining_time_by_epochs_by_time_limit_and_without_an_end() -> None:
     cases: list[tuple[dict[str, Any], Any, float | None]] = [
         ({"max_epochs": 4.0, "epoch": 1}, None, 0.25),
         ({"max_steps": 10, "step": 2, "seconds": 30.0}, SimpleNamespace(time_limit=60.0), 0.5),
@@ -244,7 +246,7 @@ def test_rows_of_logs_and_evaluations(tmp_path: Path) -> None:
     assert [row["eval_loss"] for row in rows] == ["", "", "0.5", ""]
 
 
-def test_a_resumed_run_takes_out_what_came_after_and_a_new_one_begins_anew(tmp_path: Path) -> None:
+def test_a_resumed_run_removes_later_rows_and_a_new_run_starts_fresh(tmp_path: Path) -> None:
     path = tmp_path / "history.csv"
     go_through([CsvLog(path)], 6, log_every=2, evaluations={4: {"eval_loss": 0.5}})
     with path.open("a") as file:

@@ -1,4 +1,4 @@
-"""This file is the tests of samples that are shown with what a model makes of them."""
+"""Tests of sample predictions."""
 
 import json
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_texts_are_decoded_where_labels_count() -> None:
     assert rows == [["abcd", "hh", "bcd"]]
 
 
-def test_the_trainer_s_tokenizer_decodes_unless_another_is_given() -> None:
+def test_the_trainer_s_tokenizer_decodes_unless_decode_is_given() -> None:
     def decode(tokens: list[int], skip_special_tokens: bool) -> str:
         assert skip_special_tokens
         return letters(tokens).upper()
@@ -129,7 +129,7 @@ def test_the_trainer_s_tokenizer_decodes_unless_another_is_given() -> None:
     assert cells(Predictions(), **parts)[1] == [["0, 1", 5, 3]]
 
 
-def test_what_is_large_is_told_by_shape_and_range_and_texts_are_cut() -> None:
+def test_large_tensors_are_shown_by_shape_and_range_and_texts_are_cut() -> None:
     images = torch.zeros(2, 3, 4, 4)
     images[0, 0, 0, 0] = 1.5
     batch = {"image": images, "text": ["x" * 600, "short"], "labels": torch.zeros(2, 4, 4, dtype=torch.long)}

@@ -1,4 +1,4 @@
-"""This file is the tests of updates that are profiled."""
+"""Tests of profiling some updates."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 
 
 def names_in(trace: Path) -> list[str]:
-    return [one["name"] for one in json.loads(trace.read_text())["traceEvents"] if "name" in one]
+    return [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
 
 
 def told(history: Path) -> list[dict[str, Any]]:
@@ -24,29 +24,29 @@ def told(history: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == "profile"]
 
 
-def test_a_trace_of_some_updates_and_what_took_longest(tmp_path: Path) -> None:
+def test_a_trace_of_some_updates_and_the_slowest_operations(tmp_path: Path) -> None:
     args = arguments(output_dir=tmp_path)
     trainer(args, callbacks=[Profile(after=2, steps=3, top=4)]).fit()
     trace = folder_of(tmp_path) / "profile" / "process-0-steps-3-5.json"
     assert names_in(trace).count("aten::cross_entropy_loss") == 3  # one in each update
     (line,) = told(folder_of(tmp_path) / "history.jsonl")
     assert (line["step"], line["steps"], line["trace"]) == (5, "3-5", str(trace))
-    times = [one["milliseconds"] for one in line["operations"]]
+    times = [operation["milliseconds"] for operation in line["operations"]]
     assert len(times) == 4
     assert times == sorted(times, reverse=True)
-    assert all(one["calls"] > 0 for one in line["operations"])
+    assert all(operation["calls"] > 0 for operation in line["operations"])
 
 
-def test_each_process_writes_its_own_and_a_run_that_ends_before_writes_what_there_is(tmp_path: Path) -> None:
+def test_each_rank_writes_its_trace_also_if_the_run_ends_early(tmp_path: Path) -> None:
     def body() -> None:
         args = arguments(max_steps=4, per_device_train_batch_size=4)
         trainer(args, callbacks=[Profile(after=3, steps=50, folder=tmp_path)]).fit()
 
     run_world(body, timeout=60)
-    assert sorted(one.name for one in tmp_path.iterdir()) == [f"process-{rank}-steps-4-4.json" for rank in (0, 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"process-{rank}-steps-4-4.json" for rank in (0, 1)]
 
 
-def test_a_resumed_run_counts_from_where_it_goes_on_and_an_error_ends_the_profile(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_from_the_resume_and_an_error_ends_the_profile(tmp_path: Path) -> None:
     class Fails(Modifier):
         def on_loss(self, run: Run) -> None:
             if run.state.step == 5:
@@ -60,7 +60,7 @@ def test_a_resumed_run_counts_from_where_it_goes_on_and_an_error_ends_the_profil
         with pytest.raises(RuntimeError, match="broken"):
             fit()
     traces = sorted(tmp_path.glob("*.json"))
-    assert [one.name for one in traces] == ["process-0-steps-2-5.json", "process-0-steps-6-6.json"]
+    assert [trace_file.name for trace_file in traces] == ["process-0-steps-2-5.json", "process-0-steps-6-6.json"]
     assert "aten::cross_entropy_loss" in names_in(traces[0])
 
 
@@ -79,7 +79,7 @@ def test_bad_options_are_refused(wrong: Any, message: str) -> None:
         wrong()
 
 
-def test_nothing_is_told_of_a_run_that_ends_before(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_the_profile_records_nothing(tmp_path: Path) -> None:
     history = tmp_path / "history.jsonl"
     trainer(arguments(max_steps=2), callbacks=[JsonlLog(history), Profile(folder=tmp_path / "profile")]).fit()
     assert told(history) == []

@@ -1,4 +1,4 @@
-"""This file is the tests of the progress bar: in a terminal, in a file, on several processes."""
+"""Tests of the progress bar: in a terminal, in a file, and on several ranks."""
 
 import fcntl
 import io
@@ -91,7 +91,7 @@ def screen() -> Iterator[Screen]:
     screen.close()
 
 
-def test_a_terminal_shows_how_far_it_is_and_what_was_logged_last(screen: Screen) -> None:
+def test_a_terminal_shows_progress_and_the_last_log(screen: Screen) -> None:
     bar = ProgressBar(screen.file)
     seen: list[str] = []
 
@@ -151,7 +151,7 @@ def test_without_a_total_it_counts(screen: Screen) -> None:
     assert re.fullmatch(r"train: 7it \[00:00, .*it/s\]", screen.lines()[0])
 
 
-def test_a_limit_of_time_is_the_total_where_there_is_no_limit_of_steps(screen: Screen) -> None:
+def test_a_time_limit_is_the_total_without_a_step_limit(screen: Screen) -> None:
     bar, run = ProgressBar(screen.file), running(seconds=30.0)
     run.args = Arguments(time_limit=40.0)
     go_through([bar], 3, run, at_step=at_once(bar))
@@ -226,7 +226,7 @@ def test_an_evaluation_and_a_prediction_on_their_own_have_a_bar(screen: Screen) 
 
 
 @pytest.mark.parametrize("event", ["on_exception", "on_interrupt"])
-def test_what_ends_a_run_leaves_whole_bars(screen: Screen, event: str) -> None:
+def test_every_end_of_a_run_leaves_complete_bars(screen: Screen, event: str) -> None:
     bar, run = ProgressBar(screen.file), running(max_steps=4)
     events = Dispatcher([bar])
     events.fire("on_fit_begin", run)
@@ -277,7 +277,7 @@ def test_handlers_that_do_not_write_to_the_console_stay_alone(
     go_through([ProgressBar(screen.file)], 2, running(max_steps=2), at_step=speak)
 
 
-def test_a_file_gets_whole_lines_far_apart(tmp_path: Path) -> None:
+def test_a_file_gets_complete_lines_at_intervals(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as file:
         bar = ProgressBar(file=file)
         hurry = at_once(bar)
@@ -298,7 +298,7 @@ def test_a_file_gets_whole_lines_far_apart(tmp_path: Path) -> None:
     assert re.fullmatch(r"train: 100/100 \(100%\), .* it/s, 00:00 so far, 00:00 left, loss 0.01, epoch 0", third)
 
 
-def test_lines_are_as_far_apart_as_told() -> None:
+def test_seconds_per_line_sets_the_interval() -> None:
     file = io.StringIO()
     bar, run = ProgressBar(file=file, seconds_per_line=0.02), running()
     events = Dispatcher([bar])

@@ -1,4 +1,4 @@
-"""This file is the tests of how hard samples are found to be."""
+"""Tests of the losses of training samples."""
 
 import json
 from functools import partial
@@ -36,7 +36,7 @@ def test_the_largest_losses_are_those_of_the_model(tmp_path: Path) -> None:
     assert told["indices"] == order[:5].tolist()
 
 
-def test_losses_of_one_s_own_and_of_all_processes(tmp_path: Path) -> None:
+def test_custom_losses_and_losses_of_all_ranks(tmp_path: Path) -> None:
     def own(batch: Any, outputs: Any) -> Tensor:
         del outputs
         return batch[0][:, 0]
@@ -81,7 +81,7 @@ def test_losses_are_those_of_loss_fn(tmp_path: Path) -> None:
         assert dict(losses.top(40)) == pytest.approx(dict(enumerate(each.tolist())), rel=1e-5)
 
 
-def test_a_loss_that_cannot_be_told_of_a_sample_ends_the_run() -> None:
+def test_a_loss_without_reduction_option_ends_the_run() -> None:
     def own(outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets)
 
@@ -98,7 +98,7 @@ def test_a_loss_that_cannot_be_told_of_a_sample_ends_the_run() -> None:
         WithoutOutputs(network(), arguments(), train_dataset=points(), callbacks=[SampleLosses()]).fit()
 
 
-def test_batches_in_parts_are_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_split_batches_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Large(nn.Module):
         def __init__(self) -> None:
             super().__init__()

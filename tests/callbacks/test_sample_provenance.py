@@ -1,4 +1,4 @@
-"""This file is the tests of which samples an update was made from, and of having them again."""
+"""Tests of recording and replaying the samples of an update."""
 
 import json
 import random
@@ -54,7 +54,7 @@ def test_samples_are_written_as_ranges() -> None:
     assert _decode(_encode(["a", 1])) == ["a", 1]
 
 
-def test_a_batch_is_replayed_with_what_was_drawn_at_random(tmp_path: Path) -> None:
+def test_a_batch_is_replayed_with_its_random_numbers(tmp_path: Path) -> None:
     kept = Batches()
     args = arguments(output_dir=tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=4)
     engine = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(seed_each_sample=True))
@@ -69,7 +69,7 @@ def test_a_batch_is_replayed_with_what_was_drawn_at_random(tmp_path: Path) -> No
     with pytest.raises(ConfigurationError, match=r"step 11 are not recorded .* The recorded steps are 1 to 10"):
         replay_batch(folder_of(tmp_path), 11, Noisy())
     with pytest.raises(ConfigurationError, match=r"needs a dataset with an index \(got a generator\)"):
-        replay_batch(folder_of(tmp_path), 1, (one for one in range(3)))
+        replay_batch(folder_of(tmp_path), 1, (sample for sample in range(3)))
 
 
 def test_samples_of_arrays_by_name_and_of_lists_are_replayed(tmp_path: Path) -> None:
@@ -102,19 +102,19 @@ def test_each_sample_is_written_once_over_all_processes_and_restarts(tmp_path: P
 
     run_world(fails, timeout=60)
     before = [samples_of_step(folder_of(tmp_path), step) for step in (1, 2)]
-    assert [len(one) for one in before] == [2, 2]
+    assert [len(batch) for batch in before] == [2, 2]
     assert samples_of_step(folder_of(tmp_path), 3)
     fit(per_device_train_batch_size=8)  # alone from here on
     after = [samples_of_step(folder_of(tmp_path), step) for step in range(1, 6)]
     assert after[:2] == before
-    assert [len(one) for one in after] == [2, 2, 1, 1, 1]
+    assert [len(batch) for batch in after] == [2, 2, 1, 1, 1]
     assert sorted(i for step in after for process in step for batch in process for i in batch) == list(range(40))
     inputs, labels = replay_batch(folder_of(tmp_path), 5, points())
     assert torch.equal(inputs, points()[0][after[4][0][0]])
     assert len(labels) == 8
 
 
-def test_each_checkpoint_has_its_lines_and_a_run_that_goes_back_writes_them_anew(tmp_path: Path) -> None:
+def test_each_checkpoint_has_its_lines_and_a_rewound_run_rewrites_them(tmp_path: Path) -> None:
     def written() -> list[int]:
         (file,) = folder_of(tmp_path).glob("provenance/*")
         return [json.loads(line)["step"] for line in file.read_text().splitlines()]
@@ -140,7 +140,7 @@ def test_each_checkpoint_has_its_lines_and_a_run_that_goes_back_writes_them_anew
     assert found == [[*range(first, first + 8)] for first in (0, 8, 16, 32)]
 
 
-def test_an_order_that_cannot_be_known_switches_it_off_and_training_goes_on(
+def test_an_unknown_order_switches_it_off_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     once: Any = iter(range(40))

@@ -1,4 +1,4 @@
-"""This file is the tests of how fast training is said to go."""
+"""Tests of training speed in the log."""
 
 import time
 from collections.abc import Iterator
@@ -132,7 +132,7 @@ def test_evaluations_and_saving_do_not_count(clock: Clock) -> None:
     }
 
 
-def test_a_second_run_begins_anew(clock: Clock) -> None:
+def test_a_second_run_starts_fresh(clock: Clock) -> None:
     throughput = Throughput(tokens=lambda batch: 5)
     events = Dispatcher([throughput])
     for _ in range(2):

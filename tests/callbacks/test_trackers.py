@@ -1,4 +1,4 @@
-"""A run as a tracker sees it, and what becomes of the run if the tracker fails."""
+"""Tests of tracker callbacks, including failing trackers."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ def callback(path: Path, patience: Patience = PATIENT, **options: Any) -> Tracke
     return TrackerCallback("misbehaving", path=str(path), patience=patience, **options)
 
 
-def test_a_tracker_is_told_the_whole_run(tmp_path: Path) -> None:
+def test_a_tracker_gets_the_whole_run(tmp_path: Path) -> None:
     told = callback(tmp_path / "taken", system_metrics=True, artifact="model")
     one = trainer([told], tmp_path / "runs", learning_rate=0.25)
     history = one.fit().state.history
@@ -65,7 +65,7 @@ def test_a_tracker_is_told_the_whole_run(tmp_path: Path) -> None:
     assert records[-1] == {"finished": "finished"}
 
 
-def test_a_resumed_run_goes_on_in_the_run_of_the_tracker(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_tracker_s_run(tmp_path: Path) -> None:
     first = trainer([callback(tmp_path / "taken")], tmp_path / "runs", max_steps=4, schedule_steps=8)
     first.fit()
     second = trainer([callback(tmp_path / "taken")], tmp_path / "runs", schedule_steps=8, resume="extend")
@@ -78,15 +78,15 @@ def test_a_resumed_run_goes_on_in_the_run_of_the_tracker(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("how", ["raise in start", "hang in start", "raise in log", "hang in log", "hang in finish"])
-def test_a_run_ends_well_whatever_a_tracker_does(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_finishes_whatever_a_tracker_does(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     bad = [callback(tmp_path / "one", QUICK, how=how), callback(tmp_path / "two", QUICK, how=how, apart=True)]
     bad[1].key = "second"
     plain = trainer([], None, log_every="1 step").fit()
     begun = time.monotonic()
     result = trainer(bad, tmp_path / "runs", log_every="1 step").fit()
     assert time.monotonic() - begun < 15
-    assert [one["loss"] for one in result.state.history if "loss" in one] == [
-        one["loss"] for one in plain.state.history if "loss" in one
+    assert [entry["loss"] for entry in result.state.history if "loss" in entry] == [
+        entry["loss"] for entry in plain.state.history if "loss" in entry
     ]
     assert result.state.status == "finished"
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
@@ -109,25 +109,27 @@ def test_trackers_are_asked_for_by_name(tmp_path: Path) -> None:
     read: Any = EventAccumulator(str(folder / "tensorboard"))
     read.Reload()
     losses = [(event.step, event.value) for event in read.Scalars("loss")]
-    assert losses == [(one["step"], pytest.approx(one["loss"])) for one in history if "loss" in one]
+    assert losses == [(entry["step"], pytest.approx(entry["loss"])) for entry in history if "loss" in entry]
     lines = [json.loads(line) for line in (folder / "jsonl.jsonl").read_text().splitlines()]
     assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [
-        one["eval_loss"] for one in history if "eval_loss" in one
+        entry["eval_loss"] for entry in history if "eval_loss" in entry
     ]
 
 
-def test_one_that_is_given_takes_the_place_of_one_that_is_named(tmp_path: Path) -> None:
+def test_a_tracker_callback_replaces_the_one_named_in_report_to(tmp_path: Path) -> None:
     given = TensorBoardCallback("mine", folder=tmp_path)
     one = trainer([given], None, report_to="tensorboard")
     assert [found for found in one.events if isinstance(found, TrackerCallback)] == [given]
     one.fit()
     assert list((tmp_path / "mine").glob("events.out.*"))
     assert not [
-        one for one in trainer([], None, report_to="jsonl", dry_run=True).events if isinstance(one, TrackerCallback)
+        callback
+        for callback in trainer([], None, report_to="jsonl", dry_run=True).events
+        if isinstance(callback, TrackerCallback)
     ]
 
 
-def test_what_can_be_known_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_errors_are_raised_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     bad_artifact: dict[str, Any] = {"artifact": "modle"}
     for make, error, said in (

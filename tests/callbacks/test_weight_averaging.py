@@ -1,4 +1,4 @@
-"""This file is the tests of averages of weights: as by hand, in use where they are to be, and resumed to the bit."""
+"""Tests of EMA and SWA: equal to a hand-written average, used in evaluations, and resumed bit for bit."""
 
 import copy
 import math
@@ -111,7 +111,7 @@ def test_an_average_of_16_bit_weights_moves() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_two_processes_average_what_they_hold_and_resume_to_the_bit(kind: str, tmp_path: Path) -> None:
+def test_two_ranks_average_their_weights_and_resume_bit_for_bit(kind: str, tmp_path: Path) -> None:
     _, averages, _ = averaged_by_hand()
     plugin = FullyShardedDataParallelPlugin(
         auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
@@ -183,7 +183,7 @@ def test_an_evaluation_that_fails_leaves_the_weights_that_are_trained() -> None:
 def test_the_last_weights_are_averaged_alike(tmp_path: Path) -> None:
     _, _, raw = averaged_by_hand()
     late = [raw[step - 1] for step in (6, 8, 10)]
-    expected = {name: torch.stack([one[name] for one in late]).mean(dim=0) for name in late[0]}
+    expected = {name: torch.stack([weights[name] for weights in late]).mean(dim=0) for name in late[0]}
     assert_close(trained(SWA(0.5, every=2)), expected)
     assert_close(trained(SWA("5 steps", every="2 steps")), expected)
 
@@ -193,7 +193,7 @@ def with_statistics() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def test_running_statistics_are_made_anew_at_the_end() -> None:
+def test_running_statistics_are_recomputed_at_the_end() -> None:
     average = AveragedModel(model := with_statistics())
     loop(model, after=lambda model, step: average.update_parameters(model) if step > 5 else None)
     update_bn([inputs for inputs, _ in batches(epochs=1)], average.module)
@@ -249,7 +249,7 @@ def uneven() -> nn.Module:
 
 
 @pytest.mark.parametrize("average", [lambda: EMA(0.5), lambda: SWA(0.2, every=1)], ids=["EMA", "SWA"])
-def test_averages_of_uneven_shards_are_those_of_one_process(average: Callable[[], Modifier]) -> None:
+def test_averages_of_uneven_shards_equal_those_of_one_rank(average: Callable[[], Modifier]) -> None:
     def two() -> Named:
         plugin = FullyShardedDataParallelPlugin(min_num_params=1, auto_wrap_policy="size_based_wrap")
         args = arguments(**OPTIONS, per_device_train_batch_size=4, fsdp=plugin)
@@ -262,7 +262,7 @@ def test_averages_of_uneven_shards_are_those_of_one_process(average: Callable[[]
         assert_close(actual, expected)
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="EMA and SWA, and only one can average the weights"):
         trainer(callbacks=[EMA(), SWA()])
     with pytest.raises(ConfigurationError, match="EMA and EMA"):

@@ -1,1 +1,1 @@
-"""Tests of what is known of runs from their folders: histories, reports, lists."""
+"""Tests of runs on disk: histories, reports, lists."""

@@ -1,4 +1,4 @@
-"""This file is a real browser without a window, driven over pipes in Chromium's own protocol."""
+"""A headless Chromium, driven over pipes by the DevTools protocol."""
 
 import base64
 import json
@@ -66,7 +66,7 @@ class Browser:
     def __enter__(self) -> Self:
         """Attach to the page."""
         targets = self.send("Target.getTargets")["targetInfos"]
-        page = next(one for one in targets if one["type"] == "page")
+        page = next(target for target in targets if target["type"] == "page")
         answer = self.send("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self._session = answer["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):

@@ -1,4 +1,4 @@
-"""This file is runs as they lie on disk, made by hand."""
+"""Run folders written by hand."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def make_run(folder: Path, lines: list[dict[str, Any]] | None = None, facts: Map
     """Write a run into a folder, and return it."""
     folder.mkdir(parents=True)
     told = training() if lines is None else lines
-    (folder / "history.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in told))
+    (folder / "history.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in told))
     default = {
         "run_id": folder.name,
         "created": BEGUN,

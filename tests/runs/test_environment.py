@@ -1,4 +1,4 @@
-"""Tests of what a run says about the machine, the commit and the command it was started by."""
+"""Tests of the recorded machine, git commit and command line."""
 
 import subprocess
 import sys
@@ -20,9 +20,7 @@ def _git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_commit_of_the_script_is_told_with_whether_it_is_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_of_the_script_and_changes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text("1")
     monkeypatch.setattr(sys, "argv", [str(script)])

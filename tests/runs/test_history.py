@@ -1,4 +1,4 @@
-"""This file is the tests of histories as they are read, while they grow and after they were cut."""
+"""Tests of reading a history that grows or was truncated."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from trainer_lib.runs.run_history import History
 
 def append(file: Path, *lines: Any) -> None:
     with file.open("a") as opened:
-        opened.writelines(one if isinstance(one, str) else json.dumps(one) + "\n" for one in lines)
+        opened.writelines(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
 
 
-def test_what_the_callback_writes_is_read(tmp_path: Path) -> None:
+def test_the_callback_s_lines_are_read(tmp_path: Path) -> None:
     file = tmp_path / "history.jsonl"
     values = {1: math.nan, 2: math.inf, 3: 0.25}
     go_through([JsonlLog(file)], 3, log_every=1, loss=lambda step: values[step], evaluations={2: {"eval_loss": 0.5}})
@@ -43,7 +43,7 @@ def test_a_history_is_read_on_as_it_grows(tmp_path: Path) -> None:
     assert history.last == line("save", 2)
 
 
-def test_a_history_that_was_cut_is_read_anew(tmp_path: Path) -> None:
+def test_a_truncated_history_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "history.jsonl"
     append(file, *(line("log", step, loss=float(step)) for step in range(1, 9)))
     history = History(file).read()

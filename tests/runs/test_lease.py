@@ -1,4 +1,4 @@
-"""One program at a time writes into the folder of a run: real processes, real kills."""
+"""Tests of the run lease, with real processes and real kills."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def lease_files(folder: Path) -> list[str]:
     return [path.name for pattern in ("lease-*.json", "*/lease-*.json") for path in folder.glob(pattern)]
 
 
-def test_a_living_program_keeps_its_run_and_a_killed_one_is_followed_at_once(tmp_path: Path, start: Any) -> None:
+def test_a_living_program_keeps_its_lease_and_a_killed_one_loses_it_at_once(tmp_path: Path, start: Any) -> None:
     holder = start(HOLDS, tmp_path)
     assert is_leased(tmp_path)
     with pytest.raises(RunInUseError, match=rf"another program, process {holder.pid} on .*, trains it"):
@@ -143,7 +143,7 @@ def _take(folder: Path, begin: Any, outcomes: Any) -> None:
 
 
 @pytest.mark.slow
-def test_of_programs_that_follow_a_dead_one_at_the_same_time_one_wins_at_most(tmp_path: Path) -> None:
+def test_at_most_one_of_several_programs_takes_over_a_lease(tmp_path: Path) -> None:
     context = get_context("fork")
     dead = context.Process(target=os._exit, args=(0,))
     dead.start()
@@ -198,7 +198,7 @@ def test_a_process_that_cannot_be_asked_is_followed_once_it_gives_no_sign_of_lif
     assert list(folder.glob("*")) == []
 
 
-def test_a_process_that_cannot_be_asked_and_gives_one_is_not(folder: AnyPath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_process_with_a_heartbeat_keeps_its_lease(folder: AnyPath, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "STALE_AFTER", 30.0)
     file = elsewhere(folder)
     beat = threading.Timer(0.5, lambda: file.write_bytes(file.read_bytes()))
@@ -245,7 +245,7 @@ def test_a_program_that_lost_its_run_writes_nothing_more(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("ends", ["finished", "failed"])
-def test_the_lease_is_given_back_at_every_end(ends: str, tmp_path: Path) -> None:
+def test_the_lease_is_released_at_every_end(ends: str, tmp_path: Path) -> None:
     class Sees(Modifier):
         seen = 0
 

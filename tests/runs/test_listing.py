@@ -1,4 +1,4 @@
-"""This file is the tests of runs at a glance: how each stands, however long its history is."""
+"""Tests of the list of runs, also with long histories."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def unended(status: str = "running", **facts: Any) -> dict[str, Any]:
     return {"status": status, "created": BEGUN, **facts}
 
 
-def test_what_is_known_of_a_run(tmp_path: Path) -> None:
+def test_the_summary_of_a_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one")
     found = glance(folder)
     assert (found.status, found.step, found.max_steps, found.seconds) == ("finished", 100, None, 50.0)
@@ -38,7 +38,7 @@ def test_what_is_known_of_a_run(tmp_path: Path) -> None:
     assert (found.checkpoint, found.saved, found.step) == (str(there), BEGUN + 100, 100)
 
 
-def test_whoever_died_is_told_from_who_still_trains(tmp_path: Path) -> None:
+def test_a_killed_run_is_distinguished_from_a_running_one(tmp_path: Path) -> None:
     lines = [line("started", 0, max_steps=100), {**line("log", 10, loss=1.0), "time": time.time()}]
     there, _ = run_forked(describe_process, timeout=60)
     alive = make_run(tmp_path / "alive", lines, unended(process=describe_process()))
@@ -54,17 +54,17 @@ def test_whoever_died_is_told_from_who_still_trains(tmp_path: Path) -> None:
     assert glance(interrupted).status == "interrupted"
 
 
-def test_runs_are_found_one_and_two_folders_down(tmp_path: Path) -> None:
+def test_runs_are_found_in_folders_and_subfolders(tmp_path: Path) -> None:
     make_run(tmp_path / "b", [], {"created": 2.0})
     make_run(tmp_path / "deep" / "a", [], {"created": 1.0})
     make_run(tmp_path / "c", [line("log", 1, loss="NaN")], {"created": 3.0})
     (tmp_path / "no run").mkdir()
-    assert [one.path.name for one in list_runs(tmp_path)] == ["a", "b", "c"]
-    assert [one.path.name for one in list_runs(tmp_path / "b")] == ["b"]
+    assert [run.path.name for run in list_runs(tmp_path)] == ["a", "b", "c"]
+    assert [run.path.name for run in list_runs(tmp_path / "b")] == ["b"]
     assert list_runs(tmp_path / "no run") == []
 
 
-def test_a_long_history_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_a_long_history_is_not_read_completely(tmp_path: Path) -> None:
     text = "".join(f'{{"event": "log", "step": {step}, "loss": {step}}}\n' for step in range(1, 200_001))
     folder = make_run(tmp_path / "long", [])
     (folder / "history.jsonl").write_text(text)

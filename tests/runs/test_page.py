@@ -1,4 +1,4 @@
-"""This file is the tests of a report in a real browser: what is seen, what moves, and that nothing is fetched."""
+"""Tests of the report in a real browser: contents, interaction, and no network access."""
 
 import json
 import threading
@@ -196,7 +196,7 @@ def test_no_text_of_a_run_is_ever_code(browser: Browser, tmp_path: Path) -> None
     assert browser.run("new Promise((done) => setTimeout(() => done(window.harm === undefined), 100))") is True
 
 
-def test_what_is_no_number_is_a_gap_and_a_sign(browser: Browser, tmp_path: Path) -> None:
+def test_nan_is_a_gap_and_a_mark(browser: Browser, tmp_path: Path) -> None:
     lines = [line("log", step, loss="NaN" if step == 5 else 1.0) for step in range(1, 10)]
     url = write_report(find_runs([make_run(tmp_path / "one", lines)]), tmp_path / "report.html").as_uri()
     browser.open(url)
@@ -206,7 +206,7 @@ def test_what_is_no_number_is_a_gap_and_a_sign(browser: Browser, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_live_page_draws_what_comes(browser: Browser, tmp_path: Path) -> None:
+def test_a_live_page_draws_new_values(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one", [line("log", 1, loss=1.0)], {"status": "running"})
     live = LiveReport(find_runs([folder]))
     thread = threading.Thread(target=live.serve)
@@ -278,7 +278,7 @@ def test_a_failed_run_shows_its_traceback_to_the_end(browser: Browser, tmp_path:
     assert ["Processes", "4"] in figures
 
 
-def test_checkpoints_that_are_there_come_first(browser: Browser, tmp_path: Path) -> None:
+def test_existing_checkpoints_come_first(browser: Browser, tmp_path: Path) -> None:
     of_a_failed_run(tmp_path)
     browser.open(write_report(find_runs([tmp_path / "run"]), tmp_path / "report.html").as_uri())
     rows = "[...document.querySelectorAll('[aria-label^=Checkpoints] tbody tr')].map((one) => one.cells[0].innerText)"

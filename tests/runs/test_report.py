@@ -1,4 +1,4 @@
-"""This file is the tests of what a report says, and of how it is written."""
+"""Tests of the report's data and of writing it."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def told(*folders: Path) -> dict[str, Any]:
     return contents(find_runs(folders))
 
 
-def test_a_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
+def test_a_run_is_reported_with_all_events(tmp_path: Path) -> None:
     said = told(make_run(tmp_path / "one"))
     assert [chart["id"] for chart in said["charts"]] == [
         "loss",
@@ -123,7 +123,7 @@ def test_a_long_run_keeps_its_extremes(tmp_path: Path) -> None:
     assert max(curve["means"]["values"]) < 2  # one outlier of 167
 
 
-def test_what_runs_are_found(tmp_path: Path) -> None:
+def test_which_runs_are_found(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "other")
     file = tmp_path / "alone.jsonl"
     file.write_text((one / "history.jsonl").read_text())
@@ -141,7 +141,7 @@ def test_what_runs_are_found(tmp_path: Path) -> None:
         find_runs([tmp_path / "runs"])
 
 
-def test_a_run_that_lost_its_file_or_its_history_is_told_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_run_without_its_file_or_history_is_reported_partially(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
     (one / "run.json").write_text("{ no JSON")
     (other / "history.jsonl").unlink()
@@ -164,7 +164,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_of_what_a_callback_told_at_length_there_is_the_beginning() -> None:
+def test_long_events_are_shortened() -> None:
     (mark,) = marks([{"event": "histograms", "step": 5, "of_step": 4, "counts": list(range(1000))}])
     assert (mark["kind"], mark["title"], mark["step"]) == ("note", "histograms", 5)
     assert mark["text"].startswith("of_step 4; counts 0, 1, 2, ")

@@ -1,4 +1,4 @@
-"""This file is the tests of long curves made short: what may not get lost on the way."""
+"""Tests of downsampling: extremes and gaps are kept."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_the_lowest_the_highest_and_the_ends_of_each_stretch_stay(count: int) ->
         assert (inside[0], inside[-1]) == (stretch[0], stretch[-1])
 
 
-def test_what_is_no_number_leaves_a_gap_and_hides_no_extreme() -> None:
+def test_nan_leaves_a_gap_and_hides_no_extreme() -> None:
     values = np.zeros(10_000)
     values[[11, 7777]] = np.nan, np.inf
     values[[4321, 8765]] = 5.0, -5.0

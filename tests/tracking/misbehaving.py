@@ -1,4 +1,4 @@
-"""A tracker that does wrong in the way it is told to, and writes down what it took."""
+"""A tracker that fails or hangs on request, and records what it received."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What trackers write is what was logged, read back by their own readers where there are any."""
+"""Tests that each tracker stores what was logged, read back by its own reader if it has one."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "hub_token: '***'" in (tmp_path / "digits" / "hparams.yml").read_text()
 
 
-def test_jsonl_goes_on_where_training_does(tmp_path: Path) -> None:
+def test_jsonl_continues_where_training_resumes(tmp_path: Path) -> None:
     reported("jsonl", tmp_path)
     reported("jsonl", tmp_path, resume_step=2)
     lines = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
@@ -87,7 +87,7 @@ def test_comet_offline(tmp_path: Path) -> None:
     messages = [json.loads(line) for line in zipfile.ZipFile(archive).read("messages.json").decode().splitlines()]
     metrics = [message["payload"]["metric"] for message in messages if message["type"] == "metric_msg"]
     losses = [(metric["metricName"], metric["metricValue"], metric["step"]) for metric in metrics]
-    assert [one for one in losses if one[0] == "loss"] == [("loss", 1.0, 1), ("loss", 0.5, 2), ("loss", 1 / 3, 3)]
+    assert [point for point in losses if point[0] == "loss"] == [("loss", 1.0, 1), ("loss", 0.5, 2), ("loss", 1 / 3, 3)]
     assert ("eval/accuracy", 0.5, 3) in losses
     text = json.dumps(messages)
     assert "abc" not in text
@@ -164,7 +164,7 @@ def test_clearml_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("clearml", {}, "clearml is not configured"),
     ],
 )
-def test_what_can_be_known_at_the_start_is_said_then(
+def test_configuration_errors_are_raised_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

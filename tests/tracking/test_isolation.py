@@ -1,4 +1,4 @@
-"""Whatever a tracker does, the run goes on, ends in time, and nothing is lost that could be kept."""
+"""Tests that a failing or hanging tracker never stops a run, delays its end, or loses values that can be kept."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ def spooled(folder: Path) -> list[int]:
 @pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
 @pytest.mark.parametrize("where", ["start", "log"])
 @pytest.mark.parametrize("what", ["raise", "hang"])
-def test_what_is_not_taken_is_kept(
+def test_undelivered_values_are_kept(
     tmp_path: Path, what: str, where: str, apart: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     patience = PATIENT if what == "raise" else HANGS
@@ -81,7 +81,7 @@ def test_what_is_not_taken_is_kept(
     assert len(said) <= 2
 
 
-def test_one_that_hangs_at_the_end_is_cut(tmp_path: Path) -> None:
+def test_a_tracker_that_hangs_at_the_end_is_killed(tmp_path: Path) -> None:
     for apart in (False, True):
         folder = tmp_path / str(apart)
         folder.mkdir()
@@ -94,7 +94,7 @@ def test_one_that_hangs_at_the_end_is_cut(tmp_path: Path) -> None:
         assert not spooled(folder)
 
 
-def test_a_slow_one_gets_all_in_the_end(tmp_path: Path) -> None:
+def test_a_slow_tracker_gets_all_values(tmp_path: Path) -> None:
     trackers = group(tmp_path, PATIENT, how="slow")
     assert stalls(trackers, 25) < 0.05
     trackers.finish("interrupted")
@@ -103,7 +103,9 @@ def test_a_slow_one_gets_all_in_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
-def test_what_was_kept_arrives_when_it_is_back(tmp_path: Path, apart: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_values_are_sent_when_the_tracker_recovers(
+    tmp_path: Path, apart: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     away = tmp_path / "away"
     trackers = group(tmp_path, PATIENT, how="away", apart=apart)
     trackers.log({"loss": 0.0}, step=0)
@@ -164,7 +166,7 @@ def test_the_queue_is_bounded(tmp_path: Path) -> None:
     assert steps(tmp_path / "taken") == list(range(1000))
 
 
-def test_without_a_folder_memory_is_what_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_folder_values_are_kept_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"misbehaving": {"path": str(tmp_path / "taken"), "how": "raise in log"}}
     trackers = TrackerGroup("misbehaving", "project", None, options, patience=QUICK)
     for step in range(5):
@@ -174,7 +176,7 @@ def test_without_a_folder_memory_is_what_there_is(tmp_path: Path, caplog: pytest
     assert [file.name for file in tmp_path.iterdir()] == ["taken"]
 
 
-def test_what_it_cannot_take_holds_up_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rejected_value_does_not_block_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trackers = group(tmp_path, PATIENT)
     trackers.log({"loss": 0.0}, step=0)
     trackers.log({"poison": 1.0}, step=1)
@@ -184,7 +186,7 @@ def test_what_it_cannot_take_holds_up_nothing_else(tmp_path: Path, caplog: pytes
     assert "1 points are lost" in caplog.messages[-1]
 
 
-def test_what_an_earlier_program_left_is_sent_if_it_is_of_the_same_run(tmp_path: Path) -> None:
+def test_the_spool_of_an_earlier_program_is_sent_for_the_same_run(tmp_path: Path) -> None:
     first = group(tmp_path, QUICK, how="raise in log", token="a")
     first.log({"loss": 0.0}, step=0)
     first.finish()
@@ -209,7 +211,7 @@ def test_two_of_a_name_have_a_file_each(tmp_path: Path) -> None:
     assert sorted(json.loads(line)["step"] for file in files for line in read_spool(file)[1]) == [0, 1]
 
 
-def test_what_waits_is_sent_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_replay_command_sends_kept_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trackers = group(tmp_path, QUICK, how="away", token="t")
     (tmp_path / "away").touch()
     trackers.store_init_configuration({"learning_rate": 0.1, "api_key": "secret"})
@@ -254,7 +256,7 @@ class Threads(GeneralTracker):
         self.called.append(("log", (values, step, kwargs), os.getpid()))
 
 
-def test_an_object_is_handed_what_was_given_as_it_was(tmp_path: Path) -> None:
+def test_a_tracker_object_gets_values_as_they_were_logged(tmp_path: Path) -> None:
     import numpy as np
     import torch
 
@@ -342,13 +344,13 @@ def test_the_process_of_a_tracker_that_hangs_ends_with_the_run(tmp_path: Path) -
     process.kill()
     process.join()
     _, alive = psutil.wait_procs([tracker], timeout=20)
-    for one in alive:
-        one.kill()
+    for survivor in alive:
+        survivor.kill()
     assert not alive
 
 
 @pytest.mark.fault("a kill between making a spool and writing its first line")
-def test_an_empty_spool_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_an_empty_spool_file_does_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "spool" / "jsonl.jsonl"
     path.parent.mkdir()
     path.touch()

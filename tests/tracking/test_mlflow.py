@@ -1,4 +1,4 @@
-"""MLflow: a database, and a server that is killed and comes back."""
+"""Tests of MLflow: a database, and a server that is killed and restarted."""
 
 import importlib
 import math
@@ -115,8 +115,8 @@ def test_a_database(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPa
 
     client, run = the_run(uri, TOKEN)
     history = client.get_metric_history(run.info.run_id, "loss")
-    assert [(one.step, one.value) for one in history] == [(1, 1.0), (2, 0.5), (3, 1.0 / 3), (4, 0.25)]
-    assert all(abs(one.timestamp / 1000 - time.time()) < 300 for one in history)
+    assert [(point.step, point.value) for point in history] == [(1, 1.0), (2, 0.5), (3, 1.0 / 3), (4, 0.25)]
+    assert all(abs(point.timestamp / 1000 - time.time()) < 300 for point in history)
     assert run.info.status == "FINISHED"
     assert {name: run.data.params[name] for name in ("lr", "model.layers", "api_key")} == {
         "lr": "0.1",
@@ -148,7 +148,7 @@ def test_a_server_that_is_killed_and_comes_back(
             if experiment is None
             else client.search_runs([experiment.experiment_id], f"tags.`trainer_lib.run` = '{'c' * 32}'")
         )
-        return [one.step for one in client.get_metric_history(runs[0].info.run_id, "loss")] if runs else []
+        return [point.step for point in client.get_metric_history(runs[0].info.run_id, "loss")] if runs else []
 
     end = time.monotonic() + 60
     while arrived() != [0]:

@@ -1,4 +1,4 @@
-"""Trackers by their names, and what is said of those that there are not."""
+"""Tests of trackers by name, and of errors for unknown names."""
 
 import importlib.metadata
 from typing import Any
@@ -46,12 +46,12 @@ def test_names_and_objects_may_be_mixed() -> None:
         (3, "Unknown tracker '3'"),
     ],
 )
-def test_what_cannot_be_meant_is_said(wanted: Any, said: str) -> None:
+def test_invalid_trackers_are_refused(wanted: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         registry.resolve(wanted, "log_with")
 
 
-def test_a_package_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_lib.tracking.base.is_package_available", lambda module: False)
     with pytest.raises(MissingPackageError, match=r"needs the package comet_ml.*pip install trainer_lib\[comet\]"):
         Accelerator(cpu=True, log_with="comet_ml")
@@ -59,7 +59,7 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(monkeypatch: pytest
     assert filter_trackers(["wandb", "jsonl"], "logs") == ["jsonl"]
 
 
-def test_all_is_what_is_installed_and_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_all_means_installed_and_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("COMET_API_KEY", "WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -72,7 +72,7 @@ def test_all_is_what_is_installed_and_configured(monkeypatch: pytest.MonkeyPatch
     assert ("wandb" in found, "comet_ml" in found) == (is_package_available("wandb"), is_package_available("comet_ml"))
 
 
-def test_classes_of_ones_own_have_free_names() -> None:
+def test_registered_classes_need_unused_names() -> None:
     register_tracker_class(Silent)
     register_tracker_class(Silent)  # as a module that is imported again does
     assert registry.tracker_class("silent") is Silent

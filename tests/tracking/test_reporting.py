@@ -1,4 +1,4 @@
-"""The engine's side: what `Accelerator` takes, tells and returns."""
+"""Tests of trackers in the Accelerator."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_names_take_their_folder_and_options(tmp_path: Path) -> None:
     assert lines[2] == {"step": 1, "table": "table", "columns": ["a"], "data": [[1], [2]]}
 
 
-def test_one_in_another_process_passes_calls_on(tmp_path: Path) -> None:
+def test_a_tracker_in_another_process_forwards_calls(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="misbehaving", project_dir=tmp_path)
     options = {"path": str(tmp_path / "taken"), "apart": True}
     accelerator.init_trackers("project", init_kwargs={"misbehaving": options})
@@ -123,13 +123,13 @@ def test_a_thread_may_be_asked_for(tmp_path: Path) -> None:
         (lambda a: a.get_tracker("json"), "Unknown tracker 'json'. Known: jsonl. Did you mean 'jsonl'"),
     ],
 )
-def test_what_cannot_be_done_is_said(tmp_path: Path, make: Any, said: str) -> None:
+def test_unsupported_calls_raise(tmp_path: Path, make: Any, said: str) -> None:
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
     with pytest.raises(ConfigurationError, match=said):
         make(accelerator)
 
 
-def test_folders_that_there_are_not(tmp_path: Path) -> None:
+def test_missing_and_unwritable_folders_raise(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path / "file" / "inside")
     with pytest.raises(ConfigurationError, match=r"jsonl cannot write to .*inside: Not a directory. Give another"):

@@ -1,4 +1,4 @@
-"""What becomes of values on their way: snapshot as they were, then plain and flat; and no secrets."""
+"""Tests of logged values: copied at the time of the log, made plain and flat, with secrets masked."""
 
 import dataclasses
 from enum import Enum
@@ -42,7 +42,7 @@ def test_plain_metrics_are_numbers_by_flat_names() -> None:
     assert refused == {}
 
 
-def test_what_is_no_number_is_refused_by_name() -> None:
+def test_unsupported_values_are_refused_by_name() -> None:
     values: dict[str, Any] = {"logits": torch.ones(2, 3), "array": np.ones(4), "list": [1.0], "none": None, "text": "t"}
     good, refused = plain_metrics(values, takes_texts=False)
     assert good == {}
@@ -99,7 +99,7 @@ def test_settings_are_plain_and_without_secrets() -> None:
 @pytest.mark.parametrize(
     "name", ["api_key", "apiKey", "WANDB_API_KEY", "password", "hub_token", "token", "aws_secret_access_key", "secret"]
 )
-def test_secrets_are_told_by_their_names(name: str) -> None:
+def test_secrets_are_recognized_by_name(name: str) -> None:
     assert is_secret(name)
     assert masked({name: "x", "list": [{name: "y"}]}) == {name: "***", "list": [{name: "***"}]}
     assert masked({name: 5, "steps": 3}) == {name: 5, "steps": 3}  # no number opens a door
@@ -108,11 +108,11 @@ def test_secrets_are_told_by_their_names(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["max_tokens", "pad_token", "eos_token", "tokenizer", "key", "keep_last", "num_token_ids"]
 )
-def test_what_only_looks_like_one_stays(name: str) -> None:
+def test_similar_names_are_not_masked(name: str) -> None:
     assert masked({name: "value"}) == {name: "value"}
 
 
-def test_addresses_are_shown_without_who_may_use_them() -> None:
+def test_urls_are_shown_without_credentials() -> None:
     assert masked("postgresql://me:pw@host:5432/db") == "postgresql://***@host:5432/db"
     assert masked({"uri": "https://host/x?api_key=k&n=1"}) == {"uri": "https://host/x?api_key=***&n=1"}
     assert masked("https://host/a@b") == "https://host/a@b"
