@@ -36,7 +36,7 @@ def test_better_is_more_where_the_name_says_so_or_the_user() -> None:
     assert stops_after(EarlyStopping("eval_accuracy", 1), 0.1, 0.2, 0.1)[0] == 3
     assert stops_after(EarlyStopping("eval_harmony", 1, greater_is_better=True), 0.1, 0.2, 0.1)[0] == 3
     assert stops_after(EarlyStopping("eval_harmony", 1, greater_is_better=False), 0.1, 0.2)[0] == 2
-    with pytest.raises(ConfigurationError, match="'eval_harmony' is better cannot be told"):
+    with pytest.raises(ConfigurationError, match="cannot be inferred from the name of the metric 'eval_harmony'"):
         EarlyStopping("eval_harmony")
 
 
