@@ -102,7 +102,7 @@ def test_memory_is_taken_once_and_more_only_where_a_state_has_grown() -> None:
 # -- one process -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_what_was_there_at_the_call(tmp_path: Path) -> None:
+def test_a_background_save_writes_the_values_at_the_time_of_the_call(tmp_path: Path) -> None:
     accelerator, model, optimizer = trained(tmp_path, updates=2)
     for _ in range(3):  # in new memory, and in memory that is used again
         train(accelerator, model, optimizer)
@@ -128,7 +128,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Any:
     return may_go
 
 
-def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_during_a_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model, optimizer = trained(tmp_path)
     may_go = held_up(monkeypatch)
     folder = Path(accelerator.save_state(tmp_path / "state", background=True))
@@ -170,7 +170,7 @@ def test_numbers_and_limits_under_automatic_naming(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
 
 
-def test_what_cannot_be_saved_at_all_is_told_at_once(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_raises_at_the_call(tmp_path: Path) -> None:
     accelerator, *_ = trained(tmp_path)
 
     class Odd:
@@ -213,7 +213,7 @@ def told_later(project: Path, spoil_disk: Any, rank: int, then: str) -> tuple[st
 
 
 @pytest.mark.parametrize("then", ["wait_for_save", "save_state", "load_state", "end_training"])
-def test_an_error_of_the_thread_is_told_by_what_comes_next(then: str, tmp_path: Path) -> None:
+def test_the_next_call_raises_the_error_of_the_thread(then: str, tmp_path: Path) -> None:
     ((said, is_as_before),) = run_world(told_later, (tmp_path, full_disk, 0, then), 1, timeout=60)
     assert said.startswith(f"The checkpoint {tmp_path / 'state'} could not be saved in the background. ")
     assert re.search(r"could not be written: File too large", said)
@@ -223,7 +223,7 @@ def test_an_error_of_the_thread_is_told_by_what_comes_next(then: str, tmp_path: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("then", ["wait_for_save", "save_state"])
-def test_an_error_on_one_process_is_told_on_all(rank: int, then: str, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_raises_on_all_ranks(rank: int, then: str, tmp_path: Path) -> None:
     runs = run_world(told_later, (tmp_path, failing_disk, rank, then), timeout=60)
     for process, (said, is_as_before) in enumerate(runs):
         assert f"The checkpoint {tmp_path / 'state'} could not be saved in the background" in said
@@ -322,7 +322,7 @@ def test_a_process_that_ends_finishes_its_save_first(how: str, code: int, proces
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_a_failure_that_nobody_asked_for_is_told_at_the_end(tmp_path: Path) -> None:
+def test_an_unraised_error_is_logged_at_the_end_of_the_process(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "script.py", "state", "fails"]

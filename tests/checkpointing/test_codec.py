@@ -176,12 +176,12 @@ def test_anything_else_is_refused_by_its_path_and_pickled_on_request(value: Any,
         decode(encode(state, allow_pickle=True))
 
 
-def test_what_pickle_cannot_take_either_is_told() -> None:
+def test_a_value_that_cannot_be_pickled_raises() -> None:
     with pytest.raises(CheckpointError, match=r"\['a'\] is a builtins.function, which cannot be pickled either"):
         encode({"a": lambda: 0}, allow_pickle=True)
 
 
-def test_a_state_inside_of_itself_is_told() -> None:
+def test_a_state_that_contains_itself_raises() -> None:
     state: dict[str, Any] = {"a": []}
     state["a"].append(state)
     with pytest.raises(CheckpointError, match=r"\['a.0'\] contains itself"):
@@ -201,6 +201,6 @@ def test_a_state_inside_of_itself_is_told() -> None:
         ({"a": {"$device": "nowhere"}}, r"\['a'\] is damaged"),
     ],
 )
-def test_damage_is_told_by_its_path(tree: Any, complaint: str) -> None:
+def test_damage_is_reported_with_its_path(tree: Any, complaint: str) -> None:
     with pytest.raises(CheckpointError, match=complaint):
         decode(Encoded(tree, {}))

@@ -80,7 +80,7 @@ def losses_after(result: Any, step: int) -> list[float]:
     return [entry["loss"] for entry in result.history if entry["step"] > step and "loss" in entry]
 
 
-def test_training_of_hugging_faces_trainer_goes_on_as_there(tmp_path: Path) -> None:
+def test_a_converted_checkpoint_of_hugging_faces_trainer_resumes_equally(tmp_path: Path) -> None:
     found = convert(OF_TRAINER, tmp_path / "converted")
     assert (found.step, found.epochs, found.left_out.keys()) == (7, 1.4, {"training_args.bin", "engine"})
     manifest = verify_state(tmp_path / "converted")
@@ -157,13 +157,13 @@ def test_its_optimizer_is_that_of_other_groups_too(tmp_path: Path, caplog: pytes
         ({"lr_scheduler": "plateau"}, r"The imported schedule state has .*lr_lambdas.*--without scheduler"),
     ],
 )
-def test_what_is_of_another_class_is_told(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_a_state_of_another_class_raises(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     convert(OF_TRAINER, tmp_path / "converted")
     with pytest.raises(StateError, match=words):
         language_trainer(**options).fit(resume=str(tmp_path / "converted"))
 
 
-def test_a_model_with_other_parameters_is_told(tmp_path: Path) -> None:
+def test_a_model_with_other_parameters_raises(tmp_path: Path) -> None:
     def smaller(folder: Path) -> None:
         state = torch.load(folder / "optimizer.pt", weights_only=True)
         state["state"][3]["exp_avg"] = torch.ones(7)
@@ -207,7 +207,7 @@ def rest(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, sche
 
 
 @pytest.mark.parametrize("epochs", [None, 1.4])
-def test_a_loop_of_accelerate_goes_on_as_there(
+def test_a_converted_checkpoint_of_accelerate_resumes_equally(
     tmp_path: Path, epochs: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = convert(OF_ACCELERATE, tmp_path / "converted", epochs)
@@ -267,7 +267,7 @@ def test_all_that_accelerate_may_save_is_read(tmp_path: Path) -> None:
     assert list(load_file(tmp_path / "converted" / "model_1.safetensors")) == ["weight"]
 
 
-def test_another_schedule_is_told_or_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_schedule_raises_unless_it_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     convert(OF_ACCELERATE, tmp_path / "converted")
     accelerator, *_ = prepared(torch.optim.lr_scheduler.StepLR, step_size=2)
     with pytest.raises(StateError, match=r"The imported schedule state has T_max.*--without scheduler"):
@@ -377,7 +377,7 @@ def test_what_cannot_be_read_is_refused_by_name(
     assert not list(tmp_path.glob("converted*"))
 
 
-def test_who_gives_such_a_folder_is_told_of_the_command(tmp_path: Path) -> None:
+def test_a_folder_of_another_library_raises_with_the_command(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"by Hugging Face's Trainer. To resume .* `trainer-lib checkpoint convert .* TARGET`"
     ):

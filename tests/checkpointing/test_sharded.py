@@ -191,7 +191,7 @@ def test_weights_are_read_from_shards_and_saved_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_model_is_told_on_all_processes(tmp_path: Path) -> None:
+def test_another_model_raises_on_all_ranks(tmp_path: Path) -> None:
     class Wider(Stack):
         def __init__(self) -> None:
             super().__init__()
@@ -258,7 +258,7 @@ def test_each_machine_has_whole_weights_only_where_the_main_process_is(tmp_path:
     assert names[1] == {"random_states_1.safetensors"}
 
 
-def test_an_unfinished_window_begins_anew_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unfinished_window_restarts_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def body() -> Any:
         accelerator = engine(SHARDED)
         network = stack(Stack)
@@ -280,7 +280,7 @@ def test_an_unfinished_window_begins_anew_and_says_so(tmp_path: Path, caplog: py
 
     first, second = run_forked(body, timeout=60)
     assert first[0] == second[0] == [False, False, True]
-    assert "Gradients of an unfinished window" in first[1]
+    assert "load_state restarts the window" in first[1]
 
 
 @pytest.mark.parametrize("counts", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -316,18 +316,18 @@ def test_optimizers_that_take_turns_have_no_unfinished_window(
         return before, caplog.text
 
     for before, after in run_forked(body, timeout=60)[:1]:
-        assert "unfinished window" not in before
-        assert "Gradients of an unfinished window" in after
+        assert "restarts the window" not in before
+        assert "load_state restarts the window" in after
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ({"safe_serialization": False}, "shards are safetensors"),
-        ({"max_shard_size": "1MB"}, "each process writes its shards into one file"),
+        ({"safe_serialization": False}, "which requires safetensors"),
+        ({"max_shard_size": "1MB"}, "each rank writes its shards into one file"),
     ],
 )
-def test_words_that_mean_nothing_for_shards_are_refused(tmp_path: Path, words: Any, complaint: str) -> None:
+def test_options_that_shards_do_not_support_are_refused(tmp_path: Path, words: Any, complaint: str) -> None:
     def body() -> None:
         accelerator = engine(SHARDED)
         accelerator.prepare(stack(Stack))

@@ -130,7 +130,7 @@ def test_the_device_asked_for_is_where_the_model_goes(tmp_path: Path) -> None:
         load_checkpoint_in_model(loaded, tmp_path, device_map={"": "gpu"})
 
 
-def test_differences_are_told_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_and_unexpected_weights_are_logged_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path)
     model = nn.Sequential(nn.Linear(8, 16), nn.PReLU())
     with pytest.raises(StateError, match=r"missing: 1.weight; not in this model: 2.bias, 2.weight"):
@@ -163,7 +163,7 @@ def test_what_this_version_cannot_do_is_refused(tmp_path: Path, options: dict[st
         load_checkpoint_in_model(toy.model(), tmp_path, **options)
 
 
-def test_a_place_that_is_no_folder_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="is a file, and weights are saved to a folder"):
         saved(tmp_path / "file")
@@ -175,7 +175,7 @@ def test_a_place_that_is_no_folder_is_told(tmp_path: Path) -> None:
         Accelerator(cpu=True).save_model(nn.Linear(2, 2, bias=False, device="meta"), tmp_path / "weights")
 
 
-def test_extra_state_is_told_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_extra_state_that_is_not_saved_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
             return "more"

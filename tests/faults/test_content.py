@@ -411,14 +411,18 @@ def test_a_link_in_the_place_of_shards_is_refused(
 # -- what is of something else ---------------------------------------------------------------------------------------
 
 
-def test_a_later_format_is_refused_with_who_wrote_it(state: Path, training: Accelerator, ledger: Ledger) -> None:
+def test_a_later_format_is_refused_with_the_version_that_wrote_it(
+    state: Path, training: Accelerator, ledger: Ledger
+) -> None:
     reseal(state, schema=99, versions={"trainer_lib": "9.0"})
     with pytest.raises(CheckpointError, match=r"has format 99, and this .* written by trainer_lib 9\.0"):
         training.load_state(state)
     ledger.note("content", "a checkpoint of a later format", injected=1, refused=1)
 
 
-def test_what_is_no_state_is_refused_by_name(tmp_path: Path, training: Accelerator, ledger: Ledger) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_refused_by_name(
+    tmp_path: Path, training: Accelerator, ledger: Ledger
+) -> None:
     makers: dict[str, Callable[[Path], Any]] = {
         "is not a checkpoint": lambda path: path.mkdir(),
         "There is no checkpoint": lambda path: None,

@@ -77,7 +77,7 @@ def test_every_byte_of_the_manifest_counts(state: Path, trials: Trials, ledger: 
             ledger.note("damage", "a bit of each byte of a manifest", injected=1, noticed=1, named=1)
 
 
-def test_what_is_damaged_is_not_loaded(state: Path, tmp_path: Path, trials: Trials, ledger: Ledger) -> None:
+def test_a_damaged_checkpoint_is_not_loaded(state: Path, tmp_path: Path, trials: Trials, ledger: Ledger) -> None:
     accelerator, *_ = trained(tmp_path, updates=3)
     before = digest(accelerator)
     for kind, file in damages(state, trials(60, 500), seed=1):
@@ -89,7 +89,7 @@ def test_what_is_damaged_is_not_loaded(state: Path, tmp_path: Path, trials: Tria
     assert digest(accelerator) != before
 
 
-def test_what_was_expected_and_found_is_told(state: Path) -> None:
+def test_errors_name_the_expected_and_the_actual_value(state: Path) -> None:
     path = state / "model.safetensors"
     expected = checksum_of(path)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
@@ -107,7 +107,7 @@ def test_weights_alone_are_checked_too(state: Path) -> None:
         load_checkpoint_in_model(toy.model(), state, strict=True)
 
 
-def test_a_size_is_told_without_reading(state: Path) -> None:
+def test_a_wrong_size_is_reported_without_reading_the_file(state: Path) -> None:
     (state / "optimizer.json").chmod(0)
     with (state / "model.safetensors").open("ab") as file:
         file.write(b"!")
@@ -155,7 +155,7 @@ def test_processes_share_the_reading(states: Path) -> None:
 # -- the one before it -----------------------------------------------------------------------------------------------
 
 
-def test_the_newest_that_is_whole_is_loaded_and_the_others_are_kept(
+def test_the_newest_intact_checkpoint_is_loaded_and_the_others_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator, found = saved_often(tmp_path, total_limit=3)
@@ -175,7 +175,7 @@ def test_the_newest_that_is_whole_is_loaded_and_the_others_are_kept(
     assert names == ["checkpoint_1.damaged", "checkpoint_2", "checkpoint_2.damaged", "checkpoint_3", "checkpoint_4"]
 
 
-def test_where_none_is_whole_all_are_named(tmp_path: Path) -> None:
+def test_an_error_names_all_checkpoints_if_none_is_intact(tmp_path: Path) -> None:
     accelerator, _ = saved_often(tmp_path)
     for number in range(3):
         spoil(tmp_path / "checkpoints" / f"checkpoint_{number}" / "model.safetensors")
@@ -183,7 +183,7 @@ def test_where_none_is_whole_all_are_named(tmp_path: Path) -> None:
         accelerator.load_state()
 
 
-def test_two_processes_agree_on_what_is_damaged(tmp_path: Path) -> None:
+def test_two_ranks_agree_on_the_damage(tmp_path: Path) -> None:
     def body() -> tuple[bool, list[str]]:
         accelerator, found = saved_often(tmp_path)
         if accelerator.is_main_process:
@@ -216,7 +216,7 @@ def test_accelerates_own_states_are_left_alone(tmp_path: Path) -> None:
         lambda folder: (folder / "optimizer.json").unlink(),
     ],
 )
-def test_a_run_goes_on_from_the_checkpoint_before(
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     harm: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = one_run(tmp_path / "whole")
@@ -229,7 +229,7 @@ def test_a_run_goes_on_from_the_checkpoint_before(
     assert (folder / "checkpoint-00000006.damaged").is_dir()
 
 
-def test_a_run_without_any_whole_checkpoint_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_without_an_intact_checkpoint_starts_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = one_run(tmp_path / "whole")
     one_run(tmp_path / "parts", 3)
     (folder,) = (tmp_path / "parts").glob("*/checkpoints/checkpoint-00000002")

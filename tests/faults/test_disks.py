@@ -110,7 +110,7 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
         ("a disk that fails, on one of two processes", failing_disk, r"could not be written: Input/output error"),
     ],
 )
-def test_a_full_or_failing_disk_on_one_process_is_told_on_all(
+def test_a_full_or_failing_disk_on_one_rank_raises_on_all_ranks(
     what: str, spoil: Callable[[Path], None], reason: str, rank: int, tmp_path: Path, ledger: Ledger
 ) -> None:
     runs = run_world(said_on_failure, (tmp_path, spoil, rank), timeout=60)
@@ -148,9 +148,7 @@ def test_pickled_weights_fail_as_clearly(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_became_read_only_is_told_and_what_is_there_is_loaded(
-    small_disk: SmallDisk, ledger: Ledger
-) -> None:
+def test_a_read_only_disk_raises_on_save_and_still_loads(small_disk: SmallDisk, ledger: Ledger) -> None:
     def body() -> tuple[str, bool]:
         accelerator, model, optimizer = trained(small_disk.folder)
         folder = accelerator.save_state()
@@ -181,7 +179,7 @@ def of_another(tmp_path: Path) -> Iterator[Path]:
 _NOBODY = 65534
 
 
-def test_a_folder_without_permission_is_told_and_left_alone(of_another: Path, ledger: Ledger) -> None:
+def test_a_folder_without_permission_raises_and_is_unchanged(of_another: Path, ledger: Ledger) -> None:
     def body() -> tuple[list[str], bool]:
         accelerator, *_ = trained(of_another)
         saved = digest(accelerator)
@@ -218,7 +216,7 @@ def test_a_folder_without_permission_is_told_and_left_alone(of_another: Path, le
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="root may write anywhere")
-def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_to_raises(tmp_path: Path) -> None:
     accelerator, *_ = trained(tmp_path)
     read_only = Path("/proc/sys") if os.geteuid() == 0 else tmp_path
     if os.geteuid() != 0:
@@ -261,7 +259,7 @@ class FullDisk(Modifier):
         self._empty()
 
 
-def goes_on(folder: Path, in_background: bool, disk: FullDisk) -> tuple[list[int], list[str]]:
+def continued(folder: Path, in_background: bool, disk: FullDisk) -> tuple[list[int], list[str]]:
     """Train on a disk that is full for a while; return the steps that were saved, and what was warned of."""
     args = arguments(output_dir=folder, save_every=2, max_steps=8, save_in_background=in_background)
     one = trainer(args, train_dataset=points(64), callbacks=[disk])
@@ -291,19 +289,19 @@ def assert_went_on(runs: list[tuple[list[int], list[str]]], output: Path, reason
         pytest.param(1, False, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_when_one_process_cannot_write(
+def test_a_run_continues_when_one_rank_cannot_write(
     in_background: bool, rank: int, tmp_path: Path, ledger: Ledger
 ) -> None:
-    runs = run_world(goes_on, (tmp_path, in_background, FullDisk(4, rank)), 2, timeout=60)
+    runs = run_world(continued, (tmp_path, in_background, FullDisk(4, rank)), 2, timeout=60)
     assert_went_on(runs, tmp_path, "File too large")
     ledger.note("disks", "a Trainer, and a limit on one of two processes", injected=1, told=1, whole=1, went_on=1)
 
 
 @pytest.mark.parametrize("in_background", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_run_goes_on_when_the_disk_is_full(in_background: bool, small_disk: SmallDisk, ledger: Ledger) -> None:
+def test_a_run_continues_when_the_disk_is_full(in_background: bool, small_disk: SmallDisk, ledger: Ledger) -> None:
     output = small_disk.folder / "runs"
     disk = FullDisk(4, 0, lambda folder: small_disk.fill(leave=3000), small_disk.empty)
-    runs = run_world(goes_on, (output, in_background, disk), 2, timeout=60)
+    runs = run_world(continued, (output, in_background, disk), 2, timeout=60)
     assert_went_on(runs, output, "No space left on device")
     ledger.note("disks", "a Trainer, and a file system that is full", injected=1, told=1, whole=1, went_on=1)
 
@@ -397,7 +395,7 @@ def test_a_run_whose_end_is_not_on_disk_is_not_finished(in_background: bool, tmp
     assert json.loads(file.read_text())["status"] == "finished"
 
 
-def test_a_run_is_gone_on_with_while_the_disk_is_full(small_disk: SmallDisk, ledger: Ledger) -> None:
+def test_a_run_resumes_while_the_disk_is_full(small_disk: SmallDisk, ledger: Ledger) -> None:
     output = small_disk.folder / "runs"
     (whole,) = run_world(one_run, (small_disk.folder / "whole",), 1, timeout=60)
     assert run_world(one_run, (output, 5), 1, timeout=60) == [None]

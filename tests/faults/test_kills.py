@@ -171,7 +171,7 @@ def what_was_lost(diary: list[dict[str, Any]]) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("automatic", [False, True])
-def test_killed_at_any_step_the_older_or_the_newer_state_is_whole(
+def test_a_kill_at_any_step_leaves_the_older_or_the_newer_checkpoint_intact(
     automatic: bool, tmp_path: Path, ledger: Ledger
 ) -> None:
     accelerator, model, optimizer = trained(tmp_path / "base", total_limit=2)

@@ -235,7 +235,7 @@ def unfinished(folder: Path, loads: bool) -> Any:
     return None
 
 
-def test_an_unfinished_window_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unfinished_window_restarts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_world(unfinished, (tmp_path / "state", False), 2, timeout=60)
     assert unfinished(tmp_path / "state", True) == [False, True, False, True]
     assert "within an accumulation window (1 micro-batches) by another number of ranks" in caplog.text

@@ -3,11 +3,11 @@
 from tests.faults.ledger import PAGE, Ledger, page, recorded
 
 
-def test_the_page_is_made_from_what_was_recorded() -> None:
+def test_the_page_shows_the_recorded_counts() -> None:
     assert PAGE.read_text() == page(recorded()), "run: python -m tests.faults.ledger"
 
 
-def test_nothing_recorded_was_lost_unnoticed_or_run() -> None:
+def test_no_recorded_fault_lost_a_checkpoint_or_ran_code() -> None:
     tables = recorded()
     for counts in tables["kills"].values():
         assert counts["unloadable"] == 0

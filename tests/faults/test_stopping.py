@@ -140,8 +140,8 @@ def test_signals_to_one_process_or_both(
         delays = dict(zip(who, chance.sample([0.0, apart], len(who)), strict=True))
         asks = [Asks(at, [(which, delays[rank])]) if rank in who else None for rank in range(2)]
         first, second = lives(tmp_path / f"{number}", asks, 2)
-        goes_on = lives(tmp_path / f"{number}", [None, None], 2)
-        is_agreed, is_equal = first == second and first[:2] == [128 + which, which.name], goes_on == whole(2)
+        resumed = lives(tmp_path / f"{number}", [None, None], 2)
+        is_agreed, is_equal = first == second and first[:2] == [128 + which, which.name], resumed == whole(2)
         ledger.note("stops", f"{which.name} {row}", asked=1, agreed=int(is_agreed), equal=int(is_equal))
         assert is_agreed, (number, which, at, delays, first, second)
         assert first[2] >= at
@@ -502,7 +502,7 @@ def test_schedulers_tell_when_a_job_ends(monkeypatch: pytest.MonkeyPatch, caplog
         ({"stop_signals": ["SIGTREM"]}, "Did you mean 'SIGTERM'"),
     ],
 )
-def test_what_cannot_be_is_told_at_construction(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_raise_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         trainer(arguments(**options))
 

@@ -140,7 +140,7 @@ def test_torchrun_beats_slurm_beats_mpi() -> None:
         ({**MPI, "OMPI_COMM_WORLD_RANK": "?"}, "OMPI_COMM_WORLD_RANK='?' is not a whole number."),
     ],
 )
-def test_half_a_world_is_an_error_and_no_lone_process(variables: dict[str, str], told: str) -> None:
+def test_an_incomplete_world_raises(variables: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         world(**variables)
     assert str(caught.value).startswith(told)

@@ -59,7 +59,7 @@ def test_what_is_a_url(tmp_path: Path) -> None:
         (Path("s3://bucket/runs"), "was a URL before it became a Path"),
     ],
 )
-def test_urls_that_cannot_be_taken(url: Any, told: str) -> None:
+def test_unsupported_urls_raise(url: Any, told: str) -> None:
     for take in (path_at, lambda url: TrainingArguments(output_dir=url)):
         with pytest.raises(ConfigurationError, match=told) as error:
             take(url)
@@ -78,7 +78,7 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(cpu=True).save_state("lacking://bucket/state")
 
 
-def test_what_fails_for_a_moment_is_done_again() -> None:
+def test_a_temporary_failure_is_retried() -> None:
     calls: list[int] = []
 
     def work(error: Exception, times: int) -> int:
@@ -180,7 +180,7 @@ def test_processes_without_a_storage_in_common() -> None:
         run_forked(both, timeout=60)
 
 
-def test_two_processes_that_write_one_file() -> None:
+def test_two_ranks_that_write_one_file_raise() -> None:
     def both() -> None:
         accelerator = trained("memory://bucket/project")[0]  # type: ignore[arg-type]
         rank = accelerator.process_index
@@ -191,7 +191,7 @@ def test_two_processes_that_write_one_file() -> None:
         run_forked(both, timeout=60)
 
 
-def test_a_save_that_was_cut_short_is_cleared_away(memory: Any) -> None:
+def test_the_files_of_an_interrupted_save_are_deleted(memory: Any) -> None:
     accelerator, model, optimizer = trained("memory://bucket/project")  # type: ignore[arg-type]
     place = "/bucket/project/checkpoints"
     memory.pipe(f"{place}/checkpoint_0/partial.json", b'["model.safetensors", "old.shards/0.safetensors"]')

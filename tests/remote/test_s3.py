@@ -93,7 +93,7 @@ def test_states_are_saved_replaced_damaged_and_loaded(bucket: str, caplog: pytes
 
 
 @pytest.mark.slow
-def test_two_processes_save_and_one_goes_on(bucket: str) -> None:
+def test_two_ranks_save_and_one_resumes(bucket: str) -> None:
     def both() -> Any:
         accelerator, model, _ = trained(f"{bucket}/two", updates=2)  # type: ignore[arg-type]
         accelerator.save_state(background=True)
@@ -123,7 +123,7 @@ def test_shards(bucket: str) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_goes_on_from_there_on_an_empty_disk(processes: int, bucket: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_s3_on_an_empty_disk(processes: int, bucket: str, tmp_path: Path) -> None:
     def train(folder: Any, dies_at: int | None = None, resume: str = "never") -> list[Any]:
         def each() -> Any:
             return run(folder, {"num_train_epochs": 1, "save_every": 3}, points(100), dies_at, resume=resume)

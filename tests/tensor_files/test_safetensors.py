@@ -99,13 +99,13 @@ def test_what_has_no_plain_values_is_refused_by_name(tmp_path: Path, tensor: Ten
 
 @pytest.mark.parametrize("read", [read_tensors, read_shapes])
 @pytest.mark.parametrize("content", [b"", b"no tensors", b"\xff" * 40, b"\2\0\0\0\0\0\0\0[]"])
-def test_what_is_no_such_file_is_told(tmp_path: Path, read: Any, content: bytes) -> None:
+def test_a_file_that_is_not_safetensors_raises(tmp_path: Path, read: Any, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(CheckpointError, match="file cannot be read as safetensors"):
         read(tmp_path / "file")
 
 
-def test_a_file_cut_short_is_told(tmp_path: Path) -> None:
+def test_a_truncated_file_raises(tmp_path: Path) -> None:
     write_tensors(tensors(), tmp_path / "file")
     whole = (tmp_path / "file").read_bytes()
     (tmp_path / "file").write_bytes(whole[:-1])

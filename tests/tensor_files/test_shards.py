@@ -60,7 +60,7 @@ def test_torchs_reader_reads_the_files(tmp_path: Path) -> None:
     assert state["vector"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_part_that_is_missing_is_told(tmp_path: Path) -> None:
+def test_a_missing_shard_raises(tmp_path: Path) -> None:
     (written(tmp_path) / shard_file(0)).unlink()
     saved = read_shards(tmp_path)["grid"]
     with pytest.raises(CheckpointError, match=r"'grid' is incomplete: the files in .* hold 20 of 35 values"):

@@ -118,7 +118,7 @@ def test_links_within_a_folder_and_within_the_hugging_face_cache_are_fine(tmp_pa
     assert_same(read_weights(snapshot))
 
 
-def test_what_holds_no_weights_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_weights_raises(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"has no weights: neither model.safetensors.* It has notes.txt."):
         read_weights(tmp_path)
