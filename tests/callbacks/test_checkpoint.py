@@ -207,7 +207,7 @@ def test_without_evaluations_the_last_are_kept(tmp_path: Path) -> None:
 def test_the_rest_of_a_killed_deletion_is_deleted_next_time(tmp_path: Path) -> None:
     folder = Folder(tmp_path, Checkpoint(keep_last=1))
     folder.save(1)
-    # The run is killed while it deletes 1, and goes on from 2, which knows of 1.
+    # The run is killed while it deletes 1, and resumes from 2, which lists 1.
     (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-1.deleted")
     folder.save(2)
     assert folder.there() == [2]

@@ -83,7 +83,7 @@ def test_the_state_is_resumed_under_its_key(caplog: pytest.LogCaptureFixture) ->
     after = EarlyStopping(patience=3)
     Dispatcher([EarlyStopping("eval_accuracy"), after]).load_state_dict(state)
     assert stops_after(after, 0.6) == (1, "eval_loss was not better than 0.5 in 3 evaluations")
-    # One that goes by another metric begins anew, and that is told.
+    # A callback with another metric starts fresh, with a warning.
     with caplog.at_level(logging.WARNING):
         other = EarlyStopping("eval_accuracy")
         Dispatcher([other]).load_state_dict(state)

@@ -19,7 +19,7 @@ from trainer_lib.events import Dispatcher
 
 
 def strict(text: str) -> Any:
-    """Read JSON as others do, to whom NaN is none."""
+    """Parse strict JSON, without NaN."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -120,7 +120,7 @@ def test_a_resumed_run_removes_later_lines(tmp_path: Path) -> None:
 def test_how_each_process_ended_stays_in_the_history(tmp_path: Path) -> None:
     path = tmp_path / "log"
     stopped = go_through([JsonlLog(path)], 4, log_every=2)
-    log, run = JsonlLog(path), running(step=2)  # goes on, and is killed at step 8
+    log, run = JsonlLog(path), running(step=2)  # resumed, and killed at step 8
     log.on_fit_begin(run)
     run.state.step = 8
     log.on_log(run, {"loss": 0.5})

@@ -48,7 +48,7 @@ def test_a_truncated_history_is_read_again(tmp_path: Path) -> None:
     append(file, *(line("log", step, loss=float(step)) for step in range(1, 9)))
     history = History(file).read()
     log = JsonlLog(file)
-    log.on_fit_begin(running(step=3))  # goes on, in a new file of this name
+    log.on_fit_begin(running(step=3))  # resumed, in a new file of this name
     assert list(history.read().curves["loss"].values) == [1.0, 2.0, 3.0]
     text = file.read_text()
     os.truncate(file, 0)

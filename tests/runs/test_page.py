@@ -217,7 +217,7 @@ def test_a_live_page_draws_new_values(browser: Browser, tmp_path: Path) -> None:
         with (folder / "history.jsonl").open("a") as file:
             file.write(f"{json.dumps(line('log', 2, loss=0.5))}\n")
         browser.wait_until("document.querySelector('.legend b').innerText === '0.5'")
-        assert browser.run("document.getElementById('log').checked") is True  # as it was left
+        assert browser.run("document.getElementById('log').checked") is True  # the setting is kept
         assert browser.problems == []
         assert {url.removeprefix(live.url) for url in browser.requests} == {"", "data.json"}
     finally:

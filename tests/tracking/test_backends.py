@@ -22,7 +22,7 @@ def needs(module: str, extra: str) -> None:
 
 
 def reported(tracker: str, folder: Path, token: str = "a" * 32, resume_step: int | None = None, **options: Any) -> None:
-    """Report a run of three steps to a tracker, or go on with one."""
+    """Report a run of three steps to a tracker, new or resumed."""
     begin = 0 if resume_step is None else resume_step
     trackers = TrackerGroup(
         tracker, "digits", folder, {tracker: options}, token=token, resume_step=resume_step, patience=PATIENT
