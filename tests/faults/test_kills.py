@@ -153,7 +153,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
 
 
 def what_was_lost(diary: list[dict[str, Any]]) -> tuple[int, int]:
-    """Return how often a run went on from the last commit that it had been told of, or a later one; and lost steps."""
+    """Return how often a run resumed from the last commit that it knew of, or a later one; and lost steps."""
     resumed, most, committed, made = 0, 0, 0, 0
     for line in diary:
         if line["what"] == "saved":
