@@ -1,4 +1,4 @@
-"""Models are asked whether they shift their labels, which decides how many labels a batch compares."""
+"""Whether models shift their labels is measured, which decides how many targets a batch has."""
 
 import copy
 import importlib
@@ -74,22 +74,22 @@ def tiny(name: str) -> nn.Module:
 
 
 def batches(count: int, labels_up_to: int = 20) -> list[dict[str, Tensor]]:
-    """Rows of which some have many labels that count, some one."""
+    """Rows with different numbers of valid labels, down to one."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(3, 20, (count, 7), generator=generator)
     lengths = torch.randint(1, 8, (count,), generator=generator)
     labels = (tokens % labels_up_to).masked_fill(torch.arange(7) >= lengths[:, None], IGNORED)
-    return [{"input_ids": one, "labels": other} for one, other in zip(tokens, labels, strict=True)]
+    return [{"input_ids": row, "labels": targets} for row, targets in zip(tokens, labels, strict=True)]
 
 
 def big_batch_losses(model: Any, data: list[dict[str, Tensor]], size: int) -> list[float]:
-    """Return the loss that a model has of each batch of some rows at once."""
+    """Return the losses of a model on batches of rows."""
     parts = [data[start : start + size] for start in range(0, len(data), size)]
     return [model(**{key: torch.stack([row[key] for row in part]) for key in part[0]}).loss.item() for part in parts]
 
 
 @pytest.mark.parametrize("name", sorted(_SHIFTS))
-def test_models_are_asked(name: str) -> None:
+def test_the_first_batch_shows_whether_a_model_shifts_its_labels(name: str) -> None:
     model = tiny(name)
     batch = {key: torch.stack([row[key] for row in batches(2, 2)]) for key in ("input_ids", "labels")}
     model.train()
@@ -105,7 +105,7 @@ def test_models_are_asked(name: str) -> None:
     ["BartForCausalLM", "XLNetLMHeadModel", "TrOCRForCausalLM", "BertGenerationDecoder", "GPT2LMHeadModel"],
 )
 @pytest.mark.parametrize("processes", [1, 2])
-def test_updates_are_those_of_one_big_batch(name: str, processes: int) -> None:
+def test_updates_equal_those_of_one_big_batch(name: str, processes: int) -> None:
     data = batches(14)
 
     def one() -> list[float]:
@@ -118,7 +118,7 @@ def test_updates_are_those_of_one_big_batch(name: str, processes: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["BartForCausalLM", "GPT2LMHeadModel"])
-def test_sharded_models_are_asked_on_all_ranks(name: str) -> None:
+def test_sharded_models_are_measured_on_all_ranks(name: str) -> None:
     data = batches(14)
 
     def one() -> list[float]:
@@ -130,7 +130,7 @@ def test_sharded_models_are_asked_on_all_ranks(name: str) -> None:
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def test_questions_whose_answer_lies_behind_the_text_do_not_count() -> None:
+def test_answers_after_the_end_of_the_text_are_not_counted() -> None:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(3, 20, (12, 7), generator=generator)
     starts = torch.tensor([0, 9, 9, 9, 3, 2, 9, 1, 5, 5, 9, 9])
@@ -147,7 +147,7 @@ def test_questions_whose_answer_lies_behind_the_text_do_not_count() -> None:
 
 
 class Shifting(nn.Module):
-    """Not of transformers: its class name is all there is, since -100 may mean anything to it."""
+    """A model outside of transformers: its class name decides, since it may not ignore -100."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,14 +162,14 @@ class ShiftingForCausalLM(Shifting):
     pass
 
 
-def test_other_models_are_not_asked() -> None:
+def test_models_outside_of_transformers_are_not_measured() -> None:
     batch = {"labels": torch.ones(2, 3, dtype=torch.int64)}
     for model, expected in ((Shifting(), False), (ShiftingForCausalLM(), True)):
         assert LabelShift(model, False, None)(batch) is expected
         assert model.calls == 0
 
 
-def test_a_model_is_asked_once_and_only_about_token_labels() -> None:
+def test_a_model_is_measured_once_and_only_with_token_labels() -> None:
     model: Any = tiny("GPT2LMHeadModel")
     forward, asked = model.forward, list[Any]()
     model.forward = lambda **inputs: asked.append(inputs) or forward(**inputs)
@@ -205,8 +205,8 @@ def heads() -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_head_of_transformers_is_judged_by_what_it_does(request: pytest.FixtureRequest) -> None:
-    """What a head does is told by its logits: its loss is the cross entropy with the labels as they are, or shifted.
+def test_the_label_shift_of_every_head_of_transformers_is_detected(request: pytest.FixtureRequest) -> None:
+    """The logits of a head show the expected answer: its loss is the cross entropy with unshifted or shifted labels.
 
     Every fourth head in turn; all of them with `--soak`.
     """

@@ -1,4 +1,4 @@
-"""A loss of which micro-batches do not add up to one big batch is named at the first batch."""
+"""A warning at the first batch for losses whose micro-batches do not add up to one big batch."""
 
 import logging
 from typing import Any
@@ -37,7 +37,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, model: Any, data: Any, **more:
 
 
 def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Each sample against all others of its batch."""
+    """A loss of each sample against all others of its batch."""
     similar = normalize(outputs) @ normalize(outputs).T
     return cross_entropy(similar, torch.arange(len(outputs))) + 0 * targets.sum()
 
@@ -67,41 +67,45 @@ def network() -> nn.Module:
     ],
     ids=["two losses", "experts", "experts without", "causal", "not shifted", "encoder and decoder"],
 )
-def test_losses_of_models(make: Any, is_named: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_losses_that_are_not_means_give_a_warning(
+    make: Any, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model, data = make()
     assert len(warnings_of(caplog, model, data)) == is_named
 
 
 @pytest.mark.parametrize(("loss_fn", "is_named"), [(contrastive, True), (plain, False), (summed, False)])
-def test_loss_functions(loss_fn: Any, is_named: bool, caplog: pytest.LogCaptureFixture) -> None:
-    told = warnings_of(caplog, network(), samples(8), loss_fn=loss_fn)
-    assert len(told) == is_named
-    assert all(loss_fn.__name__ in text for text in told)
+def test_loss_functions_that_are_not_means_give_a_warning(
+    loss_fn: Any, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warnings = warnings_of(caplog, network(), samples(8), loss_fn=loss_fn)
+    assert len(warnings) == is_named
+    assert all(loss_fn.__name__ in text for text in warnings)
 
 
-def test_nothing_is_asked_where_a_batch_is_an_update(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_of_a_single_batch_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:
     assert not warnings_of(
         caplog, network(), samples(8), loss_fn=contrastive, options={"gradient_accumulation_steps": 1}
     )
 
 
-def test_several_ranks_make_an_update_of_several_batches() -> None:
+def test_an_update_over_several_ranks_is_checked() -> None:
     def one() -> bool:
-        told: list[str] = []
+        warnings: list[str] = []
         logger = logging.getLogger("trainer_lib.trainer.losses.mean_check")
         handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
         logger.addHandler(handler)
         train(Trainer(network(), arguments(), train_dataset=samples(16), loss_fn=contrastive))
         logger.removeHandler(handler)
-        return any(TEXT in text for text in told)
+        return any(TEXT in text for text in warnings)
 
     assert run_world(one, (), 2, timeout=60)[0]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_asking_leaves_no_trace(accumulation: int) -> None:
-    """The statistics of BatchNorm and what dropout draws are those of a loss that torch has, which is not checked."""
+def test_the_check_has_no_side_effects(accumulation: int) -> None:
+    """BatchNorm statistics and dropout equal those of a run with a loss of torch, which is not checked."""
 
     def weights(loss_fn: Any) -> list[Tensor]:
         model = network()
@@ -109,12 +113,12 @@ def test_asking_leaves_no_trace(accumulation: int) -> None:
         train(Trainer(model, options, train_dataset=samples(16), loss_fn=loss_fn))
         return list(model.state_dict().values())
 
-    for one, other in zip(weights(plain), weights(cross_entropy), strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(weights(plain), weights(cross_entropy), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_token_labels_of_other_models_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """-100 may mean anything to a model that is not one of transformers."""
+def test_token_labels_of_other_models_are_not_masked(caplog: pytest.LogCaptureFixture) -> None:
+    """A model outside of transformers may not ignore -100."""
 
     class Careful(nn.Module):
         def __init__(self) -> None:

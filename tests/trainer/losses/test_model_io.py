@@ -1,4 +1,4 @@
-"""Batches of any form go into a model whole: by names or in order, and what it does not take is named."""
+"""Batches of any form reach the model complete, by name or by position; extra columns are an error."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Named(NamedTuple):
 
 
 class Returning(nn.Module):
-    """A classifier that returns its loss, and is called with names too, which it keeps."""
+    """A classifier that returns its loss and records the names of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Returning(nn.Module):
 
 
 class Rows(Dataset[Any]):
-    """Samples as a function makes them."""
+    """Samples from a function."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
@@ -80,7 +80,7 @@ FORMS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_samples_of_any_form_go_in_whole(form: str) -> None:
+def test_samples_of_any_form_reach_the_model_complete(form: str) -> None:
     model = Returning()
     actual = updates_of(model, Rows(FORMS[form]))
     assert model.seen == NAMES
@@ -88,7 +88,7 @@ def test_samples_of_any_form_go_in_whole(form: str) -> None:
     assert_whole(actual, model)
 
 
-def test_texts_and_short_batches_reach_their_process() -> None:
+def test_texts_and_short_batches_reach_their_rank() -> None:
     def body() -> tuple[list[str], Updates]:
         model = Returning()
         return model.seen, updates_of(model, Rows(FORMS["dict"]), gradient_accumulation_steps=1)
@@ -124,7 +124,7 @@ PAIRS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("form", PAIRS)
-def test_with_a_loss_function_targets_stay_outside(form: str) -> None:
+def test_with_a_loss_function_the_model_gets_no_targets(form: str) -> None:
     layers = Returning().layers
     actual = updates_of(layers, Rows(PAIRS[form]), loss_fn=cross_entropy)
     assert_updates(
@@ -155,7 +155,7 @@ def test_several_targets_come_by_name() -> None:
     assert_updates(actual, layers, [whole(0), whole(4)])
 
 
-def test_several_inputs_go_in_by_order() -> None:
+def test_several_inputs_are_passed_by_position() -> None:
     layer = nn.Bilinear(6, 6, 5)
     data = Rows(lambda row: (INPUTS[row], -INPUTS[row], TARGETS[row]))
 
@@ -169,7 +169,7 @@ def test_several_inputs_go_in_by_order() -> None:
 # -- what does not fit ---------------------------------------------------------------------------------------------
 
 
-def test_what_forward_does_not_take_is_named() -> None:
+def test_a_column_that_forward_does_not_take_is_an_error() -> None:
     data = Rows(lambda row: {"inputs": INPUTS[row], "targets": TARGETS[row], "nane": NAMES[row]})
     with pytest.raises(ConfigurationError, match=r"has 'nane', which Returning.forward does not take.*mean 'name'"):
         updates_of(Returning(), data)
@@ -207,10 +207,8 @@ IDS = torch.randint(13, (ROWS, 4), generator=GENERATOR)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("model", [tiny_bert, tiny_gpt, tiny_adapter])
 @pytest.mark.parametrize("column", ["text", "idx"])
-def test_models_of_transformers_are_given_no_columns_that_they_would_drop(
-    model: Callable[[], Any], column: str
-) -> None:
-    """They take **kwargs, and leave lying there what they do not know."""
+def test_columns_that_models_of_transformers_would_ignore_are_an_error(model: Callable[[], Any], column: str) -> None:
+    """Models of transformers take **kwargs and ignore unknown keywords."""
 
     def sample(row: int) -> dict[str, Any]:
         labels = IDS[row] if model is tiny_gpt else TARGETS[row]
@@ -233,7 +231,7 @@ def test_a_model_may_take_any_name() -> None:
     assert len(updates_of(Open(), rows).losses) == 2
 
 
-def test_options_of_transformers_models_go_in() -> None:
+def test_keywords_of_transformers_models_are_accepted() -> None:
     rows = [{"input_ids": IDS[row], "labels": TARGETS[row]} for row in range(ROWS)]
 
     def with_hidden_states(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
@@ -247,7 +245,7 @@ def test_options_of_transformers_models_go_in() -> None:
 # -- the parts of batches and outputs --------------------------------------------------------------------------------
 
 
-def test_labels_that_count_are_the_items() -> None:
+def test_valid_labels_are_the_items() -> None:
     labels = torch.tensor([[1, 2, -100], [-100, -100, 3]])
     assert count_items({"x": torch.zeros(2, 3), "labels": labels}) == 3
     assert count_items({"x": torch.zeros(2, 3), "labels": labels}, shifted=True) == 2
@@ -258,13 +256,13 @@ def test_labels_that_count_are_the_items() -> None:
 
 
 @pytest.mark.parametrize("name", ["labels", "label", "targets", "target", "y"])
-def test_targets_are_known_by_name(name: str) -> None:
+def test_targets_are_found_by_name(name: str) -> None:
     inputs, targets = split({"x": INPUTS, name: TARGETS})
     assert list(inputs) == ["x"]
     assert targets is TARGETS
 
 
-def test_targets_of_questions_are_places() -> None:
+def test_targets_of_question_answering_are_positions() -> None:
     batch = {"input_ids": IDS, "start_positions": TARGETS, "end_positions": TARGETS}
     assert list(targets_of(batch)) == ["start_positions", "end_positions"]
     assert targets_of({"input_ids": IDS, "start_positions": TARGETS}) is None
@@ -290,7 +288,7 @@ LOSS = torch.tensor(2.0)
         (Sample(INPUTS, None, None), None, INPUTS),
     ],
 )
-def test_losses_and_predictions_among_outputs(outputs: Any, loss: Any, predictions: Any) -> None:
+def test_loss_and_predictions_are_found_in_outputs(outputs: Any, loss: Any, predictions: Any) -> None:
     assert loss_of(outputs) is loss
     assert predictions_of(outputs) is predictions
 

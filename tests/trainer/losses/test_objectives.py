@@ -1,4 +1,4 @@
-"""A loss is a sum with its weight, wherever it comes from; and models are asked no more than they can answer."""
+"""Losses as sums with weights, from loss functions and from models."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ BATCH = {"inputs": INPUTS, "labels": TARGETS}
 
 
 class Dividing(nn.Module):
-    """As transformers' models: its loss is a sum divided by a number that it is given, or a mean."""
+    """A model like those of transformers: its loss is a sum divided by a given number, or a mean."""
 
     uses_items = True
 
@@ -29,7 +29,7 @@ class Dividing(nn.Module):
         self.given: list[Any] = []
 
     def loss_function(self) -> None:
-        """Is how such models are known."""
+        """The attribute by which models of transformers are recognized."""
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
         scores = self.layer(inputs)
@@ -51,7 +51,7 @@ def model_loss(model: nn.Module) -> ModelLoss:
 
 
 @pytest.mark.parametrize("cls", [Dividing, Ignoring])
-def test_a_mean_becomes_a_sum_whoever_divides(cls: type[Dividing]) -> None:
+def test_a_mean_becomes_a_sum_for_all_kinds_of_models(cls: type[Dividing]) -> None:
     model = cls()
     objective = model_loss(model)
     wanted = cross_entropy(model.layer(INPUTS), TARGETS, reduction="sum")
@@ -67,7 +67,7 @@ def test_a_mean_becomes_a_sum_whoever_divides(cls: type[Dividing]) -> None:
         torch.testing.assert_close(model.layer.weight.grad, gradient, rtol=1e-6, atol=1e-7)
 
 
-def test_a_model_that_ignores_the_number_is_not_told_it_again() -> None:
+def test_a_model_that_ignores_num_items_gets_it_only_once() -> None:
     model = Ignoring()
     objective = model_loss(model)
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_a_model_that_ignores_the_number_is_not_told_it_again() -> None:
     assert [given is None for given in model.given] == [False, True, True]
 
 
-def test_what_divides_gets_the_number_that_counts() -> None:
+def test_a_model_that_divides_gets_the_number_of_valid_items() -> None:
     model = Dividing()
     objective = model_loss(model)
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_what_divides_gets_the_number_that_counts() -> None:
 
 
 @pytest.mark.parametrize("cls", [Dividing, Ignoring])
-def test_nothing_that_counts_is_a_loss_of_nothing(cls: type[Dividing]) -> None:
+def test_a_batch_without_valid_items_has_loss_zero(cls: type[Dividing]) -> None:
     model = cls()
     objective = model_loss(model)
     for _ in range(2):  # the first batch too
@@ -97,14 +97,14 @@ def test_nothing_that_counts_is_a_loss_of_nothing(cls: type[Dividing]) -> None:
 
 
 @torch.no_grad()
-def test_in_evaluations_the_model_makes_its_own_mean() -> None:
+def test_in_evaluations_the_model_computes_the_mean_itself() -> None:
     model = Dividing()
     result = model_loss(model)(model, BATCH)
     assert model.given == [None]
     torch.testing.assert_close(result.loss, cross_entropy(model.layer(INPUTS), TARGETS, reduction="sum"))
 
 
-def test_without_labels_there_are_outputs_alone() -> None:
+def test_without_labels_there_is_no_loss() -> None:
     model = Dividing()
     outputs, result = model_loss(model).evaluate(model, {"inputs": INPUTS})
     assert result is None
@@ -116,7 +116,7 @@ def test_without_labels_there_are_outputs_alone() -> None:
     torch.testing.assert_close(outputs, model.layer(INPUTS))
 
 
-def test_a_loss_function_of_torch_counts_for_itself() -> None:
+def test_items_of_a_loss_function_of_torch_are_counted() -> None:
     layer = Dividing().layer
     result = LossFunction(nn.CrossEntropyLoss(ignore_index=1), layer, None)(layer, (INPUTS, TARGETS.clamp(min=0)))
     wanted = cross_entropy(layer(INPUTS), TARGETS.clamp(min=0), ignore_index=1, reduction="sum")
@@ -125,7 +125,7 @@ def test_a_loss_function_of_torch_counts_for_itself() -> None:
     assert result.outputs.shape == (4, 5)
 
 
-def test_a_loss_function_may_say_its_weight() -> None:
+def test_a_loss_function_may_return_its_weight() -> None:
     layer = Dividing().layer
 
     def loss_fn(outputs: Tensor, targets: Tensor) -> LossResult:
@@ -137,7 +137,7 @@ def test_a_loss_function_may_say_its_weight() -> None:
     assert result.logs is not None
 
 
-def test_a_loss_function_of_ones_own_gets_the_outputs_as_they_are() -> None:
+def test_a_custom_loss_function_gets_the_outputs_unchanged() -> None:
     model = Dividing()
     seen: list[Any] = []
 
@@ -150,7 +150,7 @@ def test_a_loss_function_of_ones_own_gets_the_outputs_as_they_are() -> None:
     assert result.weight is None  # a mean over what num_items counts
 
 
-def test_causal_models_are_known_in_adapters_too() -> None:
+def test_causal_models_are_recognized_inside_adapters() -> None:
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
     causal = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=13))
@@ -183,7 +183,7 @@ LOGITS = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
     ],
 )
 @pytest.mark.filterwarnings("ignore:Using a target size")
-def test_losses_of_parts_add_up_to_those_of_the_whole(loss_fn: Any, outputs: Tensor, targets: Tensor) -> None:
+def test_losses_of_parts_add_up_to_that_of_the_whole_batch(loss_fn: Any, outputs: Tensor, targets: Tensor) -> None:
     total = summed(loss_fn)
     assert total is not None
     parts = [total(outputs[start:stop], targets[start:stop]) for start, stop in ((0, 2), (2, 5))]
@@ -191,8 +191,8 @@ def test_losses_of_parts_add_up_to_those_of_the_whole(loss_fn: Any, outputs: Ten
     torch.testing.assert_close(mean, loss_fn(outputs, targets), rtol=1e-6, atol=0)
 
 
-def test_a_loss_module_is_used_as_it_is_at_each_batch() -> None:
-    """A schedule of its smoothing or of class weights takes effect; a reduction that is no mean is refused."""
+def test_changed_attributes_of_a_loss_module_take_effect() -> None:
+    """Changed smoothing or class weights take effect; a reduction other than a mean is refused."""
     loss_fn = nn.CrossEntropyLoss()
     total = summed(loss_fn)
     assert total is not None
