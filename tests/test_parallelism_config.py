@@ -81,9 +81,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"parallelism_config": CONFIG(dp_shard_size=2)},
         r"\(dp_replicate_size=1, dp_shard_size=2\) takes 2 processes, and",
     ),
-    ({"parallelism_config": "both"}, "parallelism_config must be a ParallelismConfig, got 'both'."),
-    ({"fsdp_plugin": "full_shard"}, "fsdp_plugin must be a FullyShardedDataParallelPlugin, got 'full_shard'."),
-    ({"fsdp_plugin": PLUGIN(sharding_strategy="HYBRID_SHARD")}, "it is not known how the 1 processes are spread"),
+    ({"parallelism_config": "both"}, "parallelism_config must be a ParallelismConfig .got 'both'"),
+    ({"fsdp_plugin": "full_shard"}, "fsdp_plugin must be a FullyShardedDataParallelPlugin .got 'full_shard'"),
+    ({"fsdp_plugin": PLUGIN(sharding_strategy="HYBRID_SHARD")}, "ranks per machine is unknown .world size 1"),
     (
         {"fsdp_plugin": PLUGIN(), "kwargs_handlers": [DistributedDataParallelKwargs()]},
         "DistributedDataParallelKwargs belong to DDP",
@@ -139,7 +139,7 @@ def test_sizes_choose_the_strategy() -> None:
             sharded,
             sharded,  # one machine has nothing to replicate over
         ]
-        assert "gives each process a whole model" in told[4]
+        assert "keeps a whole model on each rank" in told[4]
         assert "replicates over machines, and ParallelismConfig(dp_shard_size=2) does not" in told[5]
         assert told[6].startswith("reshard_after_forward must be True, False, or a divisor of the 2 ranks")
 

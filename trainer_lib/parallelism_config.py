@@ -1,4 +1,4 @@
-"""This file is `ParallelismConfig`: how many processes replicate a model, and how many share one copy."""
+"""`ParallelismConfig`: how many ranks replicate a model, and how many shard one copy."""
 
 import dataclasses
 import math

@@ -1,6 +1,6 @@
-"""This file is the processes that work together, and what they can say to one another.
+"""Process groups: collectives between ranks, on tensors and objects.
 
-There is always a group: `LoneProcess` is a world of one, so nobody has to ask whether there are others.
+There is always a group: `LoneProcess` is a world of one, so callers need not check the world size.
 """
 
 import atexit
@@ -25,11 +25,11 @@ from trainer_lib.options.ddp_options import InitProcessGroupKwargs
 _worlds = itertools.count()  # that this process has been part of
 _TIME_FOR_THREADS = 0.1  # seconds
 _BETWEEN_LOOKS = 0.02  # seconds
-_formed_by: int | None = None  # the process that last became part of a world
+_formed_by: int | None = None  # the pid of the process that last joined a world
 
 
 class ProcessGroup(Protocol):
-    """What processes can do together. Tensors are of one shape and type on all of them."""
+    """The collectives of a group of ranks. Tensors have the same shape and type on all ranks."""
 
     rank: int
     size: int
@@ -37,46 +37,46 @@ class ProcessGroup(Protocol):
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long one waits for the others; `None` where there are none."""
+        """How long a collective waits for the other ranks; `None` in a world of one."""
         ...
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all ranks have called this."""
         ...
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce over the processes by `sum`, `max` or `min`, in place."""
+        """Reduce over the ranks by `sum`, `max` or `min`, in place."""
         ...
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all processes."""
+        """Return the tensors of all ranks."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite the tensor with that of one process."""
+        """Overwrite the tensor with that of one rank."""
         ...
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects of all processes."""
+        """Return the objects of all ranks."""
         ...
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
-        """Overwrite the list with that of one process."""
+        """Overwrite the list with that of one rank."""
         ...
 
     def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
-        """Return this process's one of the objects that process `source` gives."""
+        """Return this rank's object of those that rank `source` passes."""
         ...
 
     def meet(self, name: str, value: str, patience: float) -> bool:
-        """Whether all processes come here with the same value within so many seconds; all get the same answer.
+        """Whether all ranks call this with the same value within so many seconds; all get the same answer.
 
-        It sends nothing through the group, whose collectives others may be in.
+        It sends nothing through the group, since other ranks may be in one of its collectives.
         """
         ...
 
     def another(self) -> "ProcessGroup":
-        """Return a group of the same processes, for messages of another thread. All of them have to ask."""
+        """Return a group of the same ranks, for messages of another thread. All ranks have to call this."""
         ...
 
     def destroy(self) -> None:
@@ -125,12 +125,12 @@ class LoneProcess:
         return values[0]
 
     def meet(self, name: str, value: str, patience: float) -> bool:
-        """Return yes."""
+        """Return `True`."""
         del name, value, patience
         return True
 
     def another(self) -> "LoneProcess":
-        """Return this one, which has nothing to say."""
+        """Return this group, which sends no messages."""
         return self
 
     def destroy(self) -> None:
@@ -138,11 +138,11 @@ class LoneProcess:
 
 
 class TorchProcesses:
-    """The processes of torch's default group.
+    """The ranks of torch's default group.
 
     Args:
-        timeout: How long one waits for the others; `None`: as torch says.
-        group: Another group of all of them.
+        timeout: How long a collective waits for the other ranks; `None`: torch's default.
+        group: Another group of all ranks.
     """
 
     def __init__(self, timeout: timedelta | None = None, group: Any = None) -> None:
@@ -154,88 +154,88 @@ class TorchProcesses:
 
     @property
     def timeout(self) -> timedelta:
-        """How long one waits for the others."""
+        """How long a collective waits for the other ranks."""
         return self._timeout or dist.distributed_c10d._get_default_timeout(cast(Any, self.backend))
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all ranks have called this."""
         if "nccl" in str(self.backend):
             dist.barrier(self._group, device_ids=[torch.accelerator.current_device_index()])
         else:
             dist.barrier(self._group)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce over the processes, in place."""
-        with _in_a_row(tensor) as values:
+        """Reduce over the ranks, in place."""
+        with _contiguous(tensor) as values:
             dist.all_reduce(values, self._operations[op], group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all processes."""
+        """Return the tensors of all ranks."""
         tensor = tensor.detach().contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather([_as_bytes(one) for one in gathered], _as_bytes(tensor), group=self._group)
+        dist.all_gather([_as_bytes(part) for part in gathered], _as_bytes(tensor), group=self._group)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite the tensor with that of one process."""
+        """Overwrite the tensor with that of one rank."""
         _check_rank(source, self.size)
-        with _in_a_row(tensor) as values:
+        with _contiguous(tensor) as values:
             dist.broadcast(_as_bytes(values), src=source, group=self._group)
         return tensor
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects of all processes."""
+        """Return the objects of all ranks."""
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
-        """Overwrite the list with that of one process."""
+        """Overwrite the list with that of one rank."""
         _check_rank(source, self.size)
         dist.broadcast_object_list(values, src=source, group=self._group)
         return values
 
     def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
-        """Return this process's one of the objects that process `source` gives."""
+        """Return this rank's object of those that rank `source` passes."""
         _check_rank(source, self.size)
         received: list[Any] = [None]
         dist.scatter_object_list(received, None if values is None else list(values), src=source, group=self._group)
         return received[0]
 
     def meet(self, name: str, value: str, patience: float) -> bool:
-        """Whether all processes come here with the same value, as the store tells that brought them together."""
+        """Whether all ranks call this with the same value, according to the store of the world."""
         store = dist.distributed_c10d._get_default_store()
         try:
-            # Numbered, so that nothing of an earlier time is taken for an answer.
-            time_here = f"{name}/{store.add(f'{name}/times/{self.rank}', 1)}"
-            keys = [f"{time_here}/{rank}" for rank in range(self.size)]
+            # Numbered, so that a value of an earlier call is not mistaken for an answer.
+            call = f"{name}/{store.add(f'{name}/times/{self.rank}', 1)}"
+            keys = [f"{call}/{rank}" for rank in range(self.size)]
             store.set(keys[self.rank], value)
             is_same = _has_all(store, keys, value, patience)
-            # One answer for all: that of whoever knows first. A process that gave up has others give up too.
-            answer = store.compare_set(f"{time_here}/answer", "", "yes" if is_same else "no")
-        except RuntimeError:  # the store is gone, with the process that has it
+            # All ranks use the first answer: when one rank gives up, all do.
+            answer = store.compare_set(f"{call}/answer", "", "yes" if is_same else "no")
+        except RuntimeError:  # the store is gone, with the process that serves it
             return False
         return answer == b"yes"
 
     def another(self) -> ProcessGroup:
-        """Return a group of the same processes, with connections of its own."""
+        """Return a group of the same ranks, with separate connections."""
         if self.size == 1:
             return LoneProcess()
         return TorchProcesses(self._timeout, dist.new_group(backend="gloo", timeout=self._timeout))
 
     def destroy(self) -> None:
         """Leave the group."""
-        _let_threads_go()
+        _wait_for_gloo_threads()
         dist.destroy_process_group(self._group)
         _forget_layouts()
 
 
 def form(world: World, device: torch.device, options: InitProcessGroupKwargs) -> ProcessGroup:
-    """Bring the processes of `world` together; what torch has brought together already is taken over.
+    """Form the process group of `world`; a default group that torch already has is used.
 
     Raises:
-        WorldError: If they do not find one another, or are not as many as asked for.
+        WorldError: If the ranks do not find each other, or the world size differs from the requested one.
     """
     if not dist.is_initialized():
         _forget_layouts()
@@ -247,14 +247,14 @@ def form(world: World, device: torch.device, options: InitProcessGroupKwargs) ->
         size = group.size
         group.destroy()
         raise WorldError(
-            f"{expected or world.size} processes were asked for and a world of {size} formed. "
-            "Another launcher's variables, or a script that calls init_process_group itself, got in between."
+            f"The world size is {size}, and {expected or world.size} processes were requested. Remove the environment "
+            "variables of another launcher, and do not call init_process_group in the script."
         )
     return group
 
 
 def form_alone(device: torch.device, options: InitProcessGroupKwargs) -> ProcessGroup:
-    """Return a real group of this process alone, for what works on real groups only."""
+    """Return a real process group of size 1, for code that needs a real group."""
     if not dist.is_initialized():
         _forget_layouts()
         dist.init_process_group(_backend(device, options.backend), store=dist.HashStore(), rank=0, world_size=1)
@@ -263,7 +263,7 @@ def form_alone(device: torch.device, options: InitProcessGroupKwargs) -> Process
 
 
 def adopted() -> ProcessGroup | None:
-    """Return the group that the script itself formed, if it did."""
+    """Return the group that the script itself formed; `None` if it did not."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     _forget_layouts()
@@ -281,13 +281,13 @@ def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str)
             where = {"store": _store(world, timeout)}
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, **where, **timeout)
         if "gloo" in backend:
-            # Who is through first and ends at once would take its connections from under those still making theirs.
+            # A rank that ends at once would close its connections while others are still connecting.
             dist.all_reduce(torch.zeros(1))
     except (dist.DistError, ValueError, RuntimeError) as error:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
         raise WorldError(
-            f"Process {world.rank} could not join the world of {world.size} at "
+            f"Rank {world.rank} could not join the world of {world.size} at "
             f"{options.init_method or f'{world.master_addr}:{world.master_port}'} ({world.launcher}, {backend}): "
             f"{str(error).splitlines()[0]} Check that all {world.size} processes are started, that they can reach "
             "that address, and that no other program uses the port."
@@ -304,23 +304,23 @@ def _has_all(store: dist.Store, keys: list[str], value: str, patience: float) ->
 
 
 def leave_at_exit() -> None:
-    """Leave the world in good order at the end of a program; not after an error: the others may never answer."""
+    """Leave the world at the end of a program; not after an error, since other ranks may never answer."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
-        _let_threads_go()
+        _wait_for_gloo_threads()
         dist.destroy_process_group()
-    _let_threads_go()  # they outlive their group where a model still refers to it
+    _wait_for_gloo_threads()  # they outlive their group if a model still refers to it
 
 
-def _let_threads_go() -> None:
-    # Gloo's threads give back the tensors of the last collective, for which they need the interpreter. Whoever lets go
-    # of the group joins them while it holds the interpreter: both would wait for ever. Once the interpreter is gone
-    # they abort the process. Nobody can wait for them, and all they need is that this thread lets them.
+def _wait_for_gloo_threads() -> None:
+    # Gloo's threads release the tensors of the last collective, for which they need the interpreter lock. The thread
+    # that destroys the group joins them while it holds the lock: a deadlock. After the interpreter has ended, they
+    # abort the process. There is no call to wait for them, but while this thread sleeps they get the lock.
     time.sleep(_TIME_FOR_THREADS)
 
 
 def _forget_layouts() -> None:
-    # DTensor caches layouts by mesh, and a mesh of this world may equal one of an earlier world, whose groups are gone.
-    # A forked process has no earlier world and must not clear: its parent's groups end threads that it does not have.
+    # DTensor caches layouts by mesh, and a mesh of this world may equal one of an earlier world, whose groups are
+    # destroyed. A forked process must not clear the cache: its parent's groups would join threads it does not have.
     global _formed_by
     if _formed_by == os.getpid() and "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -332,7 +332,7 @@ def _forget_layouts() -> None:
 def _check_address(world: World) -> None:
     if world.size > world.local_size and (world.master_addr is None or world.master_port is None):
         raise ConfigurationError(
-            "MASTER_ADDR and MASTER_PORT are not set, so processes on several machines cannot find one another. "
+            "MASTER_ADDR and MASTER_PORT are not set, so ranks on several machines cannot find each other. "
             "Set both to the first machine's address and a free port."
         )
 
@@ -341,7 +341,7 @@ def _store(world: World, timeout: dict[str, Any]) -> dist.Store:
     file = environment.store_file()
     attempt = environment.elastic_attempt()
     store = _file_store(file, world, timeout) if file is not None else _port_store(world, attempt is not None, timeout)
-    # Addresses of an earlier world of these processes, or of those that died, would mislead this one.
+    # A prefix, so that addresses of an earlier world, or of dead processes, are not used.
     return dist.PrefixStore(f"attempt_{attempt or 0}/world_{next(_worlds)}", store)
 
 
@@ -365,19 +365,19 @@ def _port_store(world: World, served_by_agent: bool, timeout: dict[str, Any]) ->
     )
 
 
-def _backend(device: torch.device, asked_for: str | None) -> str:
-    fitting = "gloo" if device.type in ("cpu", "mps") else dist.get_default_backend_for_device(device)
-    if asked_for is None:
-        # With a backend for each kind of device, counts and flags need not travel over the accelerator.
-        return fitting if fitting == "gloo" else f"cpu:gloo,{device.type}:{fitting}"
-    if device.type == "cpu" and "nccl" in asked_for:
-        raise ConfigurationError(f"backend={asked_for!r} cannot work on the CPU. Use 'gloo', or leave it out.")
-    return asked_for
+def _backend(device: torch.device, requested: str | None) -> str:
+    default = "gloo" if device.type in ("cpu", "mps") else dist.get_default_backend_for_device(device)
+    if requested is None:
+        # With a backend for each device type, counts and flags are not sent over the accelerator.
+        return default if default == "gloo" else f"cpu:gloo,{device.type}:{default}"
+    if device.type == "cpu" and "nccl" in requested:
+        raise ConfigurationError(f"backend={requested!r} does not work on the CPU. Use 'gloo', or leave it out.")
+    return requested
 
 
 @contextlib.contextmanager
-def _in_a_row(tensor: Tensor) -> Generator[Tensor]:
-    """Lend the values of `tensor` in the order of its dimensions: strides may differ between processes."""
+def _contiguous(tensor: Tensor) -> Generator[Tensor]:
+    """Yield the values of `tensor` in the order of its dimensions: strides may differ between ranks."""
     tensor = tensor.detach()
     values = tensor.contiguous()
     yield values
@@ -386,10 +386,10 @@ def _in_a_row(tensor: Tensor) -> Generator[Tensor]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    # Gloo knows few of torch's types; on the way it makes no difference what the bytes stand for.
+    # Gloo supports few of torch's types, and sending does not depend on the type.
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _check_rank(source: int, size: int) -> None:
     if not 0 <= source < size:
-        raise ConfigurationError(f"There is no process {source} in a world of {size}. Known: 0 to {size - 1}.")
+        raise ConfigurationError(f"Rank {source} does not exist in a world of {size}. Known: 0 to {size - 1}.")

@@ -63,8 +63,8 @@ def test_prune_deletes_what_killed_saves_left_where_none_is_under_way(
         lease.acquire()
         assert f"kept {old}" in told(capsys, "prune", folder, "--keep-last", "3")[1]
     _, text = told(capsys, "prune", folder.parent, "--keep-last", "3")
-    assert f"deleted {old} (1.95 KB), left by a save that was cut short" in text
-    assert f"kept {new} (1.95 KB): a save may be under way" in text
+    assert f"deleted {old} (1.95 KB), left by an interrupted save" in text
+    assert f"kept {new} (1.95 KB): a save may be in progress" in text
     assert (old.exists(), new.exists()) == (False, True)
     assert len(names(folder)) == 4
 
@@ -78,11 +78,11 @@ def test_prune_deletes_what_killed_saves_left_where_there_is_no_checkpoint(
     (left / "model.safetensors").write_bytes(bytes(2000))
     assert told(capsys, "prune", tmp_path, "--keep-last", "3") == (
         0,
-        f"kept {left} (1.95 KB): a save may be under way\n",
+        f"kept {left} (1.95 KB): a save may be in progress\n",
     )
     os.utime(left / "model.safetensors", (0, 0))
     code, text = told(capsys, "prune", tmp_path, "--keep-last", "3")
-    assert (code, text) == (0, f"deleted {left} (1.95 KB), left by a save that was cut short\n")
+    assert (code, text) == (0, f"deleted {left} (1.95 KB), left by an interrupted save\n")
     assert not left.exists()
     assert told(capsys, "prune", tmp_path, "--keep-last", "3") == (1, "")  # there is no state in it
 

@@ -344,7 +344,7 @@ def test_given_port_is_used_and_a_taken_one_is_named(launch: Any, script: Any) -
         port = str(listener.getsockname()[1])
         ended = launch("--main_process_port", port, script(TELL))
         assert ended.code == 1
-        assert f"trainer-lib launch: error: Port {port} cannot be used" in ended.err
+        assert f"trainer-lib launch: error: Port {port} is in use by another program" in ended.err
     ((_, environment),) = launch("--main_process_port", port, script(TELL)).told
     assert environment["MASTER_PORT"] == port
 
@@ -455,10 +455,10 @@ def test_help_is_quick_and_grouped() -> None:
         (["--fsdp-sharding-strategy", "1"], "--fsdp-sharding-strategy is not supported"),
         (["--config_file", "x.yaml"], "does not have a config file (give the options on the command line)"),
         (["--multi_gpu", "--cpu"], "--multi_gpu needs two accelerators or more"),
-        (["--num_machines", "2", "--num_processes", "3"], "3 cannot be shared out evenly over 2"),
+        (["--num_machines", "2", "--num_processes", "3"], "3 does not divide evenly by 2 machines"),
         (["--num_machines", "2"], "--num_machines 2 needs --main_process_ip"),
-        (["--machine_rank", "1"], "machine_rank must be below num_machines (1), got 1"),
-        (["--main_process_port", "70000"], "main_process_port must be from 0 to 65535, got 70000"),
+        (["--machine_rank", "1"], "machine_rank must be less than num_machines=1 (got 1)"),
+        (["--main_process_port", "70000"], "main_process_port must be from 0 to 65535 (got 70000)"),
         (["--rdzv_conf", "timeout"], "--rdzv_conf must be like timeout=900,join_timeout=60, got 'timeout'"),
         (["--rdzv_backend", "c01d"], "Did you mean 'c10d'?"),
         (["--monitor_interval", "0"], "monitor_interval must be a finite number above 0"),

@@ -145,7 +145,7 @@ def test_lone_state_of_the_parent_is_not_inherited() -> None:
 def test_parent_that_is_in_a_world_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        with pytest.raises(WorldError, match="Create the Accelerator inside the function"):
+        with pytest.raises(WorldError, match="Create the Accelerator inside the launched function"):
             run_forked(total_rank)
     finally:
         dist.destroy_process_group()
@@ -198,8 +198,8 @@ run_forked(wait)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"function": 3}, "function must be something to call, got 3"),
-        ({"args": "text"}, r"args must be a tuple, got 'text'. For one argument: args=\(value,\)"),
+        ({"function": 3}, r"function must be callable \(got 3\)"),
+        ({"args": "text"}, r"args must be a tuple \(got 'text'\). For one argument: args=\(value,\)"),
         ({"num_processes": 0}, "num_processes must be a whole number of at least 1, got 0"),
         ({"timeout": -1.0}, "timeout must be a finite number above 0"),
     ],

@@ -1,4 +1,4 @@
-"""This file is the command `trainer-lib checkpoint`: what was saved, whether it is whole, and what can go."""
+"""The command `trainer-lib checkpoint`: list, verify, inspect, prune, consolidate and convert checkpoints."""
 
 import argparse
 import json
@@ -11,24 +11,24 @@ from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.byte_sizes import convert_bytes
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 
-_SETTLED_AFTER = 600.0  # seconds without a change, after which no save is under way in a folder
+_SETTLED_AFTER = 600.0  # seconds without a change after which no save is in progress in a folder
 
 _EPILOG = """\
 DIR is a checkpoint, or a folder of checkpoints, a run's folder, or a folder of runs; or the URL of one, such as
 s3://bucket/runs.
-exit codes: 0 if all is well; 1 if something is damaged or not there; 2 for a wrong option.
+exit codes: 0 for success; 1 if something is damaged or missing; 2 for a wrong option.
 """
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Do what is asked for and return the exit code."""
+    """Run the command and return the exit code."""
     options = _parser().parse_args(list(arguments))
     return options.verb(options)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise in the library's words instead of ending the process."""
+        """Raise an error of the library instead of ending the process."""
         raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
 
 
@@ -40,14 +40,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(required=True, metavar="list | verify | inspect | prune | consolidate | convert")
-    _add(verbs, "list", _list, "what is there: step, size, age, metrics, why it is kept")
+    _add(verbs, "list", _list, "list checkpoints: step, size, age, metrics, why each is kept")
     verify = _add(verbs, "verify", _verify, "read every byte of the newest checkpoint, and name what is damaged")
     verify.add_argument("--all", action="store_true", help="of all checkpoints")
-    _add(verbs, "inspect", _inspect, "what a checkpoint (or the newest) is made of")
-    prune = _add(verbs, "prune", _prune, "delete old ones; never the newest, the best, or the last that is whole")
-    prune.add_argument("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest stay")
-    prune.add_argument("--damaged", action="store_true", help="delete those too that were set aside as damaged")
-    consolidate = _add(verbs, "consolidate", _consolidate, "write the weights, whole, to a folder")
+    _add(verbs, "inspect", _inspect, "show the contents of a checkpoint (or of the newest)")
+    prune = _add(verbs, "prune", _prune, "delete old checkpoints; never the newest, the best, or the last whole one")
+    prune.add_argument("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest to keep")
+    prune.add_argument("--damaged", action="store_true", help="also delete those set aside as damaged")
+    consolidate = _add(verbs, "consolidate", _consolidate, "write the whole weights to a folder")
     consolidate.add_argument("target", metavar="TARGET", type=_path, help="the folder to write to")
     consolidate.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
     convert.add_options(
@@ -70,35 +70,36 @@ def _path(text: str) -> AnyPath:
 
 def _list(options: argparse.Namespace) -> int:
     groups = _groups(options.folder)
-    states = [one for group in groups for one in group]
+    checkpoints = [checkpoint for group in groups for checkpoint in group]
     if options.json:
-        _print_json([_facts(one) for one in states])
+        _print_json([_facts(checkpoint) for checkpoint in checkpoints])
     else:
         for group in groups:
             print(group[0].path.parent)
-            _print_table([_row(one) for one in group])
-    return int(any(one.status == "damaged" for one in states))
+            _print_table([_row(checkpoint) for checkpoint in group])
+    return int(any(checkpoint.status == "damaged" for checkpoint in checkpoints))
 
 
 def _verify(options: argparse.Namespace) -> int:
     from trainer_lib.checkpointing.load.find import verify_state
 
-    present = [[one for one in group if not one.is_aside] for group in _groups(options.folder)]
-    chosen = [one for group in present for one in (group if options.all else group[-1:])]
+    present = [[entry for entry in group if not entry.is_aside] for group in _groups(options.folder)]
+    chosen = [checkpoint for group in present for checkpoint in (group if options.all else group[-1:])]
     results: list[dict[str, Any]] = []
-    for one in chosen:
+    for checkpoint in chosen:
         began, problem = time.monotonic(), None
         try:
-            verify_state(one.path)
+            verify_state(checkpoint.path)
         except CheckpointError as error:
             problem = str(error)
         seconds = time.monotonic() - began
-        results.append({"path": str(one.path), "is_whole": problem is None, "problem": problem, "seconds": seconds})
-        results[-1]["nonfinite"] = one.nonfinite
+        path, is_whole = checkpoint.path, problem is None
+        results.append({"path": str(path), "is_whole": is_whole, "problem": problem, "seconds": seconds})
+        results[-1]["nonfinite"] = checkpoint.nonfinite
         if not options.json:
-            faults = f"; not finite: {', '.join(one.nonfinite)}" if one.nonfinite else ""
-            told = f"{convert_bytes(one.size)} in {seconds:.1f} s{faults}" if problem is None else problem
-            print(f"{'whole  ' if problem is None else 'DAMAGED'}  {one.path}: {told}")
+            faults = f"; not finite: {', '.join(checkpoint.nonfinite)}" if checkpoint.nonfinite else ""
+            result = f"{convert_bytes(checkpoint.size)} in {seconds:.1f} s{faults}" if is_whole else problem
+            print(f"{'whole  ' if is_whole else 'DAMAGED'}  {path}: {result}")
     if options.json:
         _print_json(results)
     return int(not results or not all(result["is_whole"] for result in results))
@@ -144,23 +145,24 @@ def _prune(options: argparse.Namespace) -> int:
     from trainer_lib.checkpointing.save.retention import delete_state
 
     groups = checkpoints_by_run(options.folder, may_be_empty=bool(debris_in(options.folder)))
-    aside = [one for group in groups for one in group if one.is_aside]
-    going = [one for group in groups for one in prunable(group, options.keep_last)]
-    going += aside if options.damaged else []
-    for one in going:
-        delete_state(one.path)
+    damaged = [checkpoint for group in groups for checkpoint in group if checkpoint.is_aside]
+    deleted = [checkpoint for group in groups for checkpoint in prunable(group, options.keep_last)]
+    deleted += damaged if options.damaged else []
+    for checkpoint in deleted:
+        delete_state(checkpoint.path)
         if not options.json:
-            print(f"deleted {one.path} ({convert_bytes(one.size)})")
-    for one in aside if not (options.damaged or options.json) else []:
-        print(f"kept {one.path} ({convert_bytes(one.size)}), which was set aside as damaged: --damaged deletes it")
+            print(f"deleted {checkpoint.path} ({convert_bytes(checkpoint.size)})")
+    for checkpoint in damaged if not (options.damaged or options.json) else []:
+        size = convert_bytes(checkpoint.size)
+        print(f"kept {checkpoint.path} ({size}), which was set aside as damaged: --damaged deletes it")
     _prune_debris(options)
     if options.json:
-        _print_json([_facts(one) for one in going])
+        _print_json([_facts(checkpoint) for checkpoint in deleted])
     return 0
 
 
 def _prune_debris(options: argparse.Namespace) -> None:
-    """Delete what killed saves left; where a program trains, or a save may be under way, it stays."""
+    """Delete what killed saves left, unless a program trains there or a save may be in progress."""
     from trainer_lib.checkpointing.format.listing import debris_in
     from trainer_lib.checkpointing.storage.storage import storage_of
     from trainer_lib.runs.run_lease import is_leased
@@ -171,12 +173,12 @@ def _prune_debris(options: argparse.Namespace) -> None:
         is_recent = time.time() - max(written) < _SETTLED_AFTER
         size = convert_bytes(sum(sizes.values()))
         if is_recent or is_leased(path.parent.parent):
-            told = f"kept {path} ({size}): a save may be under way"
+            message = f"kept {path} ({size}): a save may be in progress"
         else:
             storage_of(path.parent).delete_debris([path])
-            told = f"deleted {path} ({size}), left by a save that was cut short"
+            message = f"deleted {path} ({size}), left by an interrupted save"
         if not options.json:
-            print(told)
+            print(message)
 
 
 def _consolidate(options: argparse.Namespace) -> int:
@@ -200,10 +202,10 @@ def _groups(folder: AnyPath) -> Any:
 
 
 def _newest(folder: AnyPath) -> Any:
-    present = [one for group in _groups(folder) for one in group if not one.is_aside]
+    present = [entry for group in _groups(folder) for entry in group if not entry.is_aside]
     if not present:
         raise CheckpointError(f"All checkpoints in {folder} were set aside as damaged.")
-    return max(reversed(present), key=lambda one: one.saved)  # of the same second, the later one
+    return max(reversed(present), key=lambda entry: entry.saved)  # of the same second, the later one
 
 
 def _facts(one: Any) -> dict[str, Any]:

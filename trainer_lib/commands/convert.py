@@ -1,4 +1,4 @@
-"""This file is `trainer-lib checkpoint convert`: a checkpoint of this library's of one that another library wrote."""
+"""`trainer-lib checkpoint convert`: convert another library's checkpoint into one of this library."""
 
 import argparse
 import json
@@ -10,13 +10,13 @@ _PARTS = ("optimizer", "scheduler", "scaler", "random_states")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what it takes besides the folder to convert."""
+    """Add the options besides the folder to convert."""
     parser.add_argument("target", metavar="TARGET", help="the folder to make")
     parser.add_argument(
         "--epochs",
         type=_passes,
         metavar="N",
-        help="passes over the data that were made, such as 1.4, if it is not told",
+        help="passes over the data so far, such as 1.4, if the checkpoint does not say",
     )
     parser.add_argument(
         "--without", action="append", default=[], choices=_PARTS, metavar="PART", help=f"leave out {', '.join(_PARTS)}"
@@ -25,11 +25,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert, and tell what was left out."""
+    """Convert, and print what was left out."""
     from trainer_lib.checkpointing.third_party.conversion import convert as make
 
     if not isinstance(options.folder, Path):
-        raise ConfigurationError(f"{options.folder} is on another machine. Copy it to this one first.")
+        raise ConfigurationError(f"{options.folder} is on another machine. Copy it to this machine first.")
     found = make(options.folder, options.target, options.epochs, options.without, options.max_shard_size)
     told = {"library": found.library, "step": found.step, "epochs": found.epochs, "left_out": found.left_out}
     if options.json:

@@ -1,4 +1,4 @@
-"""This file is the command `trainer-lib launch`: a script on processes that form a world."""
+"""The command `trainer-lib launch`: start a script on processes that form a world."""
 
 import argparse
 import os
@@ -52,7 +52,7 @@ def _watch(program: Sequence[str], plan: Plan, quiet: bool) -> int:
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str | int]:
-    """What the processes are told beside their place."""
+    """Return the environment variables of the processes, besides rank and world size."""
     from trainer_lib.launchers.device_count import visible_devices
 
     asked: dict[str, str | int | None] = {
@@ -74,7 +74,7 @@ def _compilation(options: argparse.Namespace) -> dict[str, str | int | None]:
         "use_dynamic": 1 if options.dynamo_use_dynamic else None,
         "use_regional_compilation": 1 if options.dynamo_use_regional_compilation else None,
     }
-    # What is wrong is said here, once; without a backend it is the script that names one.
+    # Checked here, so that the error appears once. Without a backend, the script sets one.
     TorchDynamoPlugin(options.dynamo_backend or "inductor", options.dynamo_mode).check_backend()
     return {f"accelerate_dynamo_{name}": value for name, value in asked.items()}
 
@@ -86,10 +86,10 @@ def _program(options: argparse.Namespace, command: Sequence[str]) -> list[str]:
         raise ConfigurationError("--no_python and --module contradict each other. Leave out one of them.")
     script = command[0]
     if options.no_python:
-        found = shutil.which(script)
-        if found is None:
+        program = shutil.which(script)
+        if program is None:
             raise ConfigurationError(f"There is no program {script!r} that can be run.")
-        return [found, *command[1:]]
+        return [program, *command[1:]]
     if not options.module and not Path(script).is_file():
         what = "is a folder" if Path(script).is_dir() else f"is not there (in {Path.cwd()})"
         raise ConfigurationError(f"The script {script!r} {what}. Name a file, or a module after -m.")
@@ -137,8 +137,8 @@ def _processes_here(options: argparse.Namespace, accelerators: int) -> int:
     here, rest = divmod(options.num_processes, options.num_machines)
     if rest or not here:
         raise ConfigurationError(
-            f"--num_processes counts those on all machines, and {options.num_processes} cannot be shared out evenly "
-            f"over {options.num_machines}. Give a multiple of {options.num_machines}."
+            f"--num_processes counts the processes of all machines, and {options.num_processes} does not divide evenly "
+            f"by {options.num_machines} machines. Use a multiple of {options.num_machines}."
         )
     return here
 
@@ -152,7 +152,7 @@ def _rendezvous_options(text: str) -> dict[str, str]:
 
 
 def _share(num_processes: int) -> int:
-    """The cores of this machine that fall to each process."""
+    """Return how many cores of this machine each process gets."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 

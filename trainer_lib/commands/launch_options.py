@@ -1,4 +1,4 @@
-"""This file is the options of `trainer-lib launch`, under Accelerate's names."""
+"""The options of `trainer-lib launch`, under Accelerate's names."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ examples:
   trainer-lib launch --num_processes 16 --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
                                                          on each of two machines, with its own rank
 
-exit codes: 0 if all processes end well; 2 for a wrong option; 128 and the signal's number if a signal ended it
-(143 for SIGTERM, 130 for Ctrl-C), or 75 if a deadline did; else that of the process that failed first.
-A signal is passed on, and a Trainer saves then; a run that was ended so is not started again here.
+exit codes: 0 for success; 2 for a wrong option; 128 plus the signal's number if a signal ended it (143 for SIGTERM,
+130 for Ctrl-C); 75 if a deadline did; otherwise that of the process that failed first.
+Signals are forwarded, so that a Trainer saves; the launcher does not restart an interrupted run.
 """
 
-# Accelerate's options for what this version does not have; a name that ends in _ stands for all that begin so.
+# Accelerate's options for features that this version does not have; a name that ends in _ is a prefix.
 _NOT_SUPPORTED = {
     "aws_": "SageMaker",
     "config_file": "a config file (give the options on the command line)",
@@ -44,7 +44,7 @@ _NOT_SUPPORTED = {
     "zero_stage": "DeepSpeed",
 }
 
-# Options of torchrun and of other launchers, and what they are here.
+# Options of torchrun and of other launchers, and their equivalents.
 _ELSEWHERE = {
     "nproc_per_node": "--num_processes N, which counts the processes of all machines",
     "nproc": "--num_processes N",
@@ -63,20 +63,20 @@ _ELSEWHERE = {
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of the launcher, and the script with its own arguments as they were given.
+    """Return the options of the launcher, and the script with its unchanged arguments.
 
     Raises:
         ConfigurationError: For an option that does not exist, lacks its value or has a wrong one.
         UnsupportedError: For an option of Accelerate's that this version does not have.
     """
     parser = _parser()
-    own, command = _split(arguments, parser)
-    return parser.parse_args(own), command
+    launcher_arguments, command = _split(arguments, parser)
+    return parser.parse_args(launcher_arguments), command
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise in the library's words instead of ending the process."""
+        """Raise an error of the library instead of ending the process."""
         raise ConfigurationError(f"{message}. `trainer-lib launch -h` lists the options.")
 
 
@@ -177,8 +177,8 @@ def _add_script(group: Any) -> None:
 
 
 def _split(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Cut before the script: what comes after it is the script's, whatever it looks like."""
-    own: list[str] = []
+    """Split before the script: everything after it belongs to the script."""
+    options: list[str] = []
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         option = rest.pop(0)
@@ -188,11 +188,11 @@ def _split(arguments: Sequence[str], parser: argparse.ArgumentParser) -> tuple[l
         action = parser._option_string_actions.get(_underscored(name))
         if action is None:
             _refuse(name, parser)
-        own.append(_underscored(name) + equals + value)
+        options.append(_underscored(name) + equals + value)
         if action.nargs != 0 and not equals:
-            own += rest[:1]
+            options += rest[:1]
             del rest[:1]
-    return own, rest
+    return options, rest
 
 
 def _refuse(name: str, parser: argparse.ArgumentParser) -> NoReturn:

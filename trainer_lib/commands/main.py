@@ -1,4 +1,4 @@
-"""This file is the program `trainer-lib`: it finds the command and tells of errors in one line."""
+"""The program `trainer-lib`: runs a command and prints errors in one line."""
 
 import importlib
 import sys
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, UnsupportedError, unknown
 
-# Each names the module whose `run(arguments)` does it, and which is imported only then.
+# The module of each command, whose `run(arguments)` runs it; imported only when needed.
 _COMMANDS = {
     "launch": ("trainer_lib.commands.launch", "start a script on one or several processes"),
-    "runs": ("trainer_lib.commands.runs", "list runs: how they stand, how far they are, how well they do"),
+    "runs": ("trainer_lib.commands.runs", "list runs: status, progress and metrics"),
     "report": ("trainer_lib.commands.report", "write a page of curves and tables of runs, and compare them"),
-    "checkpoint": ("trainer_lib.commands.checkpoint", "list, verify, inspect and prune what was saved"),
-    "track": ("trainer_lib.commands.track", "send what trackers did not take"),
+    "checkpoint": ("trainer_lib.commands.checkpoint", "list, verify, inspect and prune checkpoints"),
+    "track": ("trainer_lib.commands.track", "send what trackers did not accept"),
 }
 
 _WRONG_USE = 2
@@ -20,7 +20,7 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 for good, 2 for a wrong option, that of the script if it failed."""
+    """Run a command and return its exit code: 0 for success, 2 for a wrong option, or that of a failed script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
     if name in ("", "-h", "--help"):

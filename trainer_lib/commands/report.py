@@ -1,4 +1,4 @@
-"""This file is the command `trainer-lib report`: runs as one page of HTML."""
+"""The command `trainer-lib report`: runs as one page of HTML."""
 
 import argparse
 import webbrowser
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise in the library's words instead of ending the process."""
+        """Raise an error of the library instead of ending the process."""
         raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
 
 

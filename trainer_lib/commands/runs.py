@@ -1,4 +1,4 @@
-"""This file is the command `trainer-lib runs`: the runs in a folder, and how they stand."""
+"""The command `trainer-lib runs`: lists the runs in a folder, with status, progress and metrics."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainer_lib.runs.list_runs import Glance
 
 _CLEAR = "\x1b[H\x1b[2J"
-_PAUSE = 2.0  # seconds between two looks
+_PAUSE = 2.0  # seconds between two refreshes
 _EPILOG = """\
 DIR is a folder of runs (an output_dir, or one that has some), or that of one run (default: the folder one is in); or
 the URL of one, such as s3://bucket/runs.
@@ -31,13 +31,13 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"{options.folder} is no folder. Give one that has runs in it, such as an output_dir.")
     if options.watch:
         return _watch(options)
-    print(_told(options))
+    print(_listing(options))
     return 0
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise in the library's words instead of ending the process."""
+        """Raise an error of the library instead of ending the process."""
         raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
 
 
@@ -63,22 +63,22 @@ def _watch(options: argparse.Namespace) -> int:
         raise ConfigurationError("--watch needs a terminal to draw in. Leave it out, and --json with it.")
     try:
         while True:
-            print(f"{_CLEAR}{_told(options)}", flush=True)
+            print(f"{_CLEAR}{_listing(options)}", flush=True)
             time.sleep(_PAUSE)
     except KeyboardInterrupt:
         return 0
 
 
-def _told(options: argparse.Namespace) -> str:
+def _listing(options: argparse.Namespace) -> str:
     from trainer_lib.runs.list_runs import list_runs
     from trainer_lib.runs.report.sparkline import shows_sparklines
 
-    found = list_runs(options.folder)
+    runs = list_runs(options.folder)
     if options.json:
-        return json.dumps([dataclasses.asdict(one) | {"path": str(one.path)} for one in map(_finite, found)], indent=1)
-    if not found:
+        return json.dumps([dataclasses.asdict(run) | {"path": str(run.path)} for run in map(_finite, runs)], indent=1)
+    if not runs:
         return f"There are no runs in {options.folder}."
-    rows = [_row(one, options.folder, shows_sparklines(sys.stdout)) for one in found]
+    rows = [_row(run, options.folder, shows_sparklines(sys.stdout)) for run in runs]
     names = list(dict.fromkeys(name for row in rows for name, text in row.items() if text))
     return "\n".join(_lines([names, *([row[name] for name in names] for row in rows)]))
 
@@ -112,5 +112,5 @@ def _lines(table: list[list[str]]) -> list[str]:
 
 
 def _finite(one: "Glance") -> "Glance":
-    """Return a run as JSON has it, which has no word for what is no number."""
+    """Return a run without NaN and Inf, which JSON does not have."""
     return dataclasses.replace(one, losses=[loss for loss in one.losses if loss - loss == 0])

@@ -1,4 +1,4 @@
-"""This file is the command `track`: it sends what trackers did not take while a run lasted."""
+"""The command `trainer-lib track`: sends what trackers did not accept during a run."""
 
 import argparse
 import sys
@@ -12,31 +12,31 @@ from trainer_lib.tracking.delivery.replay import SpooledRun, find, send
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code: 1 if something could not be sent."""
-    parser = _Parser(prog="trainer-lib track", description="Look after what trackers did not take.")
+    parser = _Parser(prog="trainer-lib track", description="Send what trackers did not accept.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    replay = actions.add_parser("replay", help="send what trackers did not take")
+    replay = actions.add_parser("replay", help="send what trackers did not accept")
     replay.add_argument("place", metavar="RUN", help="the folder of a run, its spool, or a file in it")
-    replay.add_argument("--tracker", metavar="NAME", help="only what this tracker did not take")
-    replay.add_argument("--dry-run", action="store_true", help="tell what waits, and send nothing")
+    replay.add_argument("--tracker", metavar="NAME", help="only the entries of this tracker")
+    replay.add_argument("--dry-run", action="store_true", help="list the entries, and send nothing")
     options = parser.parse_args(arguments)
     waiting = [
-        one
-        for one in find(Path(options.place).expanduser())
-        if options.tracker is None or one.tracker == options.tracker
+        spool
+        for spool in find(Path(options.place).expanduser())
+        if options.tracker is None or spool.tracker == options.tracker
     ]
     if not waiting:
         print("Nothing waits.")
         return 0
-    return max([_tell(one) if options.dry_run else _send(one) for one in waiting])
+    return max([_list(spool) if options.dry_run else _send(spool) for spool in waiting])
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise in the library's words instead of ending the process."""
+        """Raise an error of the library instead of ending the process."""
         raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
 
 
-def _tell(waiting: SpooledRun) -> int:
+def _list(waiting: SpooledRun) -> int:
     print(f"{waiting.tracker}: {len(waiting.lines)} entries wait in {waiting.path}.")
     return 0
 

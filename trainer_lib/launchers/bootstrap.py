@@ -1,7 +1,7 @@
-"""This file is what each process of `trainer-lib launch` runs before the script.
+"""The start of each process of `trainer-lib launch`, before its script.
 
-It is run by its path, as `bootstrap.py PID_OF_THE_LAUNCHER [-m] SCRIPT …`, and imports only the standard library.
-torch must not be there before the script is: the script may set variables that torch reads when it is imported.
+The launcher runs it by its path, as `bootstrap.py PID_OF_THE_LAUNCHER [-m] SCRIPT …`. It imports only the standard
+library: the script may set variables that torch reads at import.
 """
 
 import atexit
@@ -28,7 +28,7 @@ def _die_with_parent(parent: int, number: signal.Signals) -> None:
     """Do as `foundation.parents`, which cannot be imported here."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before it could be said
+    if os.getppid() != parent:  # the parent died before this call
         os.kill(os.getpid(), number)
 
 
@@ -37,9 +37,9 @@ def main() -> None:
     launcher, *command = sys.argv[1:]
     _die_with_parent(int(launcher), signal.SIGTERM)
     atexit.register(_leave_the_world)
-    faulthandler.enable()  # a segmentation fault tells where
+    faulthandler.enable()  # a segmentation fault prints its stack
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Whole lines, at once: nothing is lost, and lines of several processes do not run into each other.
+        # Line buffering: no output is lost, and lines of several processes do not mix.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     as_module = command[0] == "-m"
     target, *arguments = command[as_module:]
@@ -49,7 +49,7 @@ def main() -> None:
     try:
         _run(target, as_module)
     except SystemExit as error:
-        # All processes end a run together that was asked to end: nothing failed.
+        # An interruption ends all processes together: nothing failed.
         if error.code not in (None, 0) and not getattr(error, "is_interruption", False):
             _record(error)
         raise
@@ -67,7 +67,7 @@ def _run(target: str, as_module: bool) -> None:
 
 def _leave_the_world() -> None:
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():  # by a script that formed its world itself, maybe
+    if distributed is not None and distributed.is_initialized():  # maybe by the script itself
         from trainer_lib.process_group import leave_at_exit
 
         leave_at_exit()
@@ -83,7 +83,7 @@ def _leave(code: int) -> NoReturn:
 
 def _report(error: BaseException) -> None:
     """Print an error, unless another process has printed the same one to the same place, and leave a record of it."""
-    # The launcher ends all when one has failed; what is being printed is finished first.
+    # The launcher ends all processes when one has failed; this one finishes printing first.
     ended_by = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _record(error)
     if not _is_printed("".join(traceback.format_exception(error))):
@@ -93,7 +93,7 @@ def _report(error: BaseException) -> None:
 
 
 def _is_printed(text: str) -> bool:
-    """Return whether a process of this machine and this attempt has printed it; from now on, one has."""
+    """Return whether a process of this machine and attempt has printed the text, and record that one has."""
     record = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not record:
         return False
@@ -111,8 +111,8 @@ def _is_printed(text: str) -> bool:
 
 def _record(error: BaseException) -> None:
     error.__traceback__ = _without_this_file(error.__traceback__)
-    sys.last_value = error  # as without this file: what runs at exit can tell that this is not a good end
-    # The layout is that of torch's `record`; this is read by the launcher, and by torchrun above it if there is one.
+    sys.last_value = error  # as Python does: exit handlers see that the program failed
+    # The format is that of torch's `record`; the launcher reads it, and torchrun above it if there is one.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):  # noqa: PTH110
         return

@@ -1,4 +1,4 @@
-"""This file is `debug_launcher`: a training function on a few CPU processes, to see that it works there."""
+"""`debug_launcher`: run a training function on a few CPU processes, to test it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from trainer_lib.processes.exit_codes import reason_of
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
-    """Run `function(*args)` on CPU processes that form a real world, and return what each of them returned.
+    """Run `function(*args)` on CPU processes that form a real world, and return the results in order of rank.
 
     Raises:
         ProcessFailedError: If a process raised or died; the message holds its traceback.
-        SystemExit: If a signal or a deadline ended the runs of all processes early; with their exit code.
+        SystemExit: If a signal or a deadline ended all processes early; with their exit code.
 
     Example:
         >>> def count():

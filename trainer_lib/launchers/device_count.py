@@ -1,4 +1,4 @@
-"""This file is the accelerators of this machine, counted without touching them: processes may yet be forked."""
+"""The number of accelerators of this machine, counted without initializing them, so that forks can use them."""
 
 import os
 from typing import Any
@@ -8,19 +8,19 @@ import torch
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
-# What restricts a process to some of the devices, by their kind.
+# The variables that restrict a process to some devices, by device type.
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def count_accelerators() -> int:
-    """Return how many accelerators processes could train on side by side, 0 if the CPU was asked for."""
+    """Return how many accelerators processes can train on; 0 if the CPU was requested."""
     kind = _kind()
-    # Apple's GPU is one for all processes; several of them train on the CPU.
+    # All processes share Apple's single GPU, so several processes train on the CPU.
     return 0 if environment.cpu_requested() or kind in (None, "mps") else torch.accelerator.device_count()
 
 
 def check_enough(num_processes: int, accelerators: int) -> None:
-    """Raise for more processes on this machine than accelerators, unless it has none at all."""
+    """Raise for more processes on this machine than accelerators, unless it has none."""
     if 0 < accelerators < num_processes:
         raise ConfigurationError(
             f"{num_processes} processes on this machine were asked for, and it has {accelerators} "
@@ -30,7 +30,7 @@ def check_enough(num_processes: int, accelerators: int) -> None:
 
 
 def visible_devices(ids: str) -> dict[str, str]:
-    """Return the variable that restricts processes to the accelerators of these ids: `"0,1"`, or `"all"`."""
+    """Return the variable that restricts processes to accelerators by their ids: `"0,1"`, or `"all"`."""
     if ids == "all":
         return {}
     kind = _kind()
@@ -39,14 +39,14 @@ def visible_devices(ids: str) -> dict[str, str]:
     if kind not in _VISIBLE:
         raise UnsupportedError(f"--gpu_ids is not supported for {kind} devices. Known: {', '.join(_VISIBLE)}.")
     if not all(part.strip() for part in ids.split(",")):
-        raise ConfigurationError(f"--gpu_ids must be like 0,1 or all, got {ids!r}.")
+        raise ConfigurationError(f"--gpu_ids must be a list such as 0,1, or all (got {ids!r}).")
     return {_VISIBLE[kind]: ids.replace(" ", "")}
 
 
 def forks_are_poisoned() -> bool:
-    """Whether this process has used its accelerator in a way that its forks cannot use it any more.
+    """Whether this process has initialized its accelerator, so that its forks cannot use it.
 
-    Only a fork knows: asking whether there is a device can be enough.
+    Only a fork can tell: checking for a device may already initialize it.
     """
     kind = _kind()
     is_poisoned: Any = kind and getattr(torch.get_device_module(kind), "_is_in_bad_fork", None)

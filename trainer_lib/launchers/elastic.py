@@ -1,4 +1,4 @@
-"""This file is a program or a function under torch's elastic agent: started, watched, restarted, ended."""
+"""Runs a program or a function under torch's elastic agent: starts, monitors, restarts and ends its processes."""
 
 import contextlib
 import json
@@ -27,10 +27,10 @@ from trainer_lib.launchers.process_failures import Failure, ProcessFailedError, 
 from trainer_lib.launchers.rendezvous import MeetAtPort, MeetInFile
 from trainer_lib.processes.exit_codes import SAME_REQUEST, reason_of
 
-# After a death the others cannot go on, and may wait for the dead one in a collective that no signal interrupts.
+# After a death the other processes cannot continue, and may wait for the dead one in an uninterruptible collective.
 _GRACE_AFTER_DEATH = 3
 
-_POLL = 0.05  # seconds between two looks at who still saves
+_POLL = 0.05  # seconds between two checks for processes that still save
 _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 _SIGNALS = tuple(
     name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -38,14 +38,14 @@ _SIGNALS = tuple(
 
 
 def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan) -> list[Any]:
-    """Run a program, or a function, as the processes of a plan; return what a function returned, in order of rank.
+    """Run a program, or a function, as the processes of a plan; return the function's results in order of rank.
 
     Raises:
         ProcessFailedError: If a process failed and no restart is left.
-        WorldError: If the machines do not find one another.
-        KeyboardInterrupt: If this process was interrupted; the others have been ended.
-        SystemExit: If this process was asked to end by another signal, or all others by a signal or a deadline; the
-            others have ended.
+        WorldError: If the machines do not find each other.
+        KeyboardInterrupt: If this process was interrupted; the other processes have ended.
+        SystemExit: If another signal ended this process, or a signal or a deadline all other processes, which have
+            ended.
     """
     with (
         _torch_is_quiet(plan.verbose),
@@ -61,10 +61,10 @@ def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan
         except SignalException as stop:
             if agent.interruption in (None, 128 + stop.sigval):
                 raise
-            raise SystemExit(agent.interruption) from None  # they were about to end anyway
+            raise SystemExit(agent.interruption) from None  # the processes were ending already
         finally:
             agent.forget_store()
-        if result is None:  # the others agreed to end before this machine joined
+        if result is None:  # the other machines ended before this one joined
             return []
         if result.is_failed():
             if agent.interruption is not None:
@@ -78,7 +78,7 @@ _TorchAgent: Any = LocalElasticAgent
 
 
 class _Agent(_TorchAgent):
-    """Torch's agent, with less patience after a death and more to tell about it."""
+    """Torch's agent, with a shorter wait after a death and a better error."""
 
     def __init__(
         self, entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan, meeting: RendezvousHandler, folder: str
@@ -90,7 +90,7 @@ class _Agent(_TorchAgent):
             local_world_size=plan.num_processes,
             rdzv_handler=meeting,
             entrypoint=entry,
-            # The agent replaces ${local_rank} in arguments, and they are to arrive as they were given.
+            # The agent replaces ${local_rank} in arguments, which must arrive unchanged.
             args=tuple(value.replace("$", "$$") if isinstance(value, str) else value for value in args),
             max_restarts=plan.max_restarts,
             monitor_interval=plan.monitor_interval,
@@ -107,7 +107,7 @@ class _Agent(_TorchAgent):
         self._plan = plan
         self._is_printed = isinstance(entry, str)  # a program prints its tracebacks itself
         self._died: set[int] = set()
-        self.interruption: int | None = None  # the exit code of processes that were asked to end early, and did
+        self.interruption: int | None = None  # the exit code of processes that ended early on request
         self._failures: list[Failure] = []
 
     def failed(self) -> ProcessFailedError:
@@ -115,7 +115,7 @@ class _Agent(_TorchAgent):
         return failed(self._failures, self._plan.world_size, is_printed=self._is_printed)
 
     def forget_store(self) -> None:
-        """Let go of the store, so that its port is free again."""
+        """Release the store and its port."""
         self._store = None
         self._worker_group.store = None
 
@@ -126,22 +126,22 @@ class _Agent(_TorchAgent):
         close = context.close
 
         def close_soon(death_sig: signal.Signals | None = None, timeout: int = _GRACE_AFTER_DEATH) -> None:
-            # Who is dead by now died by itself; the others will be ended here.
+            # Processes that are dead by now failed by themselves; the rest are ended here.
             self._died |= set(getattr(context, "_failures", ()))
             if death_sig is None and self._are_ending(context):
                 self._wait_for_all(context)
             by_themselves = _exit_codes(context)
             close(death_sig, timeout)
-            # A signal that is sent here after a failure is no request of anybody's.
+            # A signal that is sent here after a failure is not an interruption.
             codes = (by_themselves if death_sig is None else _exit_codes(context)).values()
-            self.interruption = self.interruption or next((one for one in codes if one and reason_of(one)), None)
+            self.interruption = self.interruption or next((code for code in codes if code and reason_of(code)), None)
 
         self._died.clear()
         context.close = close_soon
         return ids
 
     def _are_ending(self, context: PContext) -> bool:
-        """Whether a process was interrupted, and so are all: they save together, and then end one after the other."""
+        """Whether a process was interrupted, and so all are: they save together, then end one after the other."""
         ended = {rank: code for rank, code in _exit_codes(context).items() if code}
         return any(reason_of(code) and not Path(context.error_files[rank]).is_file() for rank, code in ended.items())
 
@@ -154,52 +154,52 @@ class _Agent(_TorchAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and self._pcontext is not None:
             self._failures = list(self._collect(worker_group, result, self._pcontext))
-            if self.interruption is not None:  # whoever asked for that does not want it again
+            if self.interruption is not None:  # an interrupted run is not restarted
                 self._remaining_restarts = 0
         return result
 
     def _collect(self, worker_group: WorkerGroup, result: RunResult, context: PContext) -> Generator[Failure]:
         for worker in worker_group.workers:
-            found = result.failures.get(worker.global_rank)
+            failure = result.failures.get(worker.global_rank)
             record = Path(context.error_files[worker.local_rank])
-            told = record.is_file()
-            if told or worker.local_rank in self._died or (found is not None and len(result.failures) == 1):
+            has_record = record.is_file()
+            if has_record or worker.local_rank in self._died or (failure is not None and len(result.failures) == 1):
                 yield Failure(
                     rank=worker.global_rank,
-                    # One that told why may have been ended by the launcher before it had ended itself.
-                    exit_code=1 if found is None or (told and found.exitcode < 0) else found.exitcode,
-                    traceback=_traceback(record) if told else None,
-                    when=record.stat().st_mtime_ns if told else 0,
+                    # The launcher may have killed a process that had recorded its error but not ended yet.
+                    exit_code=1 if failure is None or (has_record and failure.exitcode < 0) else failure.exitcode,
+                    traceback=_traceback(record) if has_record else None,
+                    when=record.stat().st_mtime_ns if has_record else 0,
                     log=context.stderrs[worker.local_rank] or None,
                 )
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         used = self._plan.max_restarts - self._remaining_restarts
-        what = f"{self.failed()}\n" if self._failures else ""
-        self._plan.announce(f"{what}Starting all processes again (restart {used} of {self._plan.max_restarts}).")
+        reason = f"{self.failed()}\n" if self._failures else ""
+        self._plan.announce(f"{reason}Starting all processes again (restart {used} of {self._plan.max_restarts}).")
         self._failures.clear()
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if isinstance(sys.exception(), SignalException):
-            _take_for_the_same()
+            _ignore_repeated_signals()
         try:
             super()._shutdown(death_sig, timeout)
-        except SignalException:  # a second signal, from somebody who does not want to wait
+        except SignalException:  # a second signal: do not wait
             super()._shutdown(signal.SIGKILL, 0)
             raise
 
 
 def _exit_codes(context: Any) -> dict[int, int | None]:
-    """Return the exit codes of the processes of this machine, `None` for one that runs."""
+    """Return the exit codes of the processes of this machine; `None` for a running one."""
     programs = getattr(context, "subprocess_handlers", None)
     if programs is not None:
         return {rank: handler.proc.poll() for rank, handler in programs.items()}
     return {rank: process.exitcode for rank, process in enumerate(context._pc.processes)}
 
 
-def _take_for_the_same() -> None:
-    """Have a signal that comes again at once be the one that came: it may be sent to this process and to its group."""
+def _ignore_repeated_signals() -> None:
+    """Ignore a signal that is repeated at once: it may be sent to this process and to its group."""
     began = time.monotonic()
 
     def ignore_at_first(number: int, frame: FrameType | None) -> None:
@@ -223,7 +223,8 @@ def _streams(tee: str) -> Any:
         return Std.from_str(tee)
     except ValueError:
         raise ConfigurationError(
-            f"tee must be 0, 1 (output), 2 (errors) or 3 (both), or such for some processes as in 0:3,1:2; got {tee!r}."
+            f"tee must be 0, 1 (output), 2 (errors) or 3 (both), or these for single processes as in 0:3,1:2 "
+            f"(got {tee!r})."
         ) from None
 
 
@@ -245,7 +246,7 @@ def _meeting(entry: str | Callable[..., Any], plan: Plan, folder: Path) -> Gener
             handler = get_rendezvous_handler(parameters)
         except (RendezvousError, dist.DistError, ValueError) as error:
             raise _not_met(plan, error) from error
-    # What this process was told of its own meeting is not for those it starts; and what it tells forks is not for it.
+    # The store file of this process's own world is not for the processes it starts, nor theirs for this process.
     with environment.patch_environment(trainer_lib_store_file=""):
         try:
             yield handler
@@ -255,9 +256,9 @@ def _meeting(entry: str | Callable[..., Any], plan: Plan, folder: Path) -> Gener
 
 def _not_met(plan: Plan, error: Exception) -> WorldError:
     return WorldError(
-        f"Machine {plan.machine_rank} of {plan.num_machines} could not meet the others at {plan.endpoint} "
+        f"Machine {plan.machine_rank} of {plan.num_machines} could not join the rendezvous at {plan.endpoint} "
         f"({plan.rdzv_backend}): {str(error).splitlines()[0]} Check that the launcher runs on all machines with the "
-        "same options but for machine_rank, that they can reach that address, and that no other program uses the port."
+        "same options except machine_rank, that they can reach that address, and that no other program uses the port."
     )
 
 
@@ -268,7 +269,7 @@ def _log_folder(plan: Plan) -> Generator[str]:
             raise ConfigurationError(f"log_dir must be a folder, and {plan.log_dir} is a file.")
         yield plan.log_dir
     elif plan.tee != "0":
-        yield tempfile.mkdtemp(prefix="trainer_lib_")  # logs that were asked for stay
+        yield tempfile.mkdtemp(prefix="trainer_lib_")  # requested logs are kept
     else:
         with tempfile.TemporaryDirectory(prefix="trainer_lib_") as folder:
             yield folder
@@ -276,7 +277,7 @@ def _log_folder(plan: Plan) -> Generator[str]:
 
 @contextlib.contextmanager
 def _torch_is_quiet(verbose: bool) -> Generator[None]:
-    """Silence what the agent says: the same is told here, in one place."""
+    """Silence the agent's log messages: the launcher reports the same, once."""
     names = [] if verbose else [name for name in logging.root.manager.loggerDict if name.startswith(_TORCH_LOGGERS)]
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     for logger in levels:
@@ -290,7 +291,7 @@ def _torch_is_quiet(verbose: bool) -> Generator[None]:
 
 @contextlib.contextmanager
 def _signals_are_passed_on() -> Generator[None]:
-    """Let the agent pass signals on, but not those this process was told to ignore; give the handlers back after it."""
+    """Let the agent forward signals, except ignored ones, and restore the handlers afterwards."""
     handlers = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
     heeded = ",".join(name for name, handler in handlers.items() if handler is not signal.SIG_IGN)
     try:
@@ -303,5 +304,5 @@ def _signals_are_passed_on() -> Generator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             for name, handler in handlers.items():
-                if handler is not None:  # one from C code, which Python can neither name nor put back
+                if handler is not None:  # None: a handler from C code, which Python cannot restore
                     signal.signal(getattr(signal, name), handler)

@@ -1,4 +1,4 @@
-"""This file is a function on several forked processes of this machine, and their results in order of rank."""
+"""Run a function on several forked processes of this machine, and return their results in order of rank."""
 
 import faulthandler
 import os
@@ -21,8 +21,8 @@ from trainer_lib.options.base import check_count, check_positive
 from trainer_lib.processes.exit_codes import exit_code_of
 from trainer_lib.processes.ports import free_port
 
-_GRACE = 5.0  # seconds that a process gets to end when it is asked to
-_POLL = 0.1  # seconds between two looks at who has died
+_GRACE = 5.0  # seconds that a process gets to end after SIGTERM
+_POLL = 0.1  # seconds between two checks for dead processes
 _TIMED_OUT = 124  # the exit code of `timeout`, in shells
 
 
@@ -35,13 +35,13 @@ def run_forked(
 ) -> list[Any]:
     """Run `function(*args)` on `num_processes` forked CPU processes and return what each returned.
 
-    The function may be a closure: the processes are forks. What it returns has to be something `torch.save` can save.
+    The function may be a closure: the processes are forks. `torch.save` has to be able to save its result.
 
     Args:
         function: What each process runs; it finds the variables that torchrun sets.
         args: Its arguments.
         num_processes: How many processes.
-        timeout: Seconds after which all are ended and an error tells where each of them was.
+        timeout: Seconds after which all are ended and an error shows the stack of each.
         **variables: Further environment variables for the processes.
 
     Raises:
@@ -98,28 +98,28 @@ class _Worker:
         self, parent: int, function: Callable[..., Any], args: Sequence[Any], variables: Mapping[str, str]
     ) -> None:
         try:
-            # One thread: OpenMP's threads do not survive a fork, and a parallel region would wait for them for ever.
+            # One thread: OpenMP's threads do not survive a fork, and a parallel region would wait for them without end.
             begin(parent, variables, threads=1)
             with self.stacks.open("w") as stacks:
-                # In C, since Python's own handlers would wait for the end of a collective that hangs.
+                # In C, since Python's handlers would wait for the end of a collective that hangs.
                 faulthandler.register(signal.SIGUSR2, stacks, chain=True)
                 torch.save(function(*args), self.result)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
+        except BaseException as error:  # noqa: BLE001 - the parent reports it
             self.error.write_text(traceback.format_exc())
             leave(exit_code_of(error))
 
 
 def rank_variables(rank: int, size: int, port: int, folder: str) -> dict[str, str]:
-    """Return the environment of one rank of a world on this machine, whose ranks meet in a folder."""
+    """Return the environment of one rank of a world on this machine, with a rendezvous in a folder."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": LOCALHOST,
-        # They meet through a file. A store on a port would have a thread that serves it in the parent, which may hold
-        # a lock of the resolver's at a fork: then the child waits for ever. The port is for functions that form a
-        # group of their own.
+        # The rendezvous is a file. A store on a port would have a serving thread in the parent, which may hold a lock
+        # of the resolver at a fork: then the child would wait without end. The port is for functions that form another
+        # group.
         "MASTER_PORT": str(port),
         "TRAINER_LIB_STORE_FILE": str(Path(folder, "store")),
         "TRAINER_LIB_WORLD_SIZE": str(size),
@@ -139,7 +139,7 @@ def _wait(workers: Sequence[_Worker], timeout: float | None) -> None:
             return
         if deadline is not None and monotonic() > deadline:
             raise _late(running, len(workers), timeout)
-        # Looked at often as well as waited for: a child of a dead worker keeps its sentinel open.
+        # With a short timeout, since a child of a dead worker keeps its sentinel open.
         wait([worker.process.sentinel for worker in running], _POLL)
 
 

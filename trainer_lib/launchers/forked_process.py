@@ -1,4 +1,4 @@
-"""This file is how a forked process begins and ends, and what its parent must not have."""
+"""Start and end of a forked process, and the checks before its parent forks."""
 
 import gc
 import os
@@ -19,21 +19,21 @@ from trainer_lib.state import AcceleratorState, GradientState, PartialState, is_
 
 
 def reset_states() -> None:
-    """Forget the place of this process, its settings and its window of gradients, as if it had just started."""
+    """Reset rank, settings and gradient accumulation of this process, as if it had just started."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def check_call(function: Any, args: Any) -> None:
-    """Raise unless `function(*args)` can be meant."""
+    """Raise unless `function(*args)` can be called."""
     if not callable(function):
-        raise ConfigurationError(f"function must be something to call, got {function!r}. Leave out its parentheses.")
+        raise ConfigurationError(f"function must be callable (got {function!r}). Leave out its parentheses.")
     if not isinstance(args, (list, tuple)):
-        raise ConfigurationError(f"args must be a tuple, got {args!r}. For one argument: args=(value,).")
+        raise ConfigurationError(f"args must be a tuple (got {args!r}). For one argument: args=(value,).")
 
 
 def refuse_a_world(launcher: str) -> None:
-    """Raise if this process already works together with others: its forks would take its connections for theirs."""
+    """Raise if this process is already part of a world: its forks would use its connections."""
     if dist.is_available() and dist.is_initialized():
         inside = "torch.distributed is initialized"
     elif is_initialized() and not isinstance(PartialState().group, LoneProcess):
@@ -41,17 +41,17 @@ def refuse_a_world(launcher: str) -> None:
     else:
         return
     raise WorldError(
-        f"{launcher} starts processes of its own, and {inside} in this process. Create the Accelerator inside the "
-        "function that is launched; in a notebook, restart the kernel first."
+        f"{launcher} starts processes, and {inside} in this process. Create the Accelerator inside the "
+        "launched function; in a notebook, restart the kernel first."
     )
 
 
 def begin(parent: int, variables: Mapping[str, str], threads: int) -> None:
-    """Make a fresh process of a copy of its parent."""
-    # What the parent left for the garbage collector (a loader with workers, say) is not this process's to tear down.
+    """Turn a copy of the parent into a fresh process."""
+    # Objects of the parent (such as a loader with workers) must not be collected in this process.
     gc.freeze()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)  # a handler of the parent's would not run inside a collective
+        signal.signal(number, signal.SIG_DFL)  # a Python handler of the parent would not run inside a collective
     signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(parent, signal.SIGKILL)
     environment.set_variables(variables)
@@ -60,7 +60,7 @@ def begin(parent: int, variables: Mapping[str, str], threads: int) -> None:
 
 
 def leave(code: int = 1) -> NoReturn:
-    """End this process as one that failed, or with the code of an interruption."""
+    """End this process with the exit code of a failure or of an interruption."""
     for child in active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""This file is what can be asked of a launcher: how many processes, where they meet, how they are watched."""
+"""The options of a launch: number of processes, rendezvous, monitoring and output."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,34 +11,34 @@ LOCALHOST = "127.0.0.1"
 _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 
 
-def _nobody(message: str) -> None:
+def _ignore(message: str) -> None:
     del message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How processes are started and watched.
+    """How processes are started and monitored.
 
     Args:
-        num_processes: How many on this machine.
-        num_machines: How many machines, each with a launcher of its own and as many processes.
-        machine_rank: Which of them this is.
+        num_processes: How many processes on this machine.
+        num_machines: How many machines, each with its own launcher and the same number of processes.
+        machine_rank: The number of this machine, from 0.
         main_process_ip: The address of the first machine.
-        main_process_port: A port of it; 0 for a free one, if there is one machine only.
-        rdzv_backend: How the machines meet: static, or one of torch's others.
-        rdzv_endpoint: Where they meet; by default at the address and port above.
+        main_process_port: A port of it; on a single machine, 0 for a free one.
+        rdzv_backend: The rendezvous backend: static, or another one of torch.
+        rdzv_endpoint: The address of the rendezvous; by default the address and port above.
         rdzv_conf: Options of the backend.
-        rdzv_id: The name of the meeting, the same on all machines.
-        max_restarts: How often all processes are started again after one has failed.
-        monitor_interval: Seconds between two looks at who has died.
-        shutdown_timeout: Seconds that processes get to save and end when a signal asks for it.
-        log_dir: Where output goes that `tee` sends to files.
-        tee: What goes to files too: 1 output, 2 errors, 3 both; or for some processes, `0:3,1:2`.
-        role: What the processes are called in the lines that `tee` prints.
-        log_line_prefix_template: What stands before such a line.
-        start_method: How a function gets its processes: fork or spawn.
-        verbose: Whether torch's own messages are shown.
-        announce: Is told of restarts.
+        rdzv_id: The name of the rendezvous, the same on all machines.
+        max_restarts: How often to start all processes again after one has failed.
+        monitor_interval: Seconds between two checks for dead processes.
+        shutdown_timeout: Seconds that processes get to save and end after a signal.
+        log_dir: The folder for the output files of `tee`.
+        tee: What is also written to files: 1 output, 2 errors, 3 both; or for some processes, `0:3,1:2`.
+        role: The name of the processes in the lines that `tee` prints.
+        log_line_prefix_template: The prefix of such a line.
+        start_method: How the processes of a function are started: fork or spawn.
+        verbose: Whether torch's messages are shown.
+        announce: Called with a message at each restart.
     """
 
     num_processes: int
@@ -59,7 +59,7 @@ class Plan:
     log_line_prefix_template: str | None = None
     start_method: str = "fork"
     verbose: bool = False
-    announce: Callable[[str], None] = _nobody
+    announce: Callable[[str], None] = _ignore
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -71,10 +71,10 @@ class Plan:
         check_positive("shutdown_timeout", self.shutdown_timeout)
         if self.machine_rank >= self.num_machines:
             raise ConfigurationError(
-                f"machine_rank must be below num_machines ({self.num_machines}), got {self.machine_rank}."
+                f"machine_rank must be less than num_machines={self.num_machines} (got {self.machine_rank})."
             )
         if not 0 <= self.main_process_port < 65536:
-            raise ConfigurationError(f"main_process_port must be from 0 to 65535, got {self.main_process_port}.")
+            raise ConfigurationError(f"main_process_port must be from 0 to 65535 (got {self.main_process_port}).")
         if self.rdzv_backend not in _BACKENDS:
             raise ConfigurationError(unknown("rdzv_backend", self.rdzv_backend, _BACKENDS))
 
@@ -85,10 +85,10 @@ class Plan:
 
     @property
     def is_local(self) -> bool:
-        """Whether the processes of this machine need nothing from outside to find one another."""
+        """Whether the rendezvous needs only this machine."""
         return self.num_machines == 1 and self.rdzv_backend == "static" and not self.rdzv_endpoint
 
     @property
     def endpoint(self) -> str:
-        """Where the machines meet."""
+        """The address of the rendezvous."""
         return self.rdzv_endpoint or f"{self.main_process_ip}:{self.main_process_port}"

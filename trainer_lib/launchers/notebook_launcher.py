@@ -1,4 +1,4 @@
-"""This file is `notebook_launcher`: a training function on several processes, from a notebook or a script."""
+"""`notebook_launcher`: run a training function on several processes, from a notebook or a script."""
 
 import functools
 import importlib
@@ -42,30 +42,30 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> list[Any]:
-    """Run `function(*args)` on several processes of this machine, and return what each of them returned.
+    """Run `function(*args)` on several processes of this machine, and return the results in order of rank.
 
-    One process is no reason to start one: then the function runs in place, and what it changes stays changed.
+    With one process the function runs in this process, and its side effects remain.
 
     Args:
         function: What each process runs. It makes its own Accelerator.
         args: Its arguments.
-        num_processes: How many on this machine; by default one for each accelerator, or one on the CPU.
+        num_processes: How many processes on this machine; by default one per accelerator, or one on the CPU.
         mixed_precision: "no", "fp16", "bf16" or "bf16-true".
-        use_port: Where the processes meet. The default means any free port, if there is one machine only.
+        use_port: The port of the rendezvous. On a single machine, the default means any free port.
         master_addr: The address of the first machine.
-        node_rank: Which of the machines this is.
+        node_rank: The number of this machine, from 0.
         num_nodes: How many machines; the launcher is called on each.
-        rdzv_backend: How the machines meet.
-        rdzv_endpoint: Where they meet, if not at `master_addr` and `use_port`.
+        rdzv_backend: The rendezvous backend between machines.
+        rdzv_endpoint: The address of the rendezvous; by default `master_addr` and `use_port`.
         rdzv_conf: Options of the backend.
-        rdzv_id: The name of the meeting.
-        max_restarts: How often all processes are started again after one has failed.
-        monitor_interval: Seconds between two looks at who has died.
-        log_line_prefix_template: What stands before a line of a process.
+        rdzv_id: The name of the rendezvous.
+        max_restarts: How often to start all processes again after one has failed.
+        monitor_interval: Seconds between two checks for dead processes.
+        log_line_prefix_template: The prefix of each output line of a process.
 
     Raises:
         ProcessFailedError: If a process raised or died; the message holds its traceback.
-        SystemExit: If a signal or a deadline ended the runs of all processes early; with their exit code.
+        SystemExit: If a signal or a deadline ended all processes early; with their exit code.
 
     Example:
         >>> def count():
@@ -118,7 +118,7 @@ def _run_on_processes(function: Callable[..., Any], args: tuple[Any, ...], plan:
 
 
 def _call(parent: int, function: Callable[[], Any], threads: int = 1) -> bytes:
-    # In a fork one thread: OpenMP's do not survive it, and a parallel region would wait for them for ever.
+    # One thread in a fork: OpenMP's threads do not survive it, and a parallel region would wait for them without end.
     try:
         begin(parent, {}, threads)
         result = io.BytesIO()
@@ -126,7 +126,7 @@ def _call(parent: int, function: Callable[[], Any], threads: int = 1) -> bytes:
         return result.getvalue()
     except Interrupted as stop:
         leave(stop.exit_code)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
+    except Exception as error:  # noqa: BLE001 - the parent reports it
         get_error_handler().record_exception(error)
         leave()
 
@@ -150,7 +150,7 @@ def _port(use_port: str | int, num_nodes: int) -> int:
     try:
         port = int(use_port)
     except ValueError:
-        raise ConfigurationError(f"use_port must be a number from 0 to 65535, got {use_port!r}.") from None
+        raise ConfigurationError(f"use_port must be a number from 0 to 65535 (got {use_port!r}).") from None
     return 0 if port == _DEFAULT_PORT and num_nodes == 1 else port
 
 
@@ -158,8 +158,8 @@ def _refuse_a_launched_process() -> None:
     world = environment.read_world()
     if world is not None:
         raise WorldError(
-            f"notebook_launcher starts processes of its own, and this is process {world.rank} of {world.size} that "
-            f"{world.launcher} started. Call the function itself."
+            f"notebook_launcher starts processes, and this already is rank {world.rank} of {world.size}, started by "
+            f"{world.launcher}. Call the function itself."
         )
 
 
@@ -168,4 +168,4 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _say(message: str) -> None:
-    print(message, flush=True)  # noqa: T201 - a notebook's user reads this where the cell is
+    print(message, flush=True)  # noqa: T201 - shown below the notebook's cell

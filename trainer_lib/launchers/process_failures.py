@@ -1,4 +1,4 @@
-"""This file is the processes that failed: which one did first, and how that is told."""
+"""Errors for failed processes: which failed first, and how."""
 
 import itertools
 import signal
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from trainer_lib.foundation.errors import WorldError
 
-_LINE = 160  # characters of an error that only followed from another
+_LINE = 160  # characters of an error that followed another one
 
 
 class ProcessFailedError(WorldError):
     """A started process that raised, died or did not end in time.
 
     Args:
-        message: What is to be told.
+        message: The message.
         rank: The process that failed first.
-        exit_code: Its exit code, as a shell gives it: 128 and the number of the signal for those killed by one.
+        exit_code: Its exit code, as in a shell: 128 plus the number of the signal if a signal killed it.
     """
 
     def __init__(self, message: str, rank: int, exit_code: int) -> None:
@@ -32,10 +32,10 @@ class Failure:
 
     Args:
         rank: Its rank in the world.
-        exit_code: Its exit code; negative, it is the signal that killed it.
-        traceback: What it raised, if it could still tell.
-        when: When it told, in nanoseconds.
-        log: Where its output is, if that goes to a file.
+        exit_code: Its exit code; if negative, the signal that killed it.
+        traceback: The traceback of its error; `None` if it could not write one.
+        when: The time of its error, in nanoseconds.
+        log: The file of its output, if there is one.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Failure:
 
     @property
     def how(self) -> str:
-        """The end of the process in a few words."""
+        """How the process ended, in a few words."""
         if self.exit_code == 0:
             return "ended without a result (exit code 0)"
         if self.exit_code > 0:
@@ -61,14 +61,14 @@ def signal_name(number: int) -> str:
 
 
 def failed(failures: Iterable[Failure], num_processes: int, *, is_printed: bool = False) -> ProcessFailedError:
-    """Return the error for processes that failed, with the first of them and its traceback first.
+    """Return the error for failed processes, which begins with the first failure and its traceback.
 
     Args:
-        failures: All that failed by themselves, in any order.
-        num_processes: How many there are in the world.
-        is_printed: Whether the processes have printed their tracebacks; only the error is given then.
+        failures: All failures, in any order.
+        num_processes: The world size.
+        is_printed: Whether the processes have printed their tracebacks; then only the error is included.
     """
-    # A process that died without a word died before those that could still tell what its death did to them.
+    # A process without a traceback was killed first; the others raised because it was gone.
     first, *others = sorted(failures, key=lambda failure: (failure.traceback is not None, failure.when, failure.rank))
     parts = [f"Process {first.rank} of {num_processes} {first.how}{_end(first.traceback, is_printed)}"]
     if first.log is not None:
@@ -97,10 +97,10 @@ def _error_of(traceback: str) -> str:
 def _briefly(failure: Failure) -> str:
     if failure.traceback is None:
         return f"process {failure.rank} {failure.how}"
-    # After the last indented line, where it was raised, comes the error, and then what was noted beside it.
+    # The error comes after the last indented line; its notes follow.
     error = ""
     for before, line in itertools.pairwise(failure.traceback.splitlines()):
         if before[:1].isspace() and line and not line[0].isspace():
             error = line
-    error = error or _error_of(failure.traceback)  # which has no frames, such as one of a script that cannot be read
+    error = error or _error_of(failure.traceback)  # without frames, such as for a script that cannot be read
     return f"process {failure.rank} raised {textwrap.shorten(error, _LINE, placeholder=' …')}"

@@ -1,4 +1,4 @@
-"""This file is where the processes of one machine meet: at a port that the launcher holds, or in a file."""
+"""The rendezvous of the processes of one machine: at a port of the launcher, or in a file."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from trainer_lib.processes.ports import free_port, is_port_in_use
 
 
 class _OneMachine(RendezvousHandler):
-    """The meeting of a single agent with itself, as torch's elastic agent wants it; one store for each attempt."""
+    """The rendezvous of a single agent, for torch's elastic agent; one store for each attempt."""
 
     def __init__(self, port: int, run_id: str) -> None:
         self._port = port
         self._run_id = run_id
 
     def get_backend(self) -> str:
-        """Return the name of this kind of meeting."""
+        """Return the name of this kind of rendezvous."""
         return "one-machine"
 
     def get_run_id(self) -> str:
@@ -27,15 +27,15 @@ class _OneMachine(RendezvousHandler):
         return self._run_id
 
     def num_nodes_waiting(self) -> int:
-        """Return how many other machines would like to join."""
+        """Return how many other machines wait to join: none."""
         return 0
 
     def is_closed(self) -> bool:
-        """Whether nobody can join any more."""
+        """Whether the rendezvous is closed: never."""
         return False
 
     def set_closed(self) -> None:
-        """Let nobody join any more."""
+        """Do nothing."""
 
     def shutdown(self) -> bool:
         """Return at once."""
@@ -43,7 +43,7 @@ class _OneMachine(RendezvousHandler):
 
 
 class MeetAtPort(_OneMachine):
-    """The launcher serves a store; with port 0 the system picks a free one as it is bound, so nobody else gets it."""
+    """A rendezvous at a store that the launcher serves; with port 0 the system assigns a free port."""
 
     _store: dist.TCPStore | None = None
 
@@ -53,22 +53,22 @@ class MeetAtPort(_OneMachine):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a store and the only place there is."""
+        """Return the store, with rank 0 of 1 machine."""
         if self._store is None or self._port == 0:
             self._store = _serve(self._port)
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOCALHOST, self._store.port))
 
     def shutdown(self) -> bool:
-        """Let go of the store."""
+        """Release the store."""
         self._store = None
         return True
 
 
 class MeetInFile(_OneMachine):
-    """Forks find one another through a file.
+    """A rendezvous of forked processes through a file.
 
-    A store on a port has a thread that serves it. In the parent it may hold a lock of the resolver's at a fork, and
-    then the child waits for it for ever.
+    A store on a port has a serving thread in the parent, which may hold a lock of the resolver at a fork: then the
+    child would wait for it without end.
     """
 
     def __init__(self, port: int, run_id: str, folder: Path) -> None:
@@ -77,12 +77,12 @@ class MeetInFile(_OneMachine):
         self._attempts = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the only place there is."""
+        """Return a store, with rank 0 of 1 machine."""
         if self._port and is_port_in_use(self._port):
             raise _port_is_taken(self._port)
         environment.set_variables({"TRAINER_LIB_STORE_FILE": str(self._folder / f"store_{self._attempts}")})
         self._attempts += 1
-        # The port is for functions that form a group of their own.
+        # The port is for functions that form another group.
         return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo(LOCALHOST, self._port or free_port()))
 
 
@@ -94,6 +94,4 @@ def _serve(port: int) -> dist.TCPStore:
 
 
 def _port_is_taken(port: int) -> WorldError:
-    return WorldError(
-        f"Port {port} cannot be used, another program has it. Name another, or none: then a free one is taken."
-    )
+    return WorldError(f"Port {port} is in use by another program. Use another port, or leave it out to use a free one.")

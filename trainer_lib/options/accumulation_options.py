@@ -1,4 +1,4 @@
-"""This file is the options of gradient accumulation."""
+"""Options of gradient accumulation."""
 
 import dataclasses
 from dataclasses import dataclass

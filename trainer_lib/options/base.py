@@ -1,4 +1,4 @@
-"""This file is what all options share: reading back what differs from the defaults, and checking values."""
+"""The base of options: comparison with the defaults, and checks of values."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""This file is the options of torch.compile."""
+"""Options of torch.compile."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""This file is the options of data loading."""
+"""Options of data loading."""
 
 from dataclasses import dataclass
 

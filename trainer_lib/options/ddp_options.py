@@ -1,4 +1,4 @@
-"""This file is the options of process groups and of replication (DDP)."""
+"""Options of process groups and of DDP."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""This file is the names of kinds: of worlds, precisions, generators."""
+"""Enums of world types, precisions and random generators."""
 
 from trainer_lib.options.base import BaseEnum
 

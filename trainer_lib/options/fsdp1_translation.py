@@ -1,4 +1,4 @@
-"""This file is how FSDP1's words are said in FSDP2, and which of them have no equivalent there.
+"""Translation of FSDP1's options into those of FSDP2, with errors for those that have no equivalent.
 
 Values may be texts, numbers or objects of `torch.distributed.fsdp`; the latter are known by their names, so that
 nobody has to import that package (0.7 s) to look at them.
@@ -150,7 +150,7 @@ def wrap_policy(value: Any) -> Any:
         return value.lower()
     if callable(value):
         return value
-    if isinstance(value, Iterable) and all(isinstance(one, (str, type)) for one in value):
+    if isinstance(value, Iterable) and all(isinstance(item, (str, type)) for item in value):
         return list(value)
     raise ConfigurationError(
         f"auto_wrap_policy must be one of {', '.join(_POLICIES)}, classes or their names, or a function of "

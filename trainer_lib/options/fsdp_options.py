@@ -1,4 +1,4 @@
-"""This file is the options of sharding (FSDP2): what may be said, in FSDP2's words or in those of FSDP1."""
+"""Options of FSDP2, which also accept the names of FSDP1."""
 
 import dataclasses
 from collections.abc import Callable, Iterable

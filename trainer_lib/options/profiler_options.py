@@ -1,4 +1,4 @@
-"""This file is the options of torch's profiler."""
+"""Options of torch's profiler."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def _supported(activity: "str | ProfilerActivity") -> "ProfilerActivity":
     kind: ProfilerActivity = getattr(ProfilerActivity, activity.upper()) if isinstance(activity, str) else activity
     here = supported_activities()
     if kind not in here:
-        names = [one.name.lower() for one in here]
+        names = [activity.name.lower() for activity in here]
         raise ConfigurationError(
             f"The activity {str(activity)!r} cannot be recorded on this machine. Here: {', '.join(sorted(names))}."
         )

@@ -1,4 +1,4 @@
-"""This file is the options of a project: where its states and logs are kept."""
+"""Options of a project: where states and logs are saved."""
 
 from dataclasses import dataclass
 from pathlib import Path
