@@ -1,1 +1,1 @@
-"""This package is the tests; it mirrors the tree of the library."""
+"""The tests; they mirror the tree of the library."""

@@ -1,4 +1,4 @@
-"""This package is the contestants: one file each, all doing the same task."""
+"""The contestants: one file each, all training the same task."""
 
 from benchmarks.contestants.accelerate import Accelerate
 from benchmarks.contestants.bare import Bare, BareAgain
