@@ -35,7 +35,7 @@ def test_anything_else_counts_as_one(everywhere: Everywhere) -> None:
 def test_tensors_inside_objects_need_no_equal_shapes(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
         boxes = gather_object([{"boxes": torch.full((rank, 4), float(rank))}])
-        assert [one["boxes"].tolist() for one in boxes] == [[[float(other)] * 4] * other for other in range(size)]
+        assert [row["boxes"].tolist() for row in boxes] == [[[float(other)] * 4] * other for other in range(size)]
 
     everywhere(body)
 
@@ -57,5 +57,5 @@ def test_broadcast_leaves_the_sender_its_objects() -> None:
 def test_broadcast_refuses_what_is_no_list_and_nobody() -> None:
     with pytest.raises(ConfigurationError, match=r"needs a list \(got a str\). Pass \[value\]"):
         broadcast_object_list("run-7")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigurationError, match="no process 1 in a world of 1"):
+    with pytest.raises(ConfigurationError, match="Rank 1 does not exist in a world of 1"):
         broadcast_object_list([1], from_process=1)

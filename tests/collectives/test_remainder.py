@@ -114,7 +114,7 @@ def test_objects_are_joined_without_repeated_items(everywhere: Everywhere) -> No
         rows = Rows(total=2, real=1)
         boxes = [{"boxes": torch.ones(rank + 1, 4)}, {"boxes": torch.ones(9, 4)}]
         gathered = gather_real_objects(boxes, rows)
-        assert [len(one["boxes"]) for one in gathered] == [other + 1 for other in range(size)]
+        assert [len(row["boxes"]) for row in gathered] == [other + 1 for other in range(size)]
         assert gather_real_objects(("a", "b"), rows) == ["a"] * size
         assert gather_real_objects([], rows) == []
         assert gather_real_objects("text", rows) == ["text"] * size

@@ -1,4 +1,4 @@
-"""This file is the tests of `trainer-lib checkpoint`."""
+"""The command `trainer-lib checkpoint`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""This file is the tests of the program `trainer-lib`."""
+"""The program `trainer-lib`."""
 
 import pytest
 

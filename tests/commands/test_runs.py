@@ -1,4 +1,4 @@
-"""This file is the tests of `trainer-lib runs` and `trainer-lib report`."""
+"""The commands `trainer-lib runs` and `trainer-lib report`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""This file is what the data loader's tests compare with: samples that know who they are, and sharing done by hand."""
+"""Reference loaders for the tests of data loading: samples that know their index, divided by hand."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain

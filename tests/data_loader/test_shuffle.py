@@ -87,7 +87,7 @@ def test_a_pass_can_be_entered_anywhere(size: int, options: dict[str, Any]) -> N
 def test_more_samples_than_there_are_come_in_whole_rounds() -> None:
     drawn = list(SeedableRandomSampler(range(9), num_samples=30, data_seed=3))
     rounds = [drawn[start : start + 9] for start in range(0, 27, 9)]
-    assert all(sorted(one) == list(range(9)) for one in rounds)
+    assert all(sorted(samples) == list(range(9)) for samples in rounds)
     assert len(set(map(tuple, rounds))) == 3
     assert len(set(drawn[27:])) == 3
 

@@ -1,4 +1,4 @@
-"""This file is the tests of how failed processes are told apart and told."""
+"""Errors for failed processes: the first failure comes first, with its traceback."""
 
 from trainer_lib.launchers.process_failures import Failure, failed
 

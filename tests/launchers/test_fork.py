@@ -1,4 +1,4 @@
-"""This file is the tests of a function on several forked processes."""
+"""A function on several forked processes."""
 
 import gc
 import os

@@ -1,6 +1,7 @@
-"""This file is the tests of `notebook_launcher` and `debug_launcher`."""
+"""`notebook_launcher` and `debug_launcher`."""
 
 import functools
+import importlib
 import os
 import signal
 import socket
@@ -16,9 +17,10 @@ from trainer_lib.events import Interruption
 from trainer_lib.foundation.environment import clear_environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, WorldError
 from trainer_lib.launchers import ProcessFailedError
-from trainer_lib.launchers import notebook_launcher as notebook
 from trainer_lib.state import AcceleratorState, PartialState
 from trainer_lib.testing import reset_states
+
+notebook = importlib.import_module("trainer_lib.launchers.notebook_launcher")  # the package exports the function
 
 
 def place() -> tuple[int, int]:
