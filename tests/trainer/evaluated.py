@@ -1,4 +1,4 @@
-"""This file is what the tests of evaluation evaluate: scores that were given, so that every number is known."""
+"""Evaluations with given scores, for tests in which every number is known."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""This file is what the tests of models and batches compare with: updates written by hand, of whole batches at once."""
+"""Reference updates of whole batches, written by hand, for tests of models and batches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

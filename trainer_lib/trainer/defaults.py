@@ -296,7 +296,7 @@ def run_fingerprint(trainer: "Trainer") -> dict[str, Any]:
         data = data.dataset
     try:
         samples = None if data is None else length_of(as_dataset(data, "train_dataset"))
-    except ConfigurationError:  # a train_dataloader of one's own may take anything
+    except ConfigurationError:  # an overridden train_dataloader may accept any data
         samples = None
     return {
         "models": {

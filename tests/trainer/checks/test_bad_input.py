@@ -410,12 +410,12 @@ BEFORE: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
         "SGD…none of them of the given model",
         {"optimizer": lambda: SGD(Head().parameters(), 0.1)},
     ),
-    "a loader that is none": (
+    "a loader of a wrong type": (
         ConfigurationError,
         "train_dataloader returned a list…train_dataset=",
         {"kind": own(train_dataloader=lambda self: [1])},
     ),
-    "a set's loader that is none": (
+    "an evaluation loader of a wrong type": (
         ConfigurationError,
         "eval_dataloader returned a NoneType",
         {"kind": own(eval_dataloader=lambda self, dataset: None), "eval_dataset": DATA},
@@ -593,7 +593,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
         "loss_fn returned a float…without calling .item()",
         loses(lambda o, t: F.cross_entropy(o, t).item()),
     ),
-    "a loss of each sample, of one's own": (
+    "a custom loss of each sample": (
         ConfigurationError,
         "loss_fn returned a loss of shape (8,)…LossResult(",
         loses(lambda o, t: F.cross_entropy(o, t, reduction="none")),
@@ -962,7 +962,7 @@ def test_arrays_train() -> None:
     assert trainer(train_dataset=(INPUTS.numpy(), CLASSES.numpy())).fit().state.step == 3
 
 
-# -- two processes: nobody waits for ever, and everybody hears why ---------------------------------------------------
+# -- two ranks: no rank hangs, and all ranks raise the error -----------------------------------------------------------
 
 
 def told(body: Callable[[int], Any]) -> list[tuple[str, str]]:

@@ -208,7 +208,7 @@ def test_the_error_gives_ours_with_the_value(given: dict[str, Any], ours: str) -
         ({"fsdp_config": "fsdp.json"}, "the file 'fsdp.json' is not read here"),
         ({"fsdp_config": {}, "fsdp": "sharp"}, "there is no sharding 'sharp'"),
         ({"generation_config": "model"}, "give its values by name: generation_kwargs={…}"),
-        ({"metric_for_best_model": None}, "without metric_for_best_model it says nothing"),
+        ({"metric_for_best_model": None}, "without metric_for_best_model it has no effect"),
     ],
 )
 def test_what_has_no_place_here_is_told_with_a_reason(given: dict[str, Any], said: str) -> None:

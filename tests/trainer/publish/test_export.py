@@ -1,4 +1,4 @@
-"""This file is the tests of exported programs: they compute what the model does, and the model stays as it is."""
+"""Exported programs compute the same as the model, and the model does not change."""
 
 from collections.abc import Callable
 from pathlib import Path

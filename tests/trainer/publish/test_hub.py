@@ -1,4 +1,4 @@
-"""This file is the tests of pushing to the Hub, one on this machine, and of what goes wrong on the way."""
+"""Pushing to a local Hub server, and the errors on the way."""
 
 import subprocess
 import sys
@@ -143,7 +143,7 @@ def as_is(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
 
 REFUSED: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "nobody is logged in": (logged_out, "me/points", "There is no token.*hf auth login.*token=", {}),
-    "a token that is none": (as_is, "me/points", "does not know this token", {"token": "hf_old"}),
+    "an invalid token": (as_is, "me/points", "does not know this token", {"token": "hf_old"}),
     "a token that only reads": (as_is, "me/points", "may not write to me/points.*It says: ", {"token": READER}),
     "a foreign owner": (as_is, "them/points", "may not write to them/points", {}),
     "no network": (nowhere, "me/points", r"127\.0\.0\.1:9 could not be reached, in 3 attempts.*save_model", {}),

@@ -1,4 +1,4 @@
-"""This file is the tests of the card of a model: what it says of a run, for people and for the Hub."""
+"""Model cards: the facts about a run, for people and for the Hub."""
 
 import re
 from pathlib import Path

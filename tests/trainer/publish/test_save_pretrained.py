@@ -1,4 +1,4 @@
-"""This file is the tests of models that are saved by a trainer and read by those whose kind they are."""
+"""Models that a trainer saves and other libraries load."""
 
 from collections.abc import Callable
 from pathlib import Path

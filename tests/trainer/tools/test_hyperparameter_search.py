@@ -76,7 +76,7 @@ def test_a_trial_is_the_run_with_those_arguments(tmp_path: Path, capsys: pytest.
         facts = json.loads((folder / "run.json").read_text())
         assert facts["metrics"]["eval_loss"] == trial["value"]
         assert (folder / "history.jsonl").stat().st_size
-    assert made(tmp_path / "runs").fit(resume="auto").state.step == 5  # which finds no run to go on with
+    assert made(tmp_path / "runs").fit(resume="auto").state.step == 5  # there is no run to resume
 
 
 def test_the_same_seed_tries_the_same() -> None:

@@ -1,4 +1,4 @@
-"""What the trainer's tools leave as it was: everything, to the bit, on one process and on two."""
+"""Tools restore all state bit for bit, on one rank and on two."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -93,7 +93,7 @@ def outcome(model_trainer: Trainer) -> dict[str, Any]:
 
 
 def state(model_trainer: Trainer) -> dict[str, Any]:
-    """Return all that a tool is to leave as it was."""
+    """Return all state that a tool must restore."""
     model: Any = model_trainer.model
     given = model_trainer.optimizer if isinstance(model_trainer.optimizer, torch.optim.Optimizer) else None
     engine = model_trainer.accelerator

@@ -31,7 +31,7 @@ def is_finished(run: RunFolder) -> bool:
 
 
 def final_checkpoint(run: RunFolder) -> AnyPath | None:
-    """Return the checkpoint with the weights that a finished run ended with; `None` if there is none."""
+    """Return the checkpoint with the weights that a finished run ended with; `None` without a checkpoint."""
     entries = _entries(run)
     state, arguments = run.facts["state"], run.facts.get("arguments") or {}
     best = state["best"]["step"] if arguments.get("load_best_at_end") and state["best"] is not None else None

@@ -113,7 +113,7 @@ def _saving(given: Mapping[str, Any]) -> dict[str, Any] | str:
 def _best(given: Mapping[str, Any]) -> dict[str, Any] | str:
     metric = given.get("metric_for_best_model")
     if metric is None:
-        return "without metric_for_best_model it says nothing, there and here"
+        return "without metric_for_best_model it has no effect, there and here"
     named = {"metric_for_best": metric if str(metric).startswith("eval_") else f"eval_{metric}"}
     return named | {name: given[name] for name in ("greater_is_better",) if given.get(name) is not None}
 

@@ -74,7 +74,7 @@ def _refuse_shards(model: nn.Module) -> None:
         if hasattr(parameter, "_local_tensor"):
             raise PreparationError(
                 f"{name} is sharded, and a program has whole weights. Save with save_model(folder), load that into a "
-                "model made anew (load_checkpoint_in_model), and export it by a Trainer without fsdp."
+                "new model (load_checkpoint_in_model), and export it by a Trainer without fsdp."
             )
 
 

@@ -271,7 +271,7 @@ def check_repository(name: str) -> None:
     """Check the name of a repository: `name`, or `owner/name`.
 
     Raises:
-        ConfigurationError: If it is none.
+        ConfigurationError: If the name is not valid.
     """
     if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigurationError(f'repo_id={name!r} is no name of a repository. Give "owner/name", or "name" of yours.')

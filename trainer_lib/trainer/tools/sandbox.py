@@ -1,4 +1,4 @@
-"""This file is a sandbox: the trainer's own loop, run to find something out, after which all is as it was before."""
+"""Sandboxed training for tools: the trainer's own loop, after which all state is restored."""
 
 import copy
 import dataclasses
