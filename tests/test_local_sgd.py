@@ -210,7 +210,7 @@ def _after_an_error() -> tuple[bool, bool]:
         averaging.step()
         with pytest.raises(KeyError), averaging:
             raise KeyError
-    return network.require_backward_grad_sync, accelerator._window.is_alone
+    return network.require_backward_grad_sync, accelerator.window.is_alone
 
 
 def test_an_error_does_not_wait_for_others() -> None:

@@ -54,7 +54,7 @@ class LocalSGD:
 
     def __enter__(self) -> "LocalSGD":
         if self.enabled:
-            window = self.accelerator._window
+            window = self.accelerator.window
             self._local: AbstractContextManager[Any] = self.accelerator.strategy.stay_local(self.model)
             self._local.__enter__()
             self._was_alone, window.is_alone = window.is_alone, True
@@ -62,7 +62,7 @@ class LocalSGD:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if self.enabled:
-            self.accelerator._window.is_alone = self._was_alone
+            self.accelerator.window.is_alone = self._was_alone
             self._local.__exit__(kind, error, traceback)
             # After an error other ranks may not get here; after an average another one would only round again.
             if kind is None and self.num_steps % self.local_sgd_steps:

@@ -16,6 +16,7 @@ from trainer_lib.checkpointing.format.manifest import Manifest, sealed
 from trainer_lib.events import Best, Callback, Dispatcher, Run
 from trainer_lib.events.requests import Control
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.process_group import LoneProcess
 
 
 @dataclass
@@ -32,7 +33,7 @@ class AskedAt(Callback):
         self.steps: list[int] = []
 
     def on_step_end(self, run: Run) -> None:
-        run.control.agree_alone()
+        run.control.sync_across_ranks(LoneProcess())
         if run.control.take("save"):
             self.steps.append(run.state.step)
 
@@ -102,14 +103,14 @@ def test_step_intervals_are_agreed_and_time_intervals_follow_rank_0() -> None:
         go_through([Checkpoint("0.000001 seconds")], 2, timed)
         return (
             counted.control.is_due("save"),
-            counted.control.send(),
+            counted.control.to_floats(),
             timed.control.save,
-            timed.control.send(),
+            timed.control.to_floats(),
         )
 
     asked = Control()
     asked.save = True
-    nothing, save = Control().send(), asked.send()
+    nothing, save = Control().to_floats(), asked.to_floats()
     assert run_world(body, timeout=60) == [(True, nothing, True, save), (True, nothing, False, nothing)]
 
 

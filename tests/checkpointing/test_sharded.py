@@ -62,7 +62,7 @@ def run(
     if load is not None:
         accelerator.load_state(load)
     losses: list[float] = []
-    done = accelerator._window.backwards
+    done = accelerator.window.backwards
     while done < steps:
         for batch, wanted in loader:
             loss = toy.losses(network, batch, wanted).mean()

@@ -414,7 +414,7 @@ def test_a_run_resumes_while_the_disk_is_full(small_disk: SmallDisk, ledger: Led
     assert any("No space left on device" in line for line in said), said
     assert sorted(path.name for path in folder.iterdir()) == before
     told = [line for line in said if "Training continues" in line]
-    assert {re.findall(r"checkpoint-0*(\d+)", line)[0] for line in told} == {"6", "8", "10"}
+    assert {re.findall(r"checkpoint-0*(\d+)", line)[0] for line in told} == {"6", "8"}
     ledger.note("disks", "a Trainer's restart on a file system that is full", injected=1, told=1, whole=1, went_on=1)
 
 

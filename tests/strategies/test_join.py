@@ -407,7 +407,7 @@ def _left_by_an_error() -> list[Any]:
         raise KeyError
     accelerator.backward(network(torch.ones(1, 8)).sum())
     hooks = len(network._forward_pre_hooks) + len(network._forward_hooks)
-    return [loader.even_batches, network._join_config.enable, accelerator._window.waits_for_all, hooks]
+    return [loader.even_batches, network._join_config.enable, accelerator.window.waits_for_all, hooks]
 
 
 def test_an_error_inside_leaves_everything_as_it_was() -> None:

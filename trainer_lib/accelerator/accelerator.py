@@ -161,7 +161,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
-        self._window = GradientWindow(self.gradient_state, is_alone=self.num_processes == 1)
+        self.window = GradientWindow(self.gradient_state, is_alone=self.num_processes == 1)
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
@@ -303,7 +303,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         self._check_not_prepared([optimizer])
         place = self.device_placement if device_placement is None else device_placement
         self.strategy.rebind_parameters(optimizer)
-        prepared = AcceleratedOptimizer(optimizer, place, precision=self.precision, window=self._window)
+        prepared = AcceleratedOptimizer(optimizer, place, precision=self.precision, window=self.window)
         self._optimizers.append(prepared)
         return prepared
 
@@ -468,7 +468,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, **kwargs)
             return
-        window = self._window
+        window = self.window
         if weight is not None:
             self._weighted_backward(loss, weight, optimizer, kwargs)
             return
@@ -565,7 +565,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         self._dataloaders.clear()
         self._custom_objects.clear()
         self._nominal = (None, 0, 1.0)
-        self._window.reset()
+        self.window.reset()
         self.gradient_state.sync_gradients = True
         self.strategy.release()
         self.state.release()
@@ -632,13 +632,14 @@ class Accelerator(TrackingMethods, CheckpointMethods):
                 )
 
     def _weighted_backward(self, loss: Tensor, weight: Any, optimizer: Any, kwargs: dict[str, Any]) -> None:
-        window = self._window
+        window = self.window
         reduces = self.gradient_state.sync_gradients and not window.is_alone
         share = self._share(optimizer)
         before = share.local
         share.local = before + _checked_weight(weight)
         if reduces:
-            self.strategy.send_with_gradients([share.local, *window.notes])
+            extra = () if window.message is None else window.message.to_floats()
+            self.strategy.send_with_gradients([share.local, *extra])
         window.begin_backward()
         try:
             self.precision.backward(loss, window.is_fresh, share.nominal, **kwargs)
@@ -648,7 +649,9 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             self.strategy.send_with_gradients([])
             raise
         if reduces:
-            share.total, *window.heard = self.strategy.received_averages()
+            share.total, *means = self.strategy.received_averages()
+            if window.message is not None:
+                window.message.receive(means)
 
     def _share(self, optimizer: Any) -> Share:
         optimizers = tuple(self._optimizers if optimizer is None else _listed(optimizer))
@@ -662,14 +665,14 @@ class Accelerator(TrackingMethods, CheckpointMethods):
                 raise ConfigurationError(
                     f"optimizer={type(candidate).__name__} is not prepared. Give the object that prepare() returned."
                 )
-        share = self._window.share_of(optimizers)
+        share = self.window.share_of(optimizers)
         if share is None:
             if len(self._optimizers) == 1 and optimizers[0].holds_gradients:
                 raise ConfigurationError(
                     "backward got a loss with weight= in an update that has losses without. Give weight= with all "
                     "losses of an update, or with none."
                 )
-            share = self._window.open_share(optimizers, self.nominal_weight())
+            share = self.window.open_share(optimizers, self.nominal_weight())
         return share
 
     def nominal_weight(self) -> float:
@@ -707,7 +710,7 @@ class _MicroBatch:
 
     def __enter__(self) -> None:
         accelerator = self._accelerator
-        accelerator._window.begin_micro_batch(self._models)
+        accelerator.window.begin_micro_batch(self._models)
         state = accelerator.gradient_state
         if not state.sync_gradients and not state.plugin.sync_each_batch:
             for model in self._models:
@@ -718,7 +721,7 @@ class _MicroBatch:
     def __exit__(self, *error: Any) -> None:
         for local in self._local:
             local.__exit__(*error)
-        self._accelerator._window.end_micro_batch()
+        self._accelerator.window.end_micro_batch()
 
 
 def _listed(value: Any) -> list[Any]:

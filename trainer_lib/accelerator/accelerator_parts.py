@@ -174,7 +174,7 @@ class _Window:
             for optimizer, holds in zip(accelerator._optimizers, holding, strict=True)
         ]
         return {
-            "window": accelerator._window.state_dict(accelerator._models, accelerator._optimizers),
+            "window": accelerator.window.state_dict(accelerator._models, accelerator._optimizers),
             "rounds": [optimizer.round_state() for optimizer in accelerator._optimizers],
             "gradients": gradients,
             "begins_anew": restarts,
@@ -191,14 +191,14 @@ class _Window:
         accelerator = self._accelerator
         accelerator.precision.state_dict()  # finishes pending loss-scale updates, which the loaded state replaces
         window = send_to_device(state["window"], accelerator.device)
-        accelerator._window.load_state_dict(window, accelerator._models, accelerator._optimizers)
+        accelerator.window.load_state_dict(window, accelerator._models, accelerator._optimizers)
         restarts, gradients_by_optimizer = state["begins_anew"], state["gradients"]
         if self._is_other_world:
             restarts = restarts or self._was_unfinished(state)
             gradients_by_optimizer = [{}] * len(gradients_by_optimizer)
         if restarts:
-            accelerator._window.reset()
-            accelerator._window.state.sync_gradients = True
+            accelerator.window.reset()
+            accelerator.window.state.sync_gradients = True
         rounds = [[0, 0, 0]] * len(accelerator._optimizers) if restarts else state["rounds"]
         for optimizer, round_, gradients in zip(accelerator._optimizers, rounds, gradients_by_optimizer, strict=True):
             optimizer.load_round_state(round_)

@@ -30,8 +30,8 @@ def make_manifest(accelerator: "CheckpointMethods", parts: Sequence[Part], is_au
             raise ConfigurationError(unknown("fact", name, REPORTED_FIELDS))
     automatic: dict[str, Any] = {
         "world_size": accelerator.num_processes,
-        "step": accelerator._window.backwards,
-        "backwards": accelerator._window.backwards,
+        "step": accelerator.window.backwards,
+        "backwards": accelerator.window.backwards,
         "iteration": accelerator.save_iteration if is_automatic else None,
         "precision": accelerator.precision.name,
         "parts": [part.name for part in parts],

@@ -27,7 +27,7 @@ class CheckpointMethods(CollectiveMethods):
     project_configuration: ProjectConfiguration
     precision: FullPrecision
     strategy: Strategy
-    _window: GradientWindow
+    window: GradientWindow
     _models: list[nn.Module]
     _optimizers: list[Any]
     _schedulers: list[Any]

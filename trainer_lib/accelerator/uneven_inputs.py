@@ -23,7 +23,7 @@ def joined(accelerator: "Accelerator", joinables: Sequence[Any], even_batches: b
     if even_batches is not None:
         check_flag("even_batches", even_batches)
     chosen = _chosen(accelerator, joinables)
-    window, strategy = accelerator._window, accelerator.strategy
+    window, strategy = accelerator.window, accelerator.strategy
     with _loaders_set_to(accelerator._dataloaders, even_batches):
         accumulates = accelerator.gradient_state.num_steps > 1
         if accumulates:
@@ -101,9 +101,9 @@ def _check_windows(accelerator: "Accelerator") -> None:
 
 def _leftovers(accelerator: "Accelerator", joinables: list[Any]) -> dict[nn.Module, float | Tensor]:
     """Return the models whose accumulation windows are unfinished on this rank, with the weights of their losses."""
-    unfinished = {id(model) for model in accelerator._window.unfinished()}
+    unfinished = {id(model) for model in accelerator.window.unfinished()}
     leftovers: dict[nn.Module, float | Tensor] = {model: 0.0 for model in joinables if id(model) in unfinished}
-    for optimizers, weight in accelerator._window.weights_so_far():
+    for optimizers, weight in accelerator.window.weights_so_far():
         # A loss of several models counts once.
         owner = next((model for model in leftovers if any(_trains(optimizer, model) for optimizer in optimizers)), None)
         if owner is not None:
@@ -144,9 +144,9 @@ def _copy_missed_updates(accelerator: "Accelerator", joinables: list[Any], sourc
             part.load_state_dict(state)
     # Windows that no rank completed continue after the block, at the same position on all ranks.
     models = accelerator._models
-    (window,) = group.broadcast_objects([accelerator._window.state_dict(models, []) if is_source else None], source)
+    (window,) = group.broadcast_objects([accelerator.window.state_dict(models, []) if is_source else None], source)
     if not is_source:
-        accelerator._window.take_over(window, models)
+        accelerator.window.take_over(window, models)
 
 
 class _TensorSpec(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from trainer_lib.process_group import ProcessGroup
 from trainer_lib.processes.exit_codes import Interruption
 
 
@@ -31,7 +32,7 @@ class Control:
 
     NAMES = ("log", "evaluate", "save", "stop", "end_epoch")
     _SENT = (*NAMES, "flush", "interrupt", "evaluate_sets")  # and what only the loop asks for
-    COUNT = len(_SENT)  # the numbers that `send` returns
+    COUNT = len(_SENT)  # the numbers that `to_floats` returns
 
     __slots__ = (
         "_agreed",
@@ -113,16 +114,20 @@ class Control:
         """Note a request that each process comes to by itself, such as one for each 100 steps."""
         self._agreed.add(name)
 
-    def agree_alone(self) -> None:
-        """Agree to what was asked for, where there is one process."""
+    def sync_across_ranks(self, group: ProcessGroup) -> None:
+        """Have all ranks know what any of them asked for, by a message of its own. All of them have to call it."""
+        if group.size > 1:
+            asked = group.all_gather_objects(self.to_floats())
+            self.receive([sum(numbers) for numbers in zip(*asked, strict=True)])
+            return
         if self.interruption is not None:
             self._asked.add("interrupt")
         if self._asked:
             self._agreed |= self._asked
             self._asked.clear()
 
-    def send(self) -> list[float]:
-        """Return what was asked for as the processes reduce it; from now on it is on its way."""
+    def to_floats(self) -> list[float]:
+        """Return what was asked for as the ranks reduce it; from now on it is on its way."""
         if self.interruption is not None:  # noted by a handler, in which nothing else is safe
             self._asked.add("interrupt")
         numbers = [1.0 if name in self._asked else 0.0 for name in self._SENT]
@@ -130,13 +135,13 @@ class Control:
         self._asked.clear()
         return numbers
 
-    def unsend(self) -> None:
-        """Ask again for what did not get to the others."""
+    def send_again(self) -> None:
+        """Ask again for what did not get to the other ranks."""
         self._asked |= self._sent
         self._sent.clear()
 
-    def hear(self, numbers: Sequence[float]) -> None:
-        """Agree to what any process asked for; nothing, if nothing came."""
+    def receive(self, numbers: Sequence[float]) -> None:
+        """Agree to what any rank asked for."""
         for name, number in zip(self._SENT, numbers, strict=False):
             if number:
                 self._agreed.add(name)

@@ -40,6 +40,7 @@ class Run:
         weight: How many items that is a sum over.
         grad_norm: The norm of the gradients before clipping; `None` where it is not computed.
         metrics: Those of the last evaluation.
+        weighs_nothing: Whether the batch in hand only takes part in the update of other ranks, with weight 0.
         eval_sets: While an evaluation runs, the evaluation sets by name, and whether it takes each of them.
     """
 
@@ -56,6 +57,7 @@ class Run:
     loss_sum: Tensor | None = None
     weight: float | Tensor = 0.0
     grad_norm: Tensor | None = None
+    weighs_nothing: bool = False
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     eval_sets: Mapping[str, bool] = field(default_factory=dict[str, bool])
     folder: Path | None = None

@@ -74,6 +74,15 @@ class RunState:
         return self.status in ("finished", "stopped", "unsaved")
 
     @property
+    def has_reached_limit(self) -> bool:
+        """Whether the run has made the steps, epochs or tokens that end it."""
+        return (
+            (self.max_steps is not None and self.step >= self.max_steps)
+            or (self.max_epochs is not None and self.epoch >= self.max_epochs)
+            or (self.max_tokens is not None and (self.tokens or 0) >= self.max_tokens)
+        )
+
+    @property
     def epochs(self) -> float:
         """The passes made, with the part of the one under way; without it where its length is not known."""
         if not self.steps_per_epoch or not self.steps_in_epoch:

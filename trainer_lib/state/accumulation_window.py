@@ -5,7 +5,7 @@ its last micro-batch. Before the update, gradients are multiplied by nominal wei
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ _COUNTS = ("backwards", "micro_batch", "began", "size", "steps", "is_fresh", "_i
 def nan_if_negative(weight: Tensor) -> Tensor:
     """Return the weight, or NaN if it is negative: raising would have to wait for the accelerator."""
     return torch.where(weight < 0, torch.nan, weight)
+
+
+class Message(Protocol):
+    """What else ranks tell each other with the weights of an update."""
+
+    def to_floats(self) -> Sequence[Weight]:
+        """Return the message as numbers, as many on all ranks."""
+        ...
+
+    def receive(self, means: Sequence[Weight]) -> None:
+        """Take the means of these numbers over all ranks."""
+        ...
 
 
 class Share:
@@ -53,18 +65,20 @@ class GradientWindow:
     Args:
         state: The public state of gradient accumulation.
         is_alone: Whether there is only one rank, whose weights need no reduction.
+
+    Attributes:
+        message: What ranks tell each other with the weights of the next update; `None`: nothing else.
     """
 
     def __init__(self, state: GradientState, is_alone: bool = True) -> None:
         self.state = state
         self.is_alone = is_alone
         self.waits_for_all = False  # only the end of the data of all ranks ends a window early, not that of this rank
-        self.notes: Sequence[Weight] = ()  # other numbers that ranks reduce together with the weights of an update
-        self.heard: Sequence[Weight] = ()  # their means over the ranks
         self.reset()
 
     def reset(self) -> None:
         """Forget all counts and weights."""
+        self.message: Message | None = None
         self.backwards = 0
         self.micro_batch = 0  # the number of the current micro-batch
         self.began = 0  # the number of the first micro-batch of its window
@@ -170,6 +184,11 @@ class GradientWindow:
     def share_of(self, optimizers: tuple[Hashable, ...]) -> Share | None:
         """Return the weight of the losses of `optimizers` so far; `None` if there were none."""
         return self._shares.get(optimizers)
+
+    def only_share(self) -> Share:
+        """Return what the losses weigh so far, where all optimizers share them."""
+        (share,) = self._shares.values()
+        return share
 
     def open_share(self, optimizers: tuple[Hashable, ...], nominal_weight: float) -> Share:
         """Start to sum the weights of the losses of `optimizers`."""

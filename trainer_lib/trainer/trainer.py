@@ -37,8 +37,8 @@ from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.evaluation.prediction_results import Predictions
 from trainer_lib.trainer.fit.build_accelerator import adapt_model, build_accelerator, numerics
 from trainer_lib.trainer.fit.running_means import Averages
-from trainer_lib.trainer.fit.session import Fitting
-from trainer_lib.trainer.fit.train_loop import Loop
+from trainer_lib.trainer.fit.session import FitSession
+from trainer_lib.trainer.fit.train_loop import TrainLoop
 from trainer_lib.trainer.losses.label_shift import LabelShift
 from trainer_lib.trainer.losses.loss_checks import check_loss, check_weight
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight, sum_from_mean
@@ -51,7 +51,7 @@ from trainer_lib.trainer.publish.save_pretrained import read_arguments, save_mod
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.safety.bad_samples import leave_out_while_evaluating
 from trainer_lib.trainer.safety.deadline import AUTO
-from trainer_lib.trainer.safety.nonfinite_guard import Guard
+from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 from trainer_lib.trainer.safety.signals import Signals
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ _INTERNAL = frozenset(
         "default_metric",
         "describe_loss",
         "evaluation_interval",
-        "guard",
         "has_own_step",
         "is_rehearsing",
         "is_shifted",
@@ -84,7 +83,6 @@ _INTERNAL = frozenset(
         "prepared",
         "prepared_by_name",
         "unwrapped_model",
-        "weighs_nothing",
     )
 )
 
@@ -167,8 +165,7 @@ class Trainer:
         self.accelerator = accelerator or build_accelerator(self.args)
         self.averages = Averages(self.accelerator.group, self.accelerator.device)
         self.prepared: Any = None
-        self.guard: Guard | None = None  # of the run under way
-        self.weighs_nothing = False  # while this process takes part in an update without data of its own
+        self._guard: NonFiniteGuard | None = None  # of the run under way, if it reads losses
         self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
         self._objective: Objective | None = None
         self.is_rehearsing = False  # while a tool trains to find something out
@@ -266,34 +263,35 @@ class Trainer:
                 return load_finished(self, place.folder, place.checkpoint)
         signals = Signals(self.args.stop_signals, Control(), self.accelerator.is_main_process)
         with numerics(self.args), signals:
-            fitting = Fitting(self, place.folder, signals, lease)
-            self.run = fitting.run
+            session = FitSession(self, place.folder, signals, lease)
+            self.run = session.run
+            self._guard = session.guard if session.guard.reads_losses else None
             status = "failed"
             try:
-                fitting.begin(place.checkpoint)
-                Loop(fitting).train()
-                if fitting.interruption is None:
-                    fitting.finish()
-                status = fitting.run.state.status
+                session.begin(place.checkpoint)
+                TrainLoop(session).train()
+                if session.interruption is None:
+                    session.finish()
+                status = session.run.state.status
             except KeyboardInterrupt:
                 status = "interrupted"
-                fitting.saves.close()  # first, so that who hears of the end knows of all checkpoints
-                self.events.fire("on_interrupt", fitting.run)
+                session.saves.close()  # first, so that who hears of the end knows of all checkpoints
+                self.events.fire("on_interrupt", session.run)
                 raise
             except BaseException as error:
-                fitting.saves.close()
-                self.events.fire("on_exception", fitting.run, error)
+                session.saves.close()
+                self.events.fire("on_exception", session.run, error)
                 raise
             finally:
-                fitting.close(status)
-        result = fitting.result()
-        if fitting.interruption is not None and not is_interactive():
-            fitting.leave_together()
+                session.close(status)
+        result = session.result()
+        if session.interruption is not None and not is_interactive():
+            session.leave_together()
             signals.hand_on()
-            raise Interrupted(fitting.interruption, result)
+            raise Interrupted(session.interruption, result)
         signals.hand_on()
         if result.status == "unsaved":
-            raise fitting.saves.unsaved_error(result)
+            raise session.saves.unsaved_error(result)
         return result
 
     @explains_foreign_calls
@@ -551,7 +549,7 @@ class Trainer:
         """
         if name == "loss" and not self.has_own_step:
             raise ConfigurationError('log("loss", …): the loss is logged as that already. Give it another name.')
-        if not self.weighs_nothing:
+        if not self.run.weighs_nothing:
             self.averages.add(name, value, weight)
 
     def backward(
@@ -565,10 +563,10 @@ class Trainer:
             optimizer: The name of the optimizer whose gradients these are, or of several; by default all.
         """
         weight = 1.0 if weight is None else weight
-        if self.weighs_nothing:
+        if self.run.weighs_nothing:
             loss, weight = loss * 0.0, 0.0
-        if self.guard is not None and self.guard.reads_losses:
-            weight = self.guard.weigh(loss.new_zeros(()) if self.weighs_nothing else loss, weight)
+        if self._guard is not None:
+            weight = self._guard.weigh(loss.new_zeros(()) if self.run.weighs_nothing else loss, weight)
         is_only = len(self.run.optimizers) == 1 and optimizer is None
         self.accelerator.backward(loss, weight=weight, optimizer=None if is_only else self._optimizers(optimizer))
 

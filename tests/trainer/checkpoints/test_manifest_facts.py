@@ -49,7 +49,7 @@ def test_a_manifest_holds_the_facts_of_its_run(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     found = manifests(tmp_path)
     reasons = {step: manifest.reasons for step, manifest in found.items()}
-    assert reasons == {4: ["interval"], 5: ["best"], 7: ["asked"], 8: ["interval"], 12: ["interval"]}
+    assert reasons == {4: ["interval"], 5: ["best"], 7: ["asked"], 8: ["interval"], 12: ["end", "interval"]}
     assert {manifest.run_id for manifest in found.values()} == {folder.name} == {result.state.run_id}
     for step, manifest in found.items():
         assert (manifest.backwards, manifest.samples, manifest.items, manifest.epoch) == (

@@ -46,9 +46,9 @@ def test_a_stream_that_ends_on_one_rank_ends_the_run_on_all() -> None:
     options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 3}, {"num_workers": 1}]
     for ended, more in _errors(*[(lambda rank: UnevenStream(24 + 24 * rank), setting) for setting in options]):
         for text in (ended, more):
-            assert "the training data of 1 of 2 processes is at its end, and that of the others goes on" in text
+            assert "the training data has ended on 1 of 2 ranks and not on the others" in text
             assert "is_split_between_processes = True" in text
-        assert "on process 0, it is at its end" in ended
+        assert "on this rank, 0, it has ended" in ended
         assert "on process 1, it goes on" in more
 
 

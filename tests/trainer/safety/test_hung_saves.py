@@ -138,7 +138,7 @@ def test_one_that_moves_again_counts(
     assert [read_manifest(Path(entry["path"])).step for entry in one.state.checkpoints] == steps
     told = [line for line in caplog.messages if "Until it ends, no other checkpoint is saved." in line]
     assert len(told) == 1
-    assert "Training goes on" in "".join(caplog.messages)
+    assert "Training continues" in "".join(caplog.messages)
 
 
 def test_a_save_that_moves_again_is_waited_for(tmp_path: Path) -> None:

@@ -224,9 +224,9 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="what your training_step does besides"):
         Stepping(network(), arguments(**auto), train_dataset=points(), loss_fn=nn.functional.cross_entropy).fit()
     for options, text in (
-        ({"fsdp": True}, "with fsdp the processes of a sharded model"),
-        ({"sync_batchnorm": True}, "with sync_batchnorm=True BatchNorm waits"),
-        ({"per_device_eval_batch_size": "auto"}, "in parts by itself"),
+        ({"fsdp": True}, "which fsdp does not allow: all ranks of a sharded model compute together"),
+        ({"sync_batchnorm": True}, "which sync_batchnorm=True does not allow: BatchNorm waits"),
+        ({"per_device_eval_batch_size": "auto"}, "does not fit into memory by itself"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             arguments(**{**auto, **options})
@@ -256,5 +256,5 @@ def test_batches_whose_rows_are_not_samples_are_not_split(limit: int) -> None:
         Hungry({0: limit}), arguments(**options), train_dataset=points(40), collate_fn=joined,
         loss_fn=nn.functional.cross_entropy,
     )  # fmt: skip
-    with pytest.raises(ConfigurationError, match=r"of 8 samples did not fit.*has 16 rows, so collate_fn does not make"):
+    with pytest.raises(ConfigurationError, match=r"of 8 samples did not fit.*it has 16 rows"):
         one.fit() if limit else one.evaluate(points(8))

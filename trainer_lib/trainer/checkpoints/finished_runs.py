@@ -8,7 +8,7 @@ from trainer_lib.logging import get_logger
 from trainer_lib.runs import FoundRun, RunFolder
 from trainer_lib.trainer.checkpoints.existing_checkpoints import existing_checkpoints
 from trainer_lib.trainer.checkpoints.run_records import report_of
-from trainer_lib.trainer.fit.session import Fitting
+from trainer_lib.trainer.fit.session import FitSession
 from trainer_lib.trainer.optim import optimizer_modes
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.safety.signals import Signals
@@ -62,25 +62,25 @@ def load_finished(trainer: "Trainer", run: RunFolder, checkpoint: AnyPath | None
     if checkpoint is None:
         _logger.warning("%s has no checkpoint to load: the model keeps the weights it was given with.", run.path)
         return FitResult.of({**facts, "state": state, "report": report_of(run)})
-    fitting = Fitting(trainer, run, Signals((), Control(), trainer.accelerator.is_main_process))
-    trainer.run = fitting.run
+    session = FitSession(trainer, run, Signals((), Control(), trainer.accelerator.is_main_process))
+    trainer.run = session.run
     try:
-        fitting.load(checkpoint)
-        _fire(fitting, "on_fit_begin")
-        fitting.run.state = RunState.of(state)
-        fitting.run.metrics = dict(facts["metrics"])
-        optimizer_modes.evaluate(fitting.run.optimizers.values())
-        _fire(fitting, "on_fit_end")  # which replaces the weights by their averages (EMA, SWA)
+        session.load(checkpoint)
+        _fire(session, "on_fit_begin")
+        session.run.state = RunState.of(state)
+        session.run.metrics = dict(facts["metrics"])
+        optimizer_modes.evaluate(session.run.optimizers.values())
+        _fire(session, "on_fit_end")  # which replaces the weights by their averages (EMA, SWA)
     finally:
-        fitting.release()
-    return fitting.result()
+        session.release()
+    return session.result()
 
 
-def _fire(fitting: Fitting, event: str) -> None:
+def _fire(session: FitSession, event: str) -> None:
     """Call the callbacks that modify training. Those that report are not called, as nothing is trained."""
-    for callback in fitting.events:
+    for callback in session.events:
         if isinstance(callback, Modifier):
-            getattr(callback, event)(fitting.run)
+            getattr(callback, event)(session.run)
 
 
 def _entries(run: RunFolder) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from trainer_lib.runs import RunFolder
 from trainer_lib.trainer.checkpoints.existing_checkpoints import existing_checkpoints
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.fit.session import Fitting
+    from trainer_lib.trainer.fit.session import FitSession
     from trainer_lib.trainer.result import FitResult
 
 _logger = get_logger(__name__)
@@ -23,7 +23,7 @@ class CheckpointSaver:
     """Saves checkpoints, one at a time.
 
     Args:
-        fitting: The session of the run.
+        session: The session of the run.
 
     Attributes:
         pending: The entry of a checkpoint that is being written, or is written and not yet announced by `on_save_end`.
@@ -31,8 +31,8 @@ class CheckpointSaver:
         failure: Why the last checkpoint could not be written; `None` if it could.
     """
 
-    def __init__(self, fitting: "Fitting") -> None:
-        self._fitting = fitting
+    def __init__(self, session: "FitSession") -> None:
+        self._session = session
         self._has_asked = False
         self._began = 0.0  # when the last save began, by time.monotonic
         self.pending: dict[str, Any] | None = None
@@ -46,13 +46,13 @@ class CheckpointSaver:
         if self.pending is not None:  # the save before hangs
             return
         self._began, self.failure = time.monotonic(), None
-        run = self._fitting.run
+        run = self._session.run
         state = run.state
         earlier = [checkpoint for checkpoint in state.checkpoints if checkpoint["path"] != str(target)]
         entry = {"path": str(target), "step": state.step, "metrics": metrics, **self._position()}
         self.reasons = self._reasons()
         entry["reasons"] = sorted(self.reasons) or ["asked"]
-        self._fitting.events.fire("on_save_begin", run, target)
+        self._session.events.fire("on_save_begin", run, target)
         state.checkpoints = [*earlier, entry]  # so that a run that resumes from it lists it
         try:
             run.accelerator.save_state(target, background=run.args.save_in_background)
@@ -67,7 +67,7 @@ class CheckpointSaver:
 
     def find(self, folder: RunFolder | None) -> None:
         """Replace a resumed run's list of checkpoints by those that exist, as the main process sees them."""
-        run = self._fitting.run
+        run = self._session.run
         existing = [None]
         if run.is_main_process:
             existing = [existing_checkpoints(run.state.checkpoints, folder, run.state.step)]
@@ -75,7 +75,7 @@ class CheckpointSaver:
 
     def request_flush(self) -> None:
         """Ask for `flush`, once, when the checkpoint in the background is written."""
-        run = self._fitting.run
+        run = self._session.run
         if not (self._has_asked or run.control.is_due("flush") or run.accelerator.is_saving):
             self._has_asked = True
             run.control.ask("flush")
@@ -96,8 +96,8 @@ class CheckpointSaver:
         except UnwritableError as error:
             self._handle_failure(error)
         else:
-            self._fitting.events.fire("on_save_end", self._fitting.run, path_at(entry["path"]))
-            self._fitting.upload_logs()
+            self._session.events.fire("on_save_end", self._session.run, path_at(entry["path"]))
+            self._session.upload_logs()
 
     def unsaved_error(self, result: "FitResult") -> UnsavedError:
         """Return the error of a run that trained all its steps and whose last checkpoint could not be written."""
@@ -114,16 +114,16 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Wait for the background save, however the run ended, and free its memory. It fires no event."""
-        if self.pending is not None and self._fitting.run.accelerator._background.hang is None:
+        if self.pending is not None and self._session.run.accelerator._background.hang is None:
             try:
                 self._written()
             except CheckpointError as error:
                 _logger.error("%s", error)
-        self._fitting.run.accelerator._background.release()
+        self._session.run.accelerator._background.release()
 
     def _refuse_hang(self) -> None:
         """Raise on all ranks if the save hangs on one of them."""
-        run = self._fitting.run
+        run = self._session.run
         if not run.args.save_in_background:
             return
         saves = run.accelerator._background
@@ -134,24 +134,24 @@ class CheckpointSaver:
             raise UnwritableError(hang)
 
     def _handle_failure(self, error: UnwritableError) -> None:
-        if self._fitting.run.args.on_save_error == "raise":
+        if self._session.run.args.on_save_error == "raise":
             raise error
         self.failure = str(error)
-        self._fitting.forget_save()
-        if not self._fitting.run.state.has_ended:  # otherwise `Fitting.finish` warns
+        self._session.forget_save()
+        if not self._session.run.state.has_ended:  # otherwise the end of the fit warns
             _logger.warning('%s Training continues; on_save_error="raise" would end it.', error)
-        self._fitting.run.record_event("not_saved", why=str(error))
+        self._session.run.record_event("not_saved", why=str(error))
 
     def _reasons(self) -> set[str]:
-        run = self._fitting.run
+        run = self._session.run
         reasons = set(run.control.save_reasons)
         run.control.save_reasons.clear()
         return reasons | ({"end"} if run.state.has_ended else set())
 
     def _position(self) -> dict[str, Any]:
-        run, state = self._fitting.run, self._fitting.run.state
+        run, state = self._session.run, self._session.run.state
         # Clocks differ, and retention goes by this time: all ranks must keep the same checkpoints.
-        local = [state.seconds, self._fitting.lease.loss()]
+        local = [state.seconds, self._session.lease.loss()]
         seconds, loss = run.accelerator.group.broadcast_objects(local)
         if loss is not None:
             raise RunInUseError(f"{loss} Nothing more is saved.")
@@ -161,7 +161,7 @@ class CheckpointSaver:
         """Wait for the checkpoint, add it to the run's list, and return its entry."""
         entry, self.pending = self.pending, None
         assert entry is not None
-        run = self._fitting.run
+        run = self._session.run
         run.accelerator.wait_for_save()
         in_background = run.args.save_in_background
         ended = run.accelerator._background.ended_at if in_background else time.monotonic()
@@ -175,7 +175,7 @@ class CheckpointSaver:
 
     def _warn_of_nonfinite(self, entry: Mapping[str, Any]) -> None:
         """Warn of a checkpoint with NaN or Inf, and choose the best evaluation without it."""
-        run, state = self._fitting.run, self._fitting.run.state
+        run, state = self._session.run, self._session.run.state
         fault = f"{entry['path']} has tensors with NaN or Inf: {_some(entry['nonfinite'])}."
         _logger.warning(
             "%s It does not count as a good checkpoint: no older checkpoint is deleted for it, it is never the best, "
@@ -184,7 +184,7 @@ class CheckpointSaver:
         )
         run.record_event("not_finite", why=fault)
         if state.best is not None and state.best.step == entry["step"]:
-            state.best = self._fitting.best_of(state.checkpoints)
+            state.best = self._session.best_of(state.checkpoints)
 
     def _warn_of_infinite_states(self, path: str, names: Sequence[str]) -> None:
         """Warn of each optimizer state with Inf, once. The checkpoint still counts as good."""
@@ -199,7 +199,7 @@ class CheckpointSaver:
             "in fp32, from a checkpoint before this one.",
             fault,
         )
-        self._fitting.run.record_event("infinite_states", why=fault)
+        self._session.run.record_event("infinite_states", why=fault)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,30 +1,27 @@
 """The samples and tokens that a run was trained on, the same numbers on every rank."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.losses.model_io import batch_size, count_tokens
 
-if TYPE_CHECKING:
-    from trainer_lib.trainer.fit.session import Fitting
 
-
-class Counts:
+class SampleCounts:
     """Counts samples, and tokens where they are asked for.
 
     Most loaders know how many samples all ranks read in a round. What a rank knows of itself alone (the samples of
     batches that come ready, tokens) travels to the others with the gradients of an update.
 
     Args:
-        fitting: Whose training data is counted.
+        context: Whose training data is counted.
     """
 
-    def __init__(self, fitting: "Fitting") -> None:
-        self._run, self._loader = fitting.run, fitting.loader
-        self._group = fitting.run.accelerator.group
-        self._counts_tokens = fitting.run.args.counts_tokens
+    def __init__(self, context: FitContext) -> None:
+        self._run, self._loader, self._group = context.run, context.loader, context.group
+        self._counts_tokens = context.run.args.counts_tokens
         self._samples = 0
         self._tokens: int | Tensor = 0
 

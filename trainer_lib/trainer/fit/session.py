@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,10 @@ from trainer_lib.trainer.evaluation.eval_sets import ChosenSets, metrics_over_se
 from trainer_lib.trainer.evaluation.interrupted_eval import EvalInterruption, EvaluationInterrupted
 from trainer_lib.trainer.fit import start_banner
 from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
-from trainer_lib.trainer.fit.triggers import Cadences
+from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.fit.triggers import Triggers
+from trainer_lib.trainer.losses.loss_checks import check_result
+from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.optim import optimizer_modes
 from trainer_lib.trainer.optim.schedules import is_metric_driven, moves_each_update
 from trainer_lib.trainer.publish.save_pretrained import write_companion_files
@@ -52,8 +55,9 @@ from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.safety.bad_samples import BadSamples
 from trainer_lib.trainer.safety.deadline import AUTO, Deadline, check_ahead, deadline_in
 from trainer_lib.trainer.safety.hang_watchdog import watched
-from trainer_lib.trainer.safety.micro_batching import Splitting
-from trainer_lib.trainer.safety.nonfinite_guard import Guard
+from trainer_lib.trainer.safety.micro_batching import MicroBatching
+from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
+from trainer_lib.trainer.safety.nonfinite_report import NonFiniteReport
 from trainer_lib.trainer.safety.signals import Signals
 
 if TYPE_CHECKING:
@@ -75,7 +79,7 @@ class Evaluated:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
-class Fitting:
+class FitSession:
     """What one `fit` is made of.
 
     Args:
@@ -137,9 +141,13 @@ class Fitting:
         )
         self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
         self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
-        trainer.guard = self.guard = Guard(self)
+        self.context = context = FitContext(
+            self.run, accelerator, self.events, self.loader, trainer.prepared_by_name(), trainer.averages, folder
+        )
+        self.guard = NonFiniteGuard(context, NonFiniteReport(context, self._loss_again), self._can_rewind)
         self._watching = ExitStack()
-        self.bad_samples, self.splitting = BadSamples(self), Splitting(self)
+        self.bad_samples = BadSamples(context)
+        self.micro_batching = MicroBatching(context, self.guard, trainer)
         accelerator.register_for_checkpointing(_Saved(self))
         accelerator.infinite_buffers = _infinite_buffers(trainer)
         adapters = PeftCheckpoints(accelerator)
@@ -153,7 +161,22 @@ class Fitting:
         self._saved_at = -1
         self.evaluated = Evaluated()
         self._began = time.monotonic()
-        self.cadences: Cadences
+        self.triggers: Triggers
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether the user overrides `training_step`."""
+        return self.trainer.has_own_step
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is data to evaluate on."""
+        return self.trainer.eval_dataset is not None
+
+    @property
+    def training_step(self) -> Callable[[Any, Any], LossResult | None]:
+        """What computes the gradients of a batch: `training_step`, in parts where memory is short."""
+        return self.micro_batching.step if self.micro_batching.is_on else self.trainer.training_step
 
     # -- before the first step -----------------------------------------------------------------------------------
 
@@ -215,7 +238,7 @@ class Fitting:
         intervals = {"log": args.log_interval, "evaluate": every, "save": args.save_interval}
         self._began = time.monotonic()
         self.deadline = self._deadline()
-        self.cadences = Cadences(intervals, args.time_limit, self.run, self.deadline, args.evaluation_delay, by_set)
+        self.triggers = Triggers(intervals, args.time_limit, self.run, self.deadline, args.evaluation_delay, by_set)
 
     def _begin_counting_tokens(self) -> None:
         state = self.run.state
@@ -243,8 +266,8 @@ class Fitting:
         """Log what was gathered since the last time."""
         run, state = self.run, self.run.state
         self.tell_time()
-        self.guard.settle()
-        self.agree()
+        self.guard.flush()
+        self.sync_findings()
         values = self.trainer.averages.collect()
         state.items += self.trainer.averages.items
         if "loss" in self.trainer.averages.weightless:
@@ -259,10 +282,10 @@ class Fitting:
         self.events.fire("on_log", run, values)
         state.history.append({"step": state.step, "epoch": state.epochs, **values})
 
-    def agree(self) -> None:
-        """Have all processes come to the same about what each of them found out for itself."""
+    def sync_findings(self) -> None:
+        """Synchronize across ranks what each rank found out: bad samples, and how many rows fit into memory."""
         self.bad_samples.agree()
-        self.splitting.agree()
+        self.micro_batching.sync_across_ranks()
 
     def evaluate_due(self, is_last: bool) -> bool:
         """Evaluate all sets, or those whose intervals are over; return whether that was not left before its end.
@@ -294,7 +317,7 @@ class Fitting:
         run, state = self.run, self.run.state
         chosen = ChosenSets((name, data) for name, data in sets.items() if run.eval_sets[name])
         self.tell_time()
-        self.guard.settle()
+        self.guard.flush()
         run.control.leaves = self._leaving()
         began = time.monotonic()
         try:
@@ -351,8 +374,8 @@ class Fitting:
         if self._saved_at == state.step:
             return
         self.tell_time()
-        self.guard.settle()
-        self.agree()
+        self.guard.flush()
+        self.sync_findings()
         self._saved_at = state.step
         metrics = dict(self.evaluated.metrics) if self.evaluated.step == state.step else {}
         self.saves.save(self.folder.checkpoint(state.step), metrics)
@@ -360,17 +383,12 @@ class Fitting:
         if self.deadline is not None:
             self.deadline.begin_step()
 
-    @property
-    def can_go_back(self) -> bool:
-        """Whether there is a checkpoint of this run."""
-        return bool(self._good_checkpoints()) or self.saves.pending is not None
-
-    def go_back(self, first: int) -> None:
-        """Go on from the last checkpoint, and leave out the samples from `first` to where the run stands."""
+    def rewind(self, first: int) -> None:
+        """Go back to the last checkpoint, and skip the samples from `first` to where the run stands."""
         self.saves.flush()
         state, good = self.run.state, self._good_checkpoints()
         if not good:
-            raise NonFiniteError("There is no checkpoint with finite weights to go back to.")
+            raise NonFiniteError("There is no checkpoint with finite weights to rewind to.")
         self.tell_time()
         left_out = [*state.left_out, [first, state.samples]]
         kept = {"left_out": left_out, "skipped": state.skipped, "seconds": state.seconds}
@@ -380,12 +398,57 @@ class Fitting:
         state.status = "running"
         self._begin_counting()
 
-    def opened(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a pass; in the first one, processes compare what a stream begins with."""
-        if self._has_opened:
-            return batches
-        self._has_opened = True
-        return rank_data_check.checked_stream(self.run.accelerator.group, self.loader, batches)
+    @contextlib.contextmanager
+    def batches(self) -> Generator[Iterator[Any]]:
+        """Return the context of an epoch's batches, in which the death of a data worker is named.
+
+        In the first epoch the ranks compare what a stream begins with.
+        """
+        batches = iter(self.loader)  # has the workers, and is held until they were asked whether they live
+        try:
+            if self._has_opened:
+                yield batches
+            else:
+                self._has_opened = True
+                yield rank_data_check.checked_stream(self.run.accelerator.group, self.loader, batches)
+        except (RuntimeError, OSError, EOFError) as error:
+            self.loader.name_dead_workers(error)  # torch raises it wherever training happens to be
+            raise
+        finally:
+            del batches
+
+    def record(self, result: LossResult | None) -> None:
+        """Keep what a training step returned, until a log or a callback asks for it."""
+        if result is None:  # the step logs for itself
+            return
+        if type(result) is not LossResult or result.weight is None:
+            check_result(result)
+        run, means, weight = self.run, self.context.means, result.weight
+        run.loss_sum, run.weight = result.loss.detach(), weight  # type: ignore[assignment]  # it has one by now
+        means.add_sum("loss", run.loss_sum, run.weight)
+        if result.logs is not None:
+            for name, value in result.logs.items():
+                means.add(name, value, run.weight)
+        run.outputs = result.outputs
+
+    def out_of_data(self) -> str:
+        """Return why training ends where the data has come to its end.
+
+        Raises:
+            ConfigurationError: If there was no batch at all.
+        """
+        state = self.run.state
+        if not state.step:
+            raise ConfigurationError(
+                "The training data gave no batch. Is the dataset empty, or an iterator that was read before? With "
+                "drop_last=True it has to hold a whole batch for each process."
+            )
+        _logger.warning(
+            "Epoch %d gave no batch: an iterator can be read once only. Training ends at step %d.",
+            state.epoch + 1,
+            state.step,
+        )
+        return "the data came to an end"
 
     def best_of(self, checkpoints: Iterable[Mapping[str, Any]]) -> Best | None:
         """Return the best evaluation of those that good checkpoints were saved with; `None` without one."""
@@ -429,7 +492,7 @@ class Fitting:
             owed: What this step leaves to do for when the run goes on.
         """
         run, state = self.run, self.run.state
-        self.interruption, self.owed = self.heard_of(), owed
+        self.interruption, self.owed = self.agreed_interruption(), owed
         assert self.interruption is not None
         state.status, state.reason = "interrupted", self.interruption.reason
         if self.folder is not None and self.trainer.args.save_interval is not None and state.step:
@@ -447,8 +510,8 @@ class Fitting:
             else f'goes on with resume="auto" from step {last["step"]}, {last["path"]}',
         )
 
-    def heard_of(self) -> Interruption | None:
-        """Return what asked any process to save and end, by a message of its own."""
+    def agreed_interruption(self) -> Interruption | None:
+        """Return what asked any rank to save and end, by a message of its own."""
         told: list[Interruption | None] = self.run.accelerator.group.all_gather_objects(self.run.control.interruption)
         return next((one for one in told if one is not None), None)
 
@@ -508,7 +571,8 @@ class Fitting:
             return
         state.status, state.reason = ("stopped" if reason else "finished"), reason
         is_best = trainer.args.keep_best > 0 and state.best is not None and state.best.step == state.step
-        saves_the_end = self.folder is not None and (trainer.args.save_interval is not None or is_best)
+        is_asked = run.control.take("save")
+        saves_the_end = self.folder is not None and (trainer.args.save_interval is not None or is_best or is_asked)
         if saves_the_end:
             self.save()
         self.saves.flush()
@@ -516,7 +580,9 @@ class Fitting:
             state.status = "unsaved"
         if trainer.args.load_best_at_end and state.best is not None:
             self._load_best()
-        self.interruption = self.heard_of()  # too late to leave anything undone; but whoever asked for the end gets it
+        self.interruption = (
+            self.agreed_interruption()
+        )  # too late to leave anything undone; but whoever asked for the end gets it
 
     def close(self, status: Any) -> None:
         """Write down how it ended, however that was, and let the callbacks know."""
@@ -568,6 +634,14 @@ class Fitting:
         self._began = now
 
     # -- private -------------------------------------------------------------------------------------------------
+
+    def _can_rewind(self) -> bool:
+        return bool(self._good_checkpoints()) or self.saves.pending is not None
+
+    def _loss_again(self) -> LossResult:
+        """Compute the loss of the last batch once more, to report what is not finite in it."""
+        trainer, run = self.trainer, self.run
+        return trainer.as_result(trainer.compute_loss(run.model, run.batch), run.batch)
 
     def _good_checkpoints(self) -> list[dict[str, Any]]:
         return [entry for entry in self.run.state.checkpoints if not entry.get("nonfinite")]
@@ -656,40 +730,40 @@ class Fitting:
 class _Saved:
     """What of a run survives a restart besides what the engine saves: the run's state and that of its callbacks."""
 
-    def __init__(self, fitting: Fitting) -> None:
-        self._fitting = fitting
+    def __init__(self, session: FitSession) -> None:
+        self._session = session
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states."""
-        fitting = self._fitting
-        owed = fitting.owed if fitting.interruption is not None or fitting.is_cut_short else {}
+        session = self._session
+        owed = session.owed if session.interruption is not None or session.is_cut_short else {}
         return {
-            "run": fitting.run.state.state_dict(),
-            "callbacks": fitting.events.state_dict(),
-            "averages": fitting.trainer.averages.state_dict(),
-            "guard": fitting.guard.state_dict(),
-            "bad_samples": fitting.bad_samples.state_dict(),
-            "splitting": fitting.splitting.state_dict(),
+            "run": session.run.state.state_dict(),
+            "callbacks": session.events.state_dict(),
+            "averages": session.trainer.averages.state_dict(),
+            "guard": session.guard.state_dict(),
+            "bad_samples": session.bad_samples.state_dict(),
+            "splitting": session.micro_batching.state_dict(),
             "owed": owed,
-            "evaluated": {**vars(fitting.evaluated), "sets": sorted(fitting.evaluated.sets)},
-            "sets_due": sorted(fitting.run.control.sets_due) if "evaluate_sets" in owed else [],
+            "evaluated": {**vars(session.evaluated), "sets": sorted(session.evaluated.sets)},
+            "sets_due": sorted(session.run.control.sets_due) if "evaluate_sets" in owed else [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them up."""
-        self._fitting.saved_state = state["run"]
-        self._fitting.run.state.load_state_dict(state["run"])
-        self._fitting.events.load_state_dict(state["callbacks"])
-        self._fitting.trainer.averages.load_state_dict(state["averages"])
-        self._fitting.owed = dict(state.get("owed", {}))
-        self._fitting.run.control.sets_due.update(state.get("sets_due", ()))
+        self._session.saved_state = state["run"]
+        self._session.run.state.load_state_dict(state["run"])
+        self._session.events.load_state_dict(state["callbacks"])
+        self._session.trainer.averages.load_state_dict(state["averages"])
+        self._session.owed = dict(state.get("owed", {}))
+        self._session.run.control.sets_due.update(state.get("sets_due", ()))
         if "evaluated" in state:
             step, sets, metrics = (state["evaluated"][name] for name in ("step", "sets", "metrics"))
-            self._fitting.evaluated = Evaluated(step, frozenset(sets), dict(metrics))
-            self._fitting.run.metrics = self._fitting.evaluated.metrics
-        self._fitting.guard.load_state_dict(state.get("guard", {}))  # which older ones do not have
-        self._fitting.bad_samples.load_state_dict(state.get("bad_samples", {}))
-        self._fitting.splitting.load_state_dict(state.get("splitting", {}))
+            self._session.evaluated = Evaluated(step, frozenset(sets), dict(metrics))
+            self._session.run.metrics = self._session.evaluated.metrics
+        self._session.guard.load_state_dict(state.get("guard", {}))  # which older ones do not have
+        self._session.bad_samples.load_state_dict(state.get("bad_samples", {}))
+        self._session.micro_batching.load_state_dict(state.get("splitting", {}))
 
 
 def _infinite_buffers(trainer: "Trainer") -> frozenset[str]:

@@ -14,29 +14,29 @@ from trainer_lib.trainer.optim.schedules import peak_first_last
 from trainer_lib.trainer.safety.deadline import deadline_in
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.fit.session import Fitting
+    from trainer_lib.trainer.fit.session import FitSession
 
 
 _NARROWEST = 40
 
 
-def banner(fitting: "Fitting", columns: int | None = None) -> str:
+def banner(session: "FitSession", columns: int | None = None) -> str:
     """Return what is going to happen, a line a subject, wrapped between words to so many columns."""
     lines = {
-        "model": _model(fitting),
-        "devices": _devices(fitting),
-        "batch": _batch(fitting),
-        "length": _length(fitting),
-        "optimizer": _optimizers(fitting),
-        "loss": fitting.trainer.describe_loss(),
-        "evaluation": _evaluation(fitting),
-        "output": _output(fitting),
-        **_resume(fitting),
-        "ends early": _ends_early(fitting),
+        "model": _model(session),
+        "devices": _devices(session),
+        "batch": _batch(session),
+        "length": _length(session),
+        "optimizer": _optimizers(session),
+        "loss": session.trainer.describe_loss(),
+        "evaluation": _evaluation(session),
+        "output": _output(session),
+        **_resume(session),
+        "ends early": _ends_early(session),
     }
     width = max(map(len, lines))
     text = "\n".join(_wrapped(f"  {name:<{width}}  ", line, columns) for name, line in lines.items())
-    return f"run {fitting.run.state.run_id or '(not saved)'}\n{text}\n"
+    return f"run {session.run.state.run_id or '(not saved)'}\n{text}\n"
 
 
 def _wrapped(label: str, line: str, columns: int | None) -> str:
@@ -54,18 +54,18 @@ def _wrapped(label: str, line: str, columns: int | None) -> str:
     )
 
 
-def show(fitting: "Fitting") -> None:
+def show(session: "FitSession") -> None:
     """Write the banner, on the main process; a rehearsal has none, and neither has a run that nothing shows."""
-    shows = any(callback.is_display for callback in fitting.events)
-    if fitting.run.is_main_process and shows and not fitting.trainer.is_rehearsing:
+    shows = any(callback.is_display for callback in session.events)
+    if session.run.is_main_process and shows and not session.trainer.is_rehearsing:
         file = sys.stdout if is_interactive() else sys.stderr  # which notebooks show in red
         columns = shutil.get_terminal_size().columns if file.isatty() else None
-        file.write(banner(fitting, columns))
+        file.write(banner(session, columns))
         file.flush()
 
 
-def _model(fitting: "Fitting") -> str:
-    trainer = fitting.trainer
+def _model(session: "FitSession") -> str:
+    trainer = session.trainer
     named: Any = trainer.model if not isinstance(trainer.model, nn.Module) else {"": trainer.model}
     parts: list[str] = []
     for name, model in named.items():
@@ -76,8 +76,8 @@ def _model(fitting: "Fitting") -> str:
     return "; ".join(parts)
 
 
-def _devices(fitting: "Fitting") -> str:
-    accelerator = fitting.run.accelerator
+def _devices(session: "FitSession") -> str:
+    accelerator = session.run.accelerator
     count = accelerator.num_processes
     how = "" if count == 1 else f" ({accelerator.distributed_type.value})"
     precision = {"no": "full precision"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
@@ -85,8 +85,8 @@ def _devices(fitting: "Fitting") -> str:
     return f"{count} {plural}{how} on {accelerator.device.type}, {precision}"
 
 
-def _batch(fitting: "Fitting") -> str:
-    accelerator, of_round = fitting.run.accelerator, fitting.loader.total_batch_size
+def _batch(session: "FitSession") -> str:
+    accelerator, of_round = session.run.accelerator, session.loader.total_batch_size
     steps, count = accelerator.gradient_accumulation_steps, accelerator.num_processes
     if of_round is None:
         return f"of the loader's own size × {steps} accumulated"
@@ -95,8 +95,8 @@ def _batch(fitting: "Fitting") -> str:
     )
 
 
-def _length(fitting: "Fitting") -> str:
-    state, args = fitting.run.state, fitting.trainer.args
+def _length(session: "FitSession") -> str:
+    state, args = session.run.state, session.trainer.args
     parts = [f"{state.max_steps} steps" if state.max_steps is not None else "steps not known beforehand"]
     if state.steps_per_epoch:
         parts.append(f"{state.steps_per_epoch} an epoch")
@@ -111,31 +111,31 @@ def _length(fitting: "Fitting") -> str:
     return ", ".join(parts)
 
 
-def _optimizers(fitting: "Fitting") -> str:
+def _optimizers(session: "FitSession") -> str:
     parts: list[str] = []
-    for name, optimizer in fitting.run.optimizers.items():
+    for name, optimizer in session.run.optimizers.items():
         rates = sorted({group["lr"] for group in optimizer.param_groups}, key=float)
-        scheduler = fitting.run.schedulers.get(name)
+        scheduler = session.run.schedulers.get(name)
         rate = "learning rate " + ", ".join(f"{float(one):g}" for one in rates)
-        if scheduler is not None and scheduler in fitting.step_schedulers:
-            first, peak, last = peak_first_last(scheduler, fitting.schedule_length)
+        if scheduler is not None and scheduler in session.step_schedulers:
+            first, peak, last = peak_first_last(scheduler, session.schedule_length)
             known = ((first, "first"), (peak, "at most"), (last, "last"))
             rate = "learning rate " + ", ".join(f"{value:g} {word}" for value, word in known if value is not None)
         label = "" if name == "default" else f"{name}: "
         parts.append(f"{label}{type(optimizer.optimizer).__name__}, {rate}")
-    return "; ".join(parts) + _clipping(fitting)
+    return "; ".join(parts) + _clipping(session)
 
 
-def _clipping(fitting: "Fitting") -> str:
-    norm = fitting.trainer.args.max_grad_norm
+def _clipping(session: "FitSession") -> str:
+    norm = session.trainer.args.max_grad_norm
     if norm is None:
         return ""
-    unless = ", unless training_step steps the optimizer itself" if fitting.trainer.has_own_step else ""
+    unless = ", unless training_step steps the optimizer itself" if session.trainer.has_own_step else ""
     return f", gradients clipped to a norm of {norm:g}{unless}"
 
 
-def _evaluation(fitting: "Fitting") -> str:
-    trainer = fitting.trainer
+def _evaluation(session: "FitSession") -> str:
+    trainer = session.trainer
     if trainer.evaluation_interval is None:
         return "none"
     by_set = trainer.args.eval_intervals.items()
@@ -143,18 +143,18 @@ def _evaluation(fitting: "Fitting") -> str:
     return f"{', '.join(told) or f'every {_interval(trainer.evaluation_interval)}'}, best by {trainer.default_metric}"
 
 
-def _output(fitting: "Fitting") -> str:
-    if fitting.folder is None:
+def _output(session: "FitSession") -> str:
+    if session.folder is None:
         return "none: give output_dir to keep checkpoints"
-    intervals = [fitting.trainer.args.save_interval]
-    intervals += [callback.save_interval for callback in fitting.events]
+    intervals = [session.trainer.args.save_interval]
+    intervals += [callback.save_interval for callback in session.events]
     told = list(dict.fromkeys(f"every {_interval(interval)}" for interval in intervals if interval is not None))
-    return f"{fitting.folder.path}, " + (f"a checkpoint {' and '.join(told)}" if told else "no checkpoints")
+    return f"{session.folder.path}, " + (f"a checkpoint {' and '.join(told)}" if told else "no checkpoints")
 
 
-def _resume(fitting: "Fitting") -> dict[str, str]:
+def _resume(session: "FitSession") -> dict[str, str]:
     """Return what of a resumed run may differ from an uninterrupted one; workers start afresh with each epoch."""
-    loader, state = fitting.loader, fitting.run.state
+    loader, state = session.loader, session.run.state
     is_within = state.steps_in_epoch or (state.step and loader.persistent_workers)
     if not is_within or not loader.may_draw_in_workers:
         return {}
@@ -165,13 +165,13 @@ def _resume(fitting: "Fitting") -> dict[str, str]:
     }
 
 
-def _ends_early(fitting: "Fitting") -> str:
-    signals = fitting.signals
+def _ends_early(session: "FitSession") -> str:
+    signals = session.signals
     parts = [f"at {', '.join(signals.caught)}"] if signals.caught else ["at no signal"]
     reasons = dict.fromkeys(signals.left.values())
     parts += [f"not at {_those(signals.left, reason)} ({reason})" for reason in reasons]
-    ends = deadline_in(fitting.trainer.args.deadline)
-    if ends is not None and fitting.deadline is not None:
+    ends = deadline_in(session.trainer.args.deadline)
+    if ends is not None and session.deadline is not None:
         parts.append(time.strftime("saved before %Y-%m-%d %H:%M:%S", time.localtime(ends)))
     return ", ".join(parts)
 

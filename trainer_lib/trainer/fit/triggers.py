@@ -13,7 +13,7 @@ from trainer_lib.trainer.safety.deadline import Deadline
 _FIELDS = {"log": "log_every", "evaluate": "eval_every", "save": "save_every"}
 
 
-class Cadence:
+class Trigger:
     """Asks for one thing at an interval.
 
     Args:
@@ -66,7 +66,7 @@ class Cadence:
         return (math.floor(self._now(state) / self._amount + 1e-9) + 1) * self._amount - 1e-9
 
 
-class Cadences:
+class Triggers:
     """All that is due at intervals.
 
     Args:
@@ -89,31 +89,31 @@ class Cadences:
     ) -> None:
         self._deadline = deadline
         every = [
-            Cadence(name, interval, run.state, eval_delay if name == "evaluate" else None)
+            Trigger(name, interval, run.state, eval_delay if name == "evaluate" else None)
             for name, interval in intervals.items()
             if interval is not None
         ]
         every += [
-            Cadence("evaluate_sets", interval, run.state, eval_delay, of_set)
+            Trigger("evaluate_sets", interval, run.state, eval_delay, of_set)
             for of_set, interval in eval_intervals.items()
             if interval is not None
         ]
         # The same on all processes, which therefore need not agree; their clocks are not.
-        self._counted = [cadence for cadence in every if cadence.unit != "seconds"]
-        self._timed = [cadence for cadence in every if cadence.unit == "seconds"] if run.is_main_process else []
+        self._counted = [trigger for trigger in every if trigger.unit != "seconds"]
+        self._timed = [trigger for trigger in every if trigger.unit == "seconds"] if run.is_main_process else []
         self._limit = time_limit if run.is_main_process else None
         self._ends_at = None if self._limit is None else time.monotonic() + max(0.0, self._limit - run.state.seconds)
 
     def ask(self, run: Run) -> None:
         """Ask for what is due after this step."""
-        for cadence in self._counted:
-            if cadence.is_due(run.state):
-                run.control.agree(cadence.name)
-                _note(run, cadence)
-        for cadence in self._timed:
-            if cadence.is_due(run.state):
-                run.control.ask(cadence.name)
-                _note(run, cadence)
+        for trigger in self._counted:
+            if trigger.is_due(run.state):
+                run.control.agree(trigger.name)
+                _note(run, trigger)
+        for trigger in self._timed:
+            if trigger.is_due(run.state):
+                run.control.ask(trigger.name)
+                _note(run, trigger)
         if self._ends_at is not None and time.monotonic() >= self._ends_at:
             run.control.reason = "max_time is over"
             run.control.stop = True
@@ -121,11 +121,11 @@ class Cadences:
             self._deadline.end_step()
 
 
-def _note(run: Run, cadence: Cadence) -> None:
-    if cadence.name == "save":
+def _note(run: Run, trigger: Trigger) -> None:
+    if trigger.name == "save":
         run.control.save_reasons.add("interval")
-    if cadence.of_set is not None:
-        run.control.sets_due.add(cadence.of_set)
+    if trigger.of_set is not None:
+        run.control.sets_due.add(trigger.of_set)
 
 
 def _field(name: str, of_set: str | None) -> str:

@@ -1,4 +1,4 @@
-"""This file is a run's bad samples: left out if that is wanted, agreed on by the processes, written down and told."""
+"""Bad samples of a run: skipped on request, synchronized across ranks, listed in a file and reported."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from trainer_lib.trainer.data.datasets import length_of
 if TYPE_CHECKING:
     from trainer_lib.runs import RunFolder
     from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-    from trainer_lib.trainer.fit.session import Fitting
+    from trainer_lib.trainer.fit.context import FitContext
 
 _logger = get_logger(__name__)
 
@@ -28,19 +28,19 @@ class BadSamples:
     With `on_bad_sample="raise"` there are none: what they raise ends the run.
 
     Args:
-        fitting: Whose run it is.
+        context: What is trained.
     """
 
-    def __init__(self, fitting: "Fitting") -> None:
-        self._fitting = fitting
-        args, group = fitting.trainer.args, fitting.trainer.accelerator.group
+    def __init__(self, context: "FitContext") -> None:
+        self._context = context
+        args, group = context.run.args, context.group
         self._leaves_out = args.on_bad_sample == "skip"
-        dataset = fitting.loader.dataset
+        dataset = context.loader.dataset
         # The processes meet at the next log, which all of them make.
-        self._quarantine = Quarantine(group, _most(args, dataset), _limit(args), lambda: fitting.run.control.ask("log"))
+        self._quarantine = Quarantine(group, _most(args, dataset), _limit(args), lambda: context.run.control.ask("log"))
         self._written = 0
         if self._leaves_out:
-            fitting.loader.skip_bad_samples(self._quarantine)
+            context.loader.skip_bad_samples(self._quarantine)
 
     def agree(self) -> None:
         """Have all processes know of what any of them left out. All of them have to ask.
@@ -53,15 +53,15 @@ class BadSamples:
         try:
             self._quarantine.sync_across_ranks()
         finally:
-            folder = self._fitting.folder
-            if folder is not None and self._fitting.run.is_main_process and self._is_news:
+            folder = self._context.folder
+            if folder is not None and self._context.run.is_main_process and self._is_news:
                 self._write(folder)
 
     def tell(self) -> None:
         """Tell what was left out, in the end."""
         samples = self._quarantine.agreed
         if samples:
-            where = "" if self._fitting.folder is None else f" {self._fitting.folder.path / FILE} lists them."
+            where = "" if self._context.folder is None else f" {self._context.folder.path / FILE} lists them."
             count = f"{len(samples)} samples were" if len(samples) > 1 else "1 sample was"
             listed = self._quarantine.description()
             _logger.warning("%s left out, as they could not be read. %s%s", count, listed, where)

@@ -1,12 +1,12 @@
-"""This file is batches that do not fit into memory: computed in parts, so that the update is that of the whole batch.
+"""Batches that do not fit into memory, computed in parts, so that the update is that of the whole batch.
 
-Nothing is sent while a window is computed, so a process that runs out of memory can begin its window anew while the
-others wait where gradients are put together.
+Ranks send nothing while they compute a window, so one that runs out of memory can restart its window while the others
+wait where gradients are reduced.
 """
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError, UnsupportedError
@@ -14,13 +14,27 @@ from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import free_memory_of, is_out_of_memory
 from trainer_lib.trainer.arguments.value_types import AUTO
 from trainer_lib.trainer.data.batch_rows import check_splits, count_rows, take_rows
+from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.safety.module_buffers import Buffers
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.fit.session import Fitting
+from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 
 _logger = get_logger(__name__)
+
+
+class StepMaker(Protocol):
+    """What of a trainer is needed."""
+
+    is_rehearsing: bool
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether the user overrides `training_step`."""
+        ...
+
+    def training_step(self, model: Any, batch: Any) -> LossResult | None:
+        """Compute the gradients of a batch."""
+        ...
 
 
 class _Taken(NamedTuple):
@@ -31,27 +45,29 @@ class _Taken(NamedTuple):
     samples: int | None  # that it is made of; None: not known
 
 
-class Splitting:
+class MicroBatching:
     """Computes the batches of a window, in parts where they do not fit.
 
     Args:
-        fitting: Whose batches they are.
+        context: What is trained.
+        guard: The guard of the updates.
+        trainer: Whose `training_step` computes a batch.
 
     Attributes:
-        is_on: Whether that is wanted: `per_device_train_batch_size="auto"`.
+        is_on: Whether `per_device_train_batch_size="auto"` asks for it.
         size: How many rows fit, as far as is known; `None`: all did so far.
     """
 
-    def __init__(self, fitting: "Fitting") -> None:
-        self._fitting, self._trainer = fitting, fitting.trainer
-        run = fitting.run
-        self._accelerator, self._events = run.accelerator, fitting.events
-        self._strategy, self._window = run.accelerator.strategy, run.accelerator._window
+    def __init__(self, context: FitContext, guard: NonFiniteGuard, trainer: StepMaker) -> None:
+        self._context, self._guard, self._trainer = context, guard, trainer
+        run = context.run
+        self._accelerator, self._events = context.accelerator, context.events
+        self._strategy, self._window = run.accelerator.strategy, run.accelerator.window
         self._is_alone = run.accelerator.num_processes == 1
         self.is_on = run.args.per_device_train_batch_size == AUTO
         self.size: int | None = None
         self._generators = Generators(run.accelerator.device)
-        self._buffers = Buffers(fitting.models)
+        self._buffers = Buffers(context.models)
         self._batches: list[_Taken] = []  # of this window
         self._drawn: dict[str, Any] = {}
         self._mark: Any = None
@@ -64,7 +80,7 @@ class Splitting:
         """Do what `training_step` does, in parts if need be; with the last batch of a window put it together."""
         if self._window.size == 1:
             self._begin()
-        taken = _Taken(batch, self._trainer.weighs_nothing, self._fitting.loader.samples_in_batch)
+        taken = _Taken(batch, self._context.run.weighs_nothing, self._context.loader.samples_in_batch)
         self._batches.append(taken)
         self._window.is_alone = True  # parts tell the others nothing
         try:
@@ -81,8 +97,8 @@ class Splitting:
                 self._put_together()
         return result
 
-    def agree(self) -> None:
-        """Have all processes compute as many rows at once as fit on each of them. All of them have to ask."""
+    def sync_across_ranks(self) -> None:
+        """Have all ranks compute as many rows at once as fit on each of them. All of them have to call it."""
         if self.is_on and not self._is_alone:
             sizes: list[int | None] = self._accelerator.group.all_gather_objects(self.size)
             self.size = min((size for size in sizes if size is not None), default=None)
@@ -98,10 +114,10 @@ class Splitting:
     # -- a window ------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._strategy.begin_local_backwards(self._fitting.models)
+        self._strategy.begin_local_backwards(self._context.models)
         self._batches.clear()
         self._drawn = self._generators.state_dict()
-        self._mark = self._trainer.averages.mark()
+        self._mark = self._context.means.mark()
         self._buffers.keep()
         self._is_fresh = self._window.is_fresh
 
@@ -109,7 +125,7 @@ class Splitting:
         batch = taken.batch
         rows, size = count_rows(batch), self.size
         with ExitStack() as local:
-            for one in self._fitting.models:
+            for one in self._context.models:
                 local.enter_context(self._strategy.no_sync(one))
             if size is None or rows is None or rows <= size:
                 self._at_once = rows or 1
@@ -126,7 +142,7 @@ class Splitting:
         return result
 
     def _summed(self, parts: list[LossResult]) -> LossResult:
-        averages, totals = self._trainer.averages, [part.loss.detach() for part in parts]
+        averages, totals = self._context.means, [part.loss.detach() for part in parts]
         weights: list[Any] = [0.0 if part.weight is None else part.weight for part in parts]
         for part, weight in zip(parts, weights, strict=True):
             for name, value in (part.logs or {}).items():
@@ -134,11 +150,12 @@ class Splitting:
         return LossResult(sum(totals[1:], start=totals[0]), sum(weights[1:], start=weights[0]))
 
     def _put_together(self) -> None:
-        window, guard = self._window, self._fitting.guard
-        ((_, share),) = window._shares.items()
-        spikes = [guard._in_window] if guard.watches_spikes else []
-        values = [share.local, *window.notes, *spikes]
-        share.total, *window.heard = self._strategy.end_local_backwards(self._fitting.models, values)
+        share, message = self._window.only_share(), self._window.message
+        assert message is not None
+        share.total, *means = self._strategy.end_local_backwards(
+            self._context.models, [share.local, *message.to_floats()]
+        )
+        message.receive(means)
 
     # -- when it did not fit -------------------------------------------------------------------------------------
 
@@ -160,26 +177,26 @@ class Splitting:
         for taken in earlier:
             result = self._computed(model, taken)
             if not taken.weighs_nothing:
-                self._fitting.trainer.averages.add_sum("loss", result.loss.detach(), result.weight or 0.0)
+                self._context.means.add_sum("loss", result.loss.detach(), result.weight or 0.0)
                 for name, value in (result.logs or {}).items():
-                    self._trainer.averages.add(name, value, result.weight or 0.0)
+                    self._context.means.add(name, value, result.weight or 0.0)
         return self._computed(model, last)
 
     def _undo(self) -> None:
-        run = self._fitting.run
+        run = self._context.run
         for optimizer in run.optimizers.values():
             optimizer.restart_window()
-        for model in self._fitting.models:
+        for model in self._context.models:
             model.zero_grad()  # of what no optimizer has, too
-        self._trainer.averages.go_back(self._mark)
-        self._mark = self._trainer.averages.mark()
-        self._fitting.guard.begin_window()
+        self._context.means.go_back(self._mark)
+        self._mark = self._context.means.mark()
+        self._guard.begin_window()
         self._generators.load_state_dict(self._drawn)
         self._buffers.put_back()
         self._window.is_fresh = self._is_fresh
 
     def _reduce(self, error: Exception) -> None:
-        run, tried = self._fitting.run, self._at_once
+        run, tried = self._context.run, self._at_once
         step = run.state.step + 1
         if tried < 2:
             raise NoExecutableBatchSizeError(
@@ -188,7 +205,7 @@ class Splitting:
                 "fsdp=True."
             ) from error
         check_splits(self._batches[-1].batch, self._batches[-1].samples)
-        of_round: int | None = self._fitting.loader.total_batch_size
+        of_round: int | None = self._context.loader.total_batch_size
         size = self.size or (of_round or 0) // self._accelerator.num_processes or tried
         while size >= tried:
             size = -(-size // 2)
@@ -208,7 +225,7 @@ class Splitting:
     # -- what cannot be split ------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        args = self._fitting.run.args
+        args = self._context.run.args
         if self._trainer.has_own_step:
             raise ConfigurationError(
                 'per_device_train_batch_size="auto" computes a batch in several parts, and what your training_step '

@@ -1,25 +1,24 @@
-"""This file is the guard before each update: losses and gradients that are not finite never change a weight.
+"""The guard before each update: NaN and Inf in losses or gradients never change a weight.
 
-A loss that is not finite gives its window a weight that is none either, and so makes the gradients of all processes not
-finite, by what they tell each other anyway: the norm of the gradients tells everything, on all processes alike.
+A loss that is not finite makes the weight of its window NaN, and with it the gradients of all ranks, by what they tell
+each other anyway: the norm of the gradients tells everything, on all ranks alike.
 """
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import NonFiniteError
 from trainer_lib.logging import get_logger
+from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.fit.step_message import StepMessage
 from trainer_lib.trainer.safety.module_buffers import Buffers
-from trainer_lib.trainer.safety.nonfinite_report import Culprits
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.fit.session import Fitting
+from trainer_lib.trainer.safety.nonfinite_report import NonFiniteReport
 
 _logger = get_logger(__name__)
 
@@ -27,24 +26,27 @@ _REMEMBERED, _KNOWN = 50, 10  # losses that a spike is measured by, and how many
 _OVERFLOWS = 50  # of fp16 in a row, by when its scale is next to nothing
 
 
-class Guard:
-    """Says of each update whether it may be made.
+class NonFiniteGuard:
+    """Decides for each update whether it may be made.
 
     Args:
-        fitting: Whose updates they are.
+        context: What is trained.
+        report: Says what is not finite.
+        can_rewind: Whether there is a checkpoint to rewind to.
 
     Attributes:
-        mark: The averages as they were before the window, where it may be left out.
-        is_scaled: Whether a scaler leaves out updates that overflow (fp16).
-        reads_losses: Whether losses are looked at before their backward.
-        watches_spikes: Whether processes tell each other what their losses of a window come to.
+        mark: The means as they were before the window, where it may be skipped.
+        is_scaled: Whether a scaler skips updates that overflow (fp16).
+        reads_losses: Whether losses are read before their backward.
+        watches_spikes: Whether ranks tell each other the loss of a window.
     """
 
-    def __init__(self, fitting: "Fitting") -> None:
-        run = fitting.run
-        args, accelerator = run.args, run.accelerator
-        self._fitting, self._run, self._window = fitting, run, accelerator._window
-        self._culprits = Culprits(fitting)
+    def __init__(self, context: FitContext, report: NonFiniteReport, can_rewind: Callable[[], bool]) -> None:
+        run, accelerator = context.run, context.accelerator
+        args = run.args
+        self._context, self._run, self._window = context, run, accelerator.window
+        self._report, self._can_rewind = report, can_rewind
+        self._parameters: list[Tensor] = []
         self.policy, self._most, self._factor = args.on_nonfinite, args.max_nonfinite, args.loss_spike
         self.watches_spikes = self._factor is not None
         self.is_scaled = accelerator.precision.scaler is not None
@@ -55,7 +57,7 @@ class Guard:
         self._skipping = [] if self.reads_losses or self.is_scaled else _that_can_skip(run.optimizers.values())
         self._found: Tensor | None = None  # on the device: whether an update was skipped
         self._norm_before: Tensor | None = None  # of the gradients as the backward left them
-        self._buffers = Buffers(fitting.models)
+        self._buffers = Buffers(context.models)
         self.mark: Any = None
         self._losses: deque[float] = deque(maxlen=_REMEMBERED)
         self._in_window = 0.0
@@ -63,31 +65,36 @@ class Guard:
 
     # -- before an update -----------------------------------------------------------------------------------------
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether a refused update makes the run go back to its last checkpoint."""
+        return self.policy == "rewind" and self._can_rewind()
+
     def begin_window(self) -> None:
         """Remember the logged means and the buffers: a skipped update leaves no trace in them."""
         self._in_window = 0.0
         self._norm_before = None
         if self._buffers.exist:
             self._buffers.keep()
-        self.mark = self._fitting.trainer.averages.mark() if self.policy != "raise" else None
+        self.mark = self._context.means.mark() if self.policy != "raise" else None
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> float | Tensor:
-        """Return what a loss weighs: a number that is none, if the loss is none."""
+        """Return the weight of a loss: NaN if the loss is NaN or infinite."""
         value = loss.item()
         if self.watches_spikes:
             self._in_window += value
-            if self._run.accelerator.sync_gradients and not self._window.is_alone:
-                self._window.notes = [*self._window.notes, self._in_window]
+            if isinstance(self._window.message, StepMessage):
+                self._window.message.window_loss = self._in_window
         if math.isfinite(value):
             return weight
-        self._culprits.note_loss(value)
+        self._report.note_loss(value)
         return torch.full((), math.nan, device=loss.device)
 
-    def passes(self, parameters: Sequence[Tensor]) -> bool:
+    def passes(self) -> bool:
         """Clip gradients, and return whether the update may be made; the same on all ranks."""
         run, strategy = self._run, self._run.accelerator.strategy
         run.accelerator.unscale_gradients()
-        parameters = list(strategy.current_parameters(parameters))
+        parameters = self._trained()
         norm = run.grad_norm = strategy.grad_norm(parameters, 2.0)
         if self._skipping:
             self._skip_on_device(norm)
@@ -105,13 +112,22 @@ class Guard:
             strategy.shrink_gradients(parameters, self._max_norm, norm)
         return True
 
-    def passes_unmodified(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether gradients are finite before callbacks modify them; the same on all ranks.
+    def passes_to_callbacks(self, has_stepped: bool) -> bool:
+        """Prepare gradients for callbacks, and return whether they may have them: none modifies NaN or Inf.
 
-        Clipping by value, for one, makes infinite gradients finite and wrong.
+        Args:
+            has_stepped: Whether the training step stepped the optimizers itself.
         """
+        events = self._context.events
+        if not (events.listens("on_backward_end") or events.listens("on_optimizer_step_begin")):
+            return True
+        self._run.accelerator.unscale_gradients()  # callbacks see the true size of gradients
+        return has_stepped or not events.modifies("on_backward_end") or self._is_finite_unmodified()
+
+    def _is_finite_unmodified(self) -> bool:
+        # Clipping by value, for one, makes infinite gradients finite and wrong.
         strategy = self._run.accelerator.strategy
-        parameters = list(strategy.current_parameters(parameters))
+        parameters = self._trained()
         norm = strategy.grad_norm(parameters, 2.0)
         if self._skipping:
             self._norm_before = norm
@@ -120,6 +136,12 @@ class Guard:
         if not math.isfinite(value):
             value = strategy.grad_norm(parameters, 2.0, in_double=True).item()
         return self._is_finite(value)
+
+    def _trained(self) -> list[Tensor]:
+        if not self._parameters:
+            groups = [group for optimizer in self._run.optimizers.values() for group in optimizer.param_groups]
+            self._parameters = [parameter for group in groups for parameter in group["params"]]
+        return list(self._run.accelerator.strategy.current_parameters(self._parameters))
 
     def _is_finite(self, norm: float) -> bool:
         optimizers = self._run.optimizers.values()
@@ -130,10 +152,10 @@ class Guard:
             self._overflows += 1  # a scale that was too large; the scaler leaves this one out, and lowers it
             if self._overflows < _OVERFLOWS:
                 return True
-        return self._refuse(self._culprits.find(norm))
+        return self._refuse(self._report.find(norm))
 
     def _skip_on_device(self, norm: Tensor) -> None:
-        self._culprits.watch_weights()
+        self._report.watch_weights()
         is_bad = ~torch.isfinite(norm)
         if self._norm_before is not None:
             is_bad |= ~torch.isfinite(self._norm_before)
@@ -144,23 +166,23 @@ class Guard:
         for optimizer in self._skipping:
             optimizer.found_inf = found
 
-    def settle(self) -> None:
-        """Tell of what was skipped on a device; where there is time to wait for it, and before anything is saved."""
+    def flush(self) -> None:
+        """Report what was skipped on a device; where there is time to wait for it, and before anything is saved."""
         if self._found is not None:
             found, self._found = float(self._found), None
             if found:
-                self._refuse(self._culprits.find(math.nan))
+                self._refuse(self._report.find(math.nan))
 
-    def undo_overflow(self) -> None:
-        """Restore the buffers after an update that the scaler of fp16 left out."""
+    def restore_buffers(self) -> None:
+        """Restore the buffers after an update that the scaler of fp16 skipped."""
         if self._buffers.exist:
             self._buffers.put_back()
 
     # -- after it --------------------------------------------------------------------------------------------------
 
-    def leave_out(self) -> None:
-        """Have an update be as if its samples had not been there."""
-        self._fitting.trainer.averages.go_back(self.mark)
+    def skip_update(self) -> None:
+        """Restore the logged means to those before the window."""
+        self._context.means.go_back(self.mark)
         self._run.grad_norm = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,7 +206,7 @@ class Guard:
         if deviation and loss > usual + self._factor * deviation:
             return self._refuse(
                 f"In step {self._run.state.step + 1} the loss is {loss:.6g}, more than loss_spike={self._factor} "
-                f"deviations above the usual {usual:.6g} ± {deviation:.2g}{self._culprits.samples()}."
+                f"deviations above the usual {usual:.6g} ± {deviation:.2g}{self._report.samples()}."
             )
         self._losses.append(loss)
         return True
@@ -193,16 +215,23 @@ class Guard:
         share = self._window.share_of(tuple(self._run.optimizers.values()))
         if share is None or share.total is None or not float(share.total):
             return 0.0
-        total = self._in_window if self._window.is_alone else float(self._window.heard[-1])
+        total = self._in_window if self._window.is_alone else self._received_loss()
         return total / float(share.total)
+
+    def _received_loss(self) -> float:
+        message = self._window.message
+        assert isinstance(message, StepMessage)
+        assert message.received is not None
+        assert message.received.window_loss is not None
+        return float(message.received.window_loss)
 
     def _refuse(self, what: str) -> bool:
         """Raise, or note that an update is skipped; weights and buffers are as before it."""
         state = self._run.state
         if self._buffers.exist and not self._skipping:
             self._buffers.put_back()
-        goes_back = self.policy == "rewind" and self._fitting.can_go_back
-        if not goes_back and (spoiled := self._culprits.spoiled_weights()):
+        rewinds = self.rewinds
+        if not rewinds and (spoiled := self._report.spoiled_weights()):
             raise NonFiniteError(
                 f"{what} Before this step already {len(spoiled)} weights were not finite ({', '.join(spoiled[:3])}"
                 f"{', …' if len(spoiled) > 3 else ''}): an earlier update overflowed, of gradients that were finite. "
@@ -216,13 +245,13 @@ class Guard:
             )
         if state.skipped >= self._most:
             raise NonFiniteError(
-                f"{what} The run has left out {state.skipped} updates already, and max_nonfinite={self._most}: what is "
-                "wrong is not in the data alone. Lower the learning rate, or look at those samples."
+                f"{what} The run has skipped {state.skipped} updates already (max_nonfinite={self._most}), so single "
+                "samples are not the cause. Lower the learning rate, or look at those samples."
             )
         state.skipped += 1
-        does = "The run goes back to its last checkpoint, and leaves it out" if goes_back else "It is left out"
+        does = "The run rewinds to its last checkpoint and skips this update" if rewinds else "This update is skipped"
         _logger.warning("%s %s (%d of max_nonfinite=%d).", what, does, state.skipped, self._most)
-        self._run.record_event("went_back" if goes_back else "left_out", why=what)
+        self._run.record_event("went_back" if rewinds else "left_out", why=what)
         return False
 
 

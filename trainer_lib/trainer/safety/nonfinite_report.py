@@ -1,9 +1,8 @@
-"""This file is who is to blame for an update that is not finite: the process, its samples, and the parameters."""
+"""The report on an update that is not finite: which rank, which samples and which parameters caused it."""
 
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.logging import get_logger
 from trainer_lib.strategies.grad_norm import local_values
+from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.safety.module_buffers import buffers_kept
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.fit.session import Fitting
 
 _logger = get_logger(__name__)
 
@@ -22,15 +20,16 @@ _SHOWN = 3
 _SAMPLES_SHOWN = 16
 
 
-class Culprits:
-    """Finds what was not finite; asked once it is known that something is.
+class NonFiniteReport:
+    """Finds what is not finite in an update, once its norm says that something is.
 
     Args:
-        fitting: Whose updates they are.
+        context: What is trained.
+        loss_again: Computes the loss of the last batch once more.
     """
 
-    def __init__(self, fitting: "Fitting") -> None:
-        self._fitting, self._run = fitting, fitting.run
+    def __init__(self, context: FitContext, loss_again: Callable[[], LossResult]) -> None:
+        self._context, self._run, self._loss_again = context, context.run, loss_again
         self._losses: list[tuple[int, float, str]] = []  # the step, the loss, and of which samples
         self._has_bad_weight: Tensor | None = None  # on the device, where nothing waits for it
 
@@ -40,14 +39,14 @@ class Culprits:
 
     def watch_weights(self) -> None:
         """Note whether a weight of this window is not finite, without waiting for the device."""
-        for _, weight in self._run.accelerator._window.weights_so_far():
+        for _, weight in self._run.accelerator.window.weights_so_far():
             if isinstance(weight, Tensor) or not math.isfinite(weight):
                 is_bad = ~torch.isfinite(torch.as_tensor(weight))
                 self._has_bad_weight = is_bad if self._has_bad_weight is None else self._has_bad_weight | is_bad
 
     def samples(self) -> str:
         """Return which samples this process has in hand, in words."""
-        ids = self._fitting.loader.sample_ids()
+        ids = self._context.loader.sample_ids()
         if ids is None:
             return ""
         more = ", …" if len(ids) > _SAMPLES_SHOWN else ""
@@ -98,7 +97,7 @@ class Culprits:
 
     def _computed_again(self) -> list[str]:
         """Return which gradients of the last batch are not finite on this process alone."""
-        accelerator, trainer = self._run.accelerator, self._fitting.trainer
+        accelerator, models = self._context.accelerator, self._context.models
         if accelerator.strategy.needs_lockstep:
             return []  # a gradient that is not shared cannot be had
         for optimizer in self._run.optimizers.values():
@@ -106,11 +105,10 @@ class Culprits:
         try:
             with ExitStack() as stack:
                 stack.enter_context(preserved_generators(accelerator.device))
-                stack.enter_context(buffers_kept(self._fitting.models))
-                for model in self._fitting.models:
+                stack.enter_context(buffers_kept(models))
+                for model in models:
                     stack.enter_context(accelerator.no_sync(model))
-                result = trainer.as_result(trainer.compute_loss(self._run.model, self._run.batch), self._run.batch)
-                result.loss.backward()
+                self._loss_again().loss.backward()
         except Exception as error:  # noqa: BLE001 - what is wrong is known; this was to tell it in more detail
             _logger.debug("The step could not be computed again: %s", error)
             return []
@@ -120,7 +118,7 @@ class Culprits:
         return self._names_of_nonfinite(lambda parameter: parameter.grad)
 
     def _names_of_nonfinite(self, of: Callable[[nn.Parameter], Tensor | None]) -> list[str]:
-        models: Any = self._fitting.trainer.prepared_by_name()
+        models = self._context.named_models
         named = (
             (f"{prefix}.{name}" if prefix else name, of(parameter))
             for prefix, model in models.items()

@@ -14,14 +14,13 @@ import psutil
 from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.checkpointing.save.uploading import CheckpointUploader
 from trainer_lib.checkpointing.save.writer import CheckpointWriter
-from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.data_loader.worker_init import STACKS_SIGNAL, worker_stacks
-from trainer_lib.trainer.fit.train_loop import Loop
 
 _SHOWN_FRAMES = 4
 _MOST_FRAMES = 64  # of which a move is noticed
 _PATIENCE = 1.0  # seconds for a worker to write its stacks
-_STEP, _PASS, _READ = Loop.micro_batch.__code__, Loop.one_pass.__code__, PreparedLoader.__iter__.__code__
+# By name: the loop imports what this module is part of.
+_STEP, _EPOCH, _READ = "TrainLoop.micro_batch", "TrainLoop.epoch", "PreparedLoader.__iter__"
 _WAIT_FOR_SAVE = BackgroundSaves.wait_until_released.__code__
 _WRITE_FILE = (CheckpointWriter.write.__code__, CheckpointUploader._send.__code__)
 _COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
@@ -68,13 +67,17 @@ class Stack:
     @property
     def is_in_step(self) -> bool:
         """Whether it computes a micro-batch, or the update after it."""
-        return self._runs(_STEP)
+        return _STEP in self._functions
 
     @property
     def is_in_data(self) -> bool:
         """Whether it gets the next batch to train on."""
-        codes = [frame.f_code for frame in self.frames]
-        return _PASS in codes and _READ in codes[: codes.index(_PASS)][-1:]
+        functions = self._functions
+        return _EPOCH in functions and _READ in functions[: functions.index(_EPOCH)][-1:]
+
+    @property
+    def _functions(self) -> list[str]:
+        return [frame.f_code.co_qualname for frame in self.frames]
 
     @property
     def is_compiling(self) -> bool:

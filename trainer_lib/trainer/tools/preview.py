@@ -18,9 +18,8 @@ from trainer_lib.foundation.imports import is_matplotlib_available
 from trainer_lib.foundation.pytree import named_leaves
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer.data.batch_rows import count_rows
-from trainer_lib.trainer.fit.session import Fitting
-from trainer_lib.trainer.fit.train_loop import Loop
-from trainer_lib.trainer.losses.loss_result import LossResult
+from trainer_lib.trainer.fit.session import FitSession
+from trainer_lib.trainer.fit.train_loop import TrainLoop, Update
 from trainer_lib.trainer.safety.signals import Signals
 from trainer_lib.trainer.tools.sandbox import short_sandbox
 
@@ -129,46 +128,45 @@ def preview(trainer: "Trainer", batches: int) -> Preview:
             for callback in trainer.events
             if isinstance(callback, Modifier) and overrides(callback, "on_micro_batch_begin")
         ]
-        fitting = Fitting(trainer, None, Signals((), Control(), is_main=False))
-        trainer.run = fitting.run
+        session = FitSession(trainer, None, Signals((), Control(), is_main=False))
+        trainer.run = session.run
         try:
-            fitting.begin(None)
-            looking = _Looking(fitting)
+            session.begin(None)
+            looking = _Looking(session)
             looking.look_at(batches)
         finally:
-            fitting.close("stopped")
+            session.close("stopped")
     return Preview(batches=looking.seen, changed_by=changing)
 
 
-class _Looking(Loop):
+class _Looking(TrainLoop):
     """The loop, which looks at batches instead of training on them."""
 
-    def __init__(self, fitting: Fitting) -> None:
-        super().__init__(fitting)
+    def __init__(self, session: FitSession) -> None:
+        super().__init__(session)
         self.seen: list[BatchView] = []
-        self.compute = self.view
+        self.trainer = session.trainer
 
     def look_at(self, batches: int) -> None:
         """Go over so many batches, or as many as a pass has."""
         self.events.fire("on_epoch_begin", self.run)
         for number, batch in enumerate(self.loader, start=1):
-            self.micro_batch(batch)
-            if self.gradients.sync_gradients:
-                self.finish_step()
+            update = self.micro_batch(batch)
+            if update is not None:
+                self.finish_step(update)
             if number == batches:
                 return
 
-    def view(self, model: Any, batch: Any) -> None:  # type: ignore[override]
-        """Note what there is to see of a batch."""
-        del model
-        if not self.trainer.weighs_nothing:  # else it repeats samples, and only runs along
-            self.seen.append(_view_of(batch, self.trainer))
+    def forward_backward(self) -> None:
+        """Note what a batch holds, unless it is a filler batch or skipped."""
+        run = self.run
+        if not self.window.is_filler and not run.control.skip_batch:
+            self.seen.append(_view_of(run.batch, self.trainer))
+        run.control.skip_batch = False
 
-    def note(self, result: LossResult | None) -> None:
-        """Keep nothing: there is no loss."""
-
-    def update(self) -> None:
+    def update(self) -> Update:
         """Leave the weights alone: there are no gradients."""
+        return Update.STEP
 
 
 # -- the description of a batch ---------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def _engine_kept(accelerator: Accelerator) -> Generator[None]:
         accelerator._custom_objects,
     ]
     before = [list(registered) for registered in lists]
-    window, precision = accelerator._window, accelerator.precision
+    window, precision = accelerator.window, accelerator.precision
     counts, scale = dict(vars(window)), precision.state_dict()
     settings = {name: getattr(accelerator, name) for name in ("gradient_accumulation_steps", "sync_gradients")}
     nominal = accelerator._nominal

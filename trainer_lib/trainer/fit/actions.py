@@ -1,0 +1,105 @@
+"""What a run does after an update when it is asked to: flush, log, evaluate, interrupt, save, stop; in this order."""
+
+from trainer_lib.trainer.fit.session import FitSession
+
+_EVALUATIONS = ("evaluate", "evaluate_sets")  # of all sets, and of those whose intervals are over
+
+
+class Actions:
+    """Handles the requests that all ranks know of.
+
+    Args:
+        session: The fit.
+    """
+
+    def __init__(self, session: FitSession) -> None:
+        self._session, self._run = session, session.run
+        self._group = session.context.group
+        self._is_stopped = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training is over: a limit is reached, or it was asked to stop."""
+        return self._is_stopped or self._run.state.has_reached_limit
+
+    def stop(self, reason: str) -> None:
+        """End training."""
+        self._run.control.reason = reason
+        self._is_stopped = True
+
+    def ask(self) -> None:
+        """Ask for what is due after this update."""
+        session, control = self._session, self._run.control
+        session.triggers.ask(self._run)
+        if session.saves.pending is not None:
+            session.saves.request_flush()
+        if self._group.size == 1:
+            control.sync_across_ranks(self._group)
+
+    def handle(self) -> None:
+        """Do what was asked for, if anything was."""
+        session, control = self._session, self._run.control
+        if control.is_empty and not self.is_over:
+            return
+        if control.take("flush"):
+            session.saves.flush()
+        if control.take("log") or self._ends:
+            session.log()
+        if any(map(control.is_due, _EVALUATIONS)) and not control.is_due("interrupt"):
+            self._evaluate()
+        if control.take("interrupt"):
+            self._interrupt()
+            return
+        # The last step's checkpoint comes after the last evaluation, which the end of the fit makes.
+        if not self._ends and control.take("save"):
+            session.save()
+            if session.agreed_interruption() is not None:  # since then: what is saved is not saved again
+                self._interrupt()
+                return
+        if control.take("stop"):
+            self._is_stopped = True
+            control.reason = control.reason or "a callback asked for it"
+
+    def run_owed(self) -> None:
+        """Do what an interrupted run owed to its last step; unless this one is interrupted as well."""
+        session, control = self._session, self._run.control
+        if session.agreed_interruption() is not None:
+            control.agree("interrupt")
+        if session.owed or (self.is_over and session.saved_state.get("status") == "interrupted"):
+            session.forget_save()  # which was made before the owed evaluation
+        possible = {"save": session.folder is not None, "stop": True}
+        for name, reason in session.owed.items():
+            if possible.get(name, session.evaluates):  # with the data and arguments of this program
+                control.agree(name)
+                control.reason = control.reason or reason
+        if not control.is_empty:
+            self.handle()
+
+    def end_epoch_on_request(self) -> bool:
+        """Whether all ranks know that somebody asked for the end of this epoch."""
+        control = self._run.control
+        if self._group.size == 1:
+            control.sync_across_ranks(self._group)
+        return control.take("end_epoch")
+
+    @property
+    def _ends(self) -> bool:
+        return self.is_over or self._run.control.is_due("stop")
+
+    def _evaluate(self) -> None:
+        control = self._run.control
+        if self._session.evaluate_due(is_last=self._ends):
+            for name in _EVALUATIONS:
+                control.take(name)
+            control.sync_across_ranks(self._group)
+        else:
+            control.agree("interrupt")
+
+    def _interrupt(self) -> None:
+        """Save and end; what else was asked for is owed to the resumed run, so that it takes no time now."""
+        control = self._run.control
+        due = [name for name in (*_EVALUATIONS, "save", "stop") if control.take(name)]
+        is_before_save = not set(due).isdisjoint(_EVALUATIONS)
+        owed = [name for name in due if name == "stop" or is_before_save]
+        self._session.interrupt({name: control.reason if name == "stop" else None for name in owed})
+        self._is_stopped = True

@@ -1,0 +1,43 @@
+"""The check that training has gradients at all: a detached loss or a frozen model would train nothing, silently."""
+
+from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.losses.loss_checks import no_gradients
+from trainer_lib.trainer.losses.unused_parameters import check_all_used
+
+_PATIENCE = 10  # updates of a training_step of the user without any gradient, before that is an error
+
+
+class GradientCheck:
+    """Checks updates until the first one with gradients.
+
+    Args:
+        context: What is trained.
+        has_own_step: Whether the user overrides `training_step`, which may leave out some batches.
+    """
+
+    def __init__(self, context: FitContext, has_own_step: bool) -> None:
+        self._optimizers, self._models = list(context.run.optimizers.values()), context.models
+        self._has_own_step = has_own_step
+        self._without = 0  # updates without any gradient
+        self.is_done = False
+
+    def check(self) -> None:
+        """Check an update before its optimizers step.
+
+        Raises:
+            ConfigurationError: If no parameter has a gradient, or one has none where the ranks wait for all of them.
+        """
+        has_stepped = any(optimizer.has_stepped for optimizer in self._optimizers)
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        has_gradients = any(parameter.grad is not None for group in groups for parameter in group["params"])
+        self.is_done = has_stepped or has_gradients
+        if not has_stepped:
+            check_all_used(self._models)
+        self._without += not self.is_done
+        if self._without > (_PATIENCE if self._has_own_step else 0):
+            no_gradients(self._has_own_step)
+
+    def finish(self) -> None:
+        """Raise if no update of the fit had any gradient."""
+        if self._without and not self.is_done:
+            no_gradients(self._has_own_step)
