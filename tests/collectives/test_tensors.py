@@ -228,7 +228,7 @@ def test_broadcast_fills_parameters_and_strided_tensors(everywhere: Everywhere) 
 
 def test_broadcast_from_nowhere_is_refused(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
-        with pytest.raises(ConfigurationError, match=f"no process {size} in a world of {size}"):
+        with pytest.raises(ConfigurationError, match=f"Rank {size} does not exist in a world of {size}"):
             broadcast(torch.ones(1), from_process=size)
 
     everywhere(body)

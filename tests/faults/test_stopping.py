@@ -485,7 +485,7 @@ def test_schedulers_tell_when_a_job_ends(monkeypatch: pytest.MonkeyPatch, caplog
     assert (caught.value.code, caught.value.result.state.step) == (75, 1)
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
     assert trainer(arguments(max_steps=2)).fit().status == "finished"
-    assert "is past. Training goes on without a deadline." in caplog.text
+    assert "Training continues without a deadline." in caplog.text
     monkeypatch.setenv("SLURM_JOB_END_TIME", "0")  # none
     assert trainer(arguments(max_steps=2)).fit().status == "finished"
 
@@ -493,12 +493,12 @@ def test_schedulers_tell_when_a_job_ends(monkeypatch: pytest.MonkeyPatch, caplog
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"deadline": "2020-01-01"}, r"deadline='2020-01-01' is past \(2020-01-01 00:00:00\)"),
-        ({"deadline": 1000}, "deadline=1000 is past"),
-        ({"deadline": "90 minutes"}, "deadline='90 minutes' is a length of time. Give max_time"),
+        ({"deadline": "2020-01-01"}, r"deadline='2020-01-01' is in the past \(2020-01-01 00:00:00\)"),
+        ({"deadline": 1000}, "deadline=1000 is in the past"),
+        ({"deadline": "90 minutes"}, "deadline='90 minutes' is a duration. Give it as max_time"),
         ({"deadline": "tomorrow"}, 'must be a date and time such as "2030-01-31T18:00", seconds since 1970, or "auto"'),
         ({"stop_signals": "SIGTERM"}, r"a list of signals, got 'SIGTERM'\. Give stop_signals=\['SIGTERM'\]"),
-        ({"stop_signals": ["SIGKILL"]}, "SIGKILL cannot be caught by any program"),
+        ({"stop_signals": ["SIGKILL"]}, "SIGKILL cannot be caught by a program"),
         ({"stop_signals": ["SIGTREM"]}, "Did you mean 'SIGTERM'"),
     ],
 )

@@ -67,7 +67,7 @@ def test_engines_that_are_not_there_are_refused(name: str) -> None:
         AcceleratorState(cpu=True, **{name: "x"})  # pyright: ignore[reportArgumentType]
     with (
         patch_environment(accelerate_use_tp="1"),
-        pytest.raises(UnsupportedError, match="ACCELERATE_USE_TP asks for tensor"),
+        pytest.raises(UnsupportedError, match="ACCELERATE_USE_TP requests tensor"),
     ):
         AcceleratorState(cpu=True)
 

@@ -36,7 +36,7 @@ from trainer_lib.trainer.evaluation.eval_sets import metrics_over_sets, named_se
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.evaluation.prediction_results import Predictions
 from trainer_lib.trainer.fit.build_accelerator import adapt_model, build_accelerator, numerics
-from trainer_lib.trainer.fit.running_means import Averages
+from trainer_lib.trainer.fit.running_means import RunningMeans
 from trainer_lib.trainer.fit.session import FitSession
 from trainer_lib.trainer.fit.train_loop import TrainLoop
 from trainer_lib.trainer.losses.label_shift import LabelShift
@@ -163,7 +163,7 @@ class Trainer:
         if accelerator is not None:
             at_construction.check_accelerator(accelerator, self.args)
         self.accelerator = accelerator or build_accelerator(self.args)
-        self.averages = Averages(self.accelerator.group, self.accelerator.device)
+        self.averages = RunningMeans(self.accelerator.group, self.accelerator.device)
         self.prepared: Any = None
         self._guard: NonFiniteGuard | None = None  # of the run under way, if it reads losses
         self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)

@@ -171,7 +171,7 @@ def test_seed_each_sample_refuses_a_stream() -> None:
             return iter(zip(*points(), strict=True))
 
     model = network()
-    with pytest.raises(UnsupportedError, match="seed_each_sample=True needs samples that have an index"):
+    with pytest.raises(UnsupportedError, match="seed_each_sample=True needs samples with an index"):
         trainer(arguments(seed_each_sample=True), model=model, train_dataset=Stream()).fit()
     model_trainer = trainer(arguments(seed_each_sample=True), eval_dataset=Stream())  # evaluation works as always
     assert model_trainer.fit().metrics["eval_loss"] > 0

@@ -231,7 +231,7 @@ def test_data_without_tokens_is_an_error() -> None:
             "only max_tokens, log_every, eval_every and save_every count tokens",
         ),
         (lambda: EMA(every="1M tokens"), "callbacks count steps, epochs, samples and time"),
-        (lambda: Checkpoint(keep_every="1M tokens"), "give steps, epochs, samples or a time"),
+        (lambda: Checkpoint(keep_every="1M tokens"), "Use steps, epochs, samples or a time"),
     ],
 )
 def test_arguments_that_do_not_count_tokens_refuse_them(make: Callable[[], Any], message: str) -> None:

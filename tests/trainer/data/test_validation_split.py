@@ -91,7 +91,7 @@ def test_all_ranks_and_a_resumed_run_hold_out_the_same_rows(tmp_path: Path) -> N
 def test_another_share_is_refused_on_resume(tmp_path: Path) -> None:
     trainer(arguments(validation_split=0.25, output_dir=tmp_path, max_steps=2)).fit()
     (checkpoint,) = tmp_path.glob("*/checkpoints/checkpoint-00000002")
-    with pytest.raises(ConfigurationError, match="with another validation_split"):
+    with pytest.raises(ConfigurationError, match="cannot be resumed with a changed validation_split"):
         trainer(arguments(validation_split=0.5, output_dir=tmp_path, max_steps=4)).fit(resume=checkpoint)
 
 
@@ -123,7 +123,7 @@ def test_a_split_needs_a_train_dataset() -> None:
         def train_dataloader(self) -> Any:
             return DataLoader(TensorDataset(ROWS, TARGETS), 8)
 
-    with pytest.raises(ConfigurationError, match="holds out rows of train_dataset, and none is given"):
+    with pytest.raises(ConfigurationError, match="holds out rows of train_dataset, but no train_dataset is given"):
         DerivedTrainer(network(), arguments(validation_split=0.5), loss_fn=torch.nn.functional.cross_entropy).fit()
 
 

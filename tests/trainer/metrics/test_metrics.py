@@ -250,7 +250,7 @@ class TestObjects:
                 return {"matrix": torch.ones(2, 2)}
 
         bench = Bench()
-        with pytest.raises(ConfigurationError, match=r"'confusion_matrix' is a Tensor of shape \(2, 2\)"):
+        with pytest.raises(ConfigurationError, match=r"'confusion_matrix' returned a Tensor of shape \(2, 2\)"):
             bench.evaluate({"": bench.set(dataset(3), {"confusion": Matrix()})})
 
 

@@ -175,7 +175,7 @@ def test_another_weight_decay_takes_effect(tmp_path: Path) -> None:
 def test_the_best_by_another_metric_is_sought_anew(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = arguments(resume=str(at(run, 15)), per_device_train_batch_size=4, metric_for_best="accuracy")
     result = trainer(args, eval_dataset=points(8), metrics=["accuracy"]).fit()
-    assert "of step 15, was that by eval_loss: the search begins anew, by eval_accuracy." in caplog.text
+    assert "of step 15, was chosen by eval_loss. From now on the best is chosen by eval_accuracy." in caplog.text
     assert result.state.best is not None
     assert (result.state.best.metric, result.state.best.step) == ("eval_accuracy", 20)
 

@@ -182,11 +182,11 @@ def test_buffers_are_put_back_also_where_others_took_their_place() -> None:
     for value in (1.0, 2.0):
         module.running_mean = torch.full((2,), value)
         for _ in range(2):
-            buffers.keep()
+            buffers.copy()
             module(torch.randn(4, 2))
             if value == 2.0:
                 module.running_mean = torch.zeros(2)
-            buffers.put_back()
+            buffers.restore()
             assert module.running_mean.tolist() == [value, value]
             assert int(module.num_batches_tracked or 0) == 0
 

@@ -1,4 +1,4 @@
-"""This file is the engine that arguments ask for."""
+"""The Accelerator that training arguments ask for."""
 
 import contextlib
 from collections.abc import Generator

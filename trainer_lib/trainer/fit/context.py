@@ -10,7 +10,7 @@ from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import RunFolder
-from trainer_lib.trainer.fit.running_means import Averages
+from trainer_lib.trainer.fit.running_means import RunningMeans
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class FitContext:
     events: Dispatcher
     loader: Any
     named_models: Mapping[str, nn.Module]
-    means: Averages
+    means: RunningMeans
     folder: RunFolder | None
 
     @property

@@ -1,4 +1,4 @@
-"""This file is what is averaged until the next log: over micro-batches, steps and processes, by weight."""
+"""Weighted means of logged values, over micro-batches, steps and ranks, until the next log."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,19 +12,19 @@ from trainer_lib.process_group import ProcessGroup
 Weight = float | Tensor
 
 
-class Averages:
+class RunningMeans:
     """Weighted means by name. Nothing is read from an accelerator before `collect`.
 
     Args:
-        group: The processes whose values are put together.
-        device: Where sums are kept.
+        group: The ranks whose values are reduced.
+        device: The device of the sums.
 
     Example:
         >>> from trainer_lib.process_group import LoneProcess
-        >>> averages = Averages(LoneProcess(), torch.device("cpu"))
-        >>> averages.add("accuracy", 0.5, weight=3)
-        >>> averages.add("accuracy", torch.tensor(1.0))
-        >>> averages.collect()
+        >>> means = RunningMeans(LoneProcess(), torch.device("cpu"))
+        >>> means.add("accuracy", 0.5, weight=3)
+        >>> means.add("accuracy", torch.tensor(1.0))
+        >>> means.collect()
         {'accuracy': 0.625}
     """
 
@@ -76,7 +76,7 @@ class Averages:
         self._sums, self._weights = mark
 
     def collect(self) -> dict[str, float]:
-        """Return the means over all processes, and start anew. All processes have to ask."""
+        """Return the means over all ranks, and clear them. All ranks have to call it."""
         sums = self.state_dict()
         self.clear()
         self.weightless = {name for name, (_, weight) in sums.items() if not weight}
@@ -95,7 +95,7 @@ class Averages:
         return sums
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from what `state_dict` returned, which the main process keeps for all."""
+        """Restore what `state_dict` returned; rank 0 keeps it for all."""
         self.clear()
         if self._group.rank == 0:
             for name, (total, weight) in state.items():

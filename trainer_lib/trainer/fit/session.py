@@ -1,4 +1,4 @@
-"""This file is one `fit`: what it puts together before the first step, and what it does when it is asked to."""
+"""One call of `fit`: what it prepares before the first step, and how it logs, evaluates, saves, resumes and ends."""
 
 import contextlib
 import json
@@ -125,7 +125,7 @@ class FitSession:
         state = RunState(run_id="" if folder is None else folder.run_id, status="running")
         self._set_limits(state)
         self.schedule_length = args.schedule_steps or state.max_steps
-        self.saved_state: Mapping[str, Any] = {}  # that of the checkpoint that is gone on from
+        self.saved_state: Mapping[str, Any] = {}  # of the checkpoint that the run resumes from
         self.changed: Mapping[str, resume_arguments.Difference] = {}  # the arguments that are others than it has
         schedulers = trainer.make_schedulers(optimizers, self.schedule_length)
         self.run = Run(
@@ -139,8 +139,8 @@ class FitSession:
             schedulers={name: accelerator.wrap_scheduler(one) for name, one in schedulers.items()},
             folder=None if folder is None else folder.here,
         )
-        self.metric_schedulers = [one for one in self.run.schedulers.values() if is_metric_driven(one)]
-        self.step_schedulers = [one for one in self.run.schedulers.values() if moves_each_update(one)]
+        self.metric_schedulers = [each for each in self.run.schedulers.values() if is_metric_driven(each)]
+        self.step_schedulers = [each for each in self.run.schedulers.values() if moves_each_update(each)]
         self.context = context = FitContext(
             self.run, accelerator, self.events, self.loader, trainer.prepared_by_name(), trainer.averages, folder
         )
@@ -265,7 +265,7 @@ class FitSession:
     def log(self) -> None:
         """Log what was gathered since the last time."""
         run, state = self.run, self.run.state
-        self.tell_time()
+        self.add_elapsed_time()
         self.guard.flush()
         self.sync_findings()
         values = self.trainer.averages.collect()
@@ -316,7 +316,7 @@ class FitSession:
     def _evaluate(self, sets: ChosenSets) -> bool:
         run, state = self.run, self.run.state
         chosen = ChosenSets((name, data) for name, data in sets.items() if run.eval_sets[name])
-        self.tell_time()
+        self.add_elapsed_time()
         self.guard.flush()
         run.control.leaves = self._leaving()
         began = time.monotonic()
@@ -326,7 +326,7 @@ class FitSession:
             return False
         finally:
             run.control.leaves = None
-            self._began = time.monotonic()  # the time of an evaluation is none of training
+            self._began = time.monotonic()  # evaluation does not count as time of training
         if self.deadline is not None:
             self.deadline.end_evaluation(self._began - began)
         self._note_evaluated(chosen, metrics)
@@ -373,7 +373,7 @@ class FitSession:
         state = self.run.state
         if self._saved_at == state.step:
             return
-        self.tell_time()
+        self.add_elapsed_time()
         self.guard.flush()
         self.sync_findings()
         self._saved_at = state.step
@@ -389,7 +389,7 @@ class FitSession:
         state, good = self.run.state, self._good_checkpoints()
         if not good:
             raise NonFiniteError("There is no checkpoint with finite weights to rewind to.")
-        self.tell_time()
+        self.add_elapsed_time()
         left_out = [*state.left_out, [first, state.samples]]
         kept = {"left_out": left_out, "skipped": state.skipped, "seconds": state.seconds}
         self.load(path_at(good[-1]["path"]))
@@ -467,7 +467,7 @@ class FitSession:
         self._saved_at = -1
 
     def load(self, checkpoint: AnyPath) -> None:
-        """Go on from a checkpoint."""
+        """Load a checkpoint."""
         self.events.fire("on_load_begin", self.run, checkpoint)
         self.changed = changed = resume_arguments.changed_arguments(
             self.trainer.args, checkpoint, self.run.accelerator.group
@@ -489,7 +489,7 @@ class FitSession:
         """Save, and end for now.
 
         Args:
-            owed: What this step leaves to do for when the run goes on.
+            owed: What this step leaves to the resumed run.
         """
         run, state = self.run, self.run.state
         self.interruption, self.owed = self.agreed_interruption(), owed
@@ -507,13 +507,13 @@ class FitSession:
             state.step,
             "nothing of it is saved"
             if last is None
-            else f'goes on with resume="auto" from step {last["step"]}, {last["path"]}',
+            else f'resume="auto" resumes it from step {last["step"]}, {last["path"]}',
         )
 
     def agreed_interruption(self) -> Interruption | None:
         """Return what asked any rank to save and end, by a message of its own."""
-        told: list[Interruption | None] = self.run.accelerator.group.all_gather_objects(self.run.control.interruption)
-        return next((one for one in told if one is not None), None)
+        gathered: list[Interruption | None] = self.context.group.all_gather_objects(self.run.control.interruption)
+        return next((interruption for interruption in gathered if interruption is not None), None)
 
     def save_after(self, error: Exception) -> None:
         """Save the state after the last update, which an error did not touch; a failure of that is only warned of.
@@ -588,7 +588,7 @@ class FitSession:
         """Write down how it ended, however that was, and let the callbacks know."""
         run = self.run
         self.release()
-        self.tell_time()
+        self.add_elapsed_time()
         self.bad_samples.tell()
         run.state.status = status
         run.batch = run.outputs = run.loss_sum = None
@@ -627,7 +627,7 @@ class FitSession:
         report = None if self.folder is None else run_records.report_of(self.folder)
         return FitResult.of({"state": self.run.state.state_dict(), "metrics": self.run.metrics, "report": report})
 
-    def tell_time(self) -> None:
+    def add_elapsed_time(self) -> None:
         """Count the time of training so far."""
         now = time.monotonic()
         self.run.state.seconds += now - self._began
@@ -639,7 +639,7 @@ class FitSession:
         return bool(self._good_checkpoints()) or self.saves.pending is not None
 
     def _loss_again(self) -> LossResult:
-        """Compute the loss of the last batch once more, to report what is not finite in it."""
+        """Compute the loss of the last batch once more, to report where NaN or Inf comes from."""
         trainer, run = self.trainer, self.run
         return trainer.as_result(trainer.compute_loss(run.model, run.batch), run.batch)
 
@@ -679,7 +679,7 @@ class FitSession:
             return
         if state.best.metric != metric or "greater_is_better" in changed:
             _logger.warning(
-                "The best evaluation so far, of step %d, was that by %s: the search begins anew, by %s.",
+                "The best evaluation so far, of step %d, was chosen by %s. From now on the best is chosen by %s.",
                 state.best.step,
                 state.best.metric,
                 metric,
@@ -696,7 +696,7 @@ class FitSession:
         except OSError as error:
             if is_new:  # nobody would find it
                 raise UnwritableError(f"{folder.path} could not be written: {error.strerror or error}.") from error
-            _logger.warning("That the run goes on could not be written to %s: %s.", folder.path, error)
+            _logger.warning('The status "running" could not be written to %s: %s.', folder.path, error)
 
     def _write_beside(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         del models, weights

@@ -1,4 +1,4 @@
-"""This file is the start banner: what is going to happen, once, before it does."""
+"""The start banner: model, devices, batch, length, optimizer, loss, evaluation and output of a run."""
 
 import shutil
 import sys
@@ -116,7 +116,7 @@ def _optimizers(session: "FitSession") -> str:
     for name, optimizer in session.run.optimizers.items():
         rates = sorted({group["lr"] for group in optimizer.param_groups}, key=float)
         scheduler = session.run.schedulers.get(name)
-        rate = "learning rate " + ", ".join(f"{float(one):g}" for one in rates)
+        rate = "learning rate " + ", ".join(f"{float(value):g}" for value in rates)
         if scheduler is not None and scheduler in session.step_schedulers:
             first, peak, last = peak_first_last(scheduler, session.schedule_length)
             known = ((first, "first"), (peak, "at most"), (last, "last"))

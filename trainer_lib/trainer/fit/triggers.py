@@ -1,4 +1,4 @@
-"""This file is what is due when: logs, evaluations and checkpoints at their intervals, and the limit of time."""
+"""Triggers at intervals: logs, evaluations and checkpoints that are due, and the limit of time."""
 
 import math
 import time

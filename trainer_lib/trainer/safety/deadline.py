@@ -1,4 +1,4 @@
-"""This file is a run's deadline: it ends early enough to be saved by then, judged by how long its saves take."""
+"""A deadline for a run, which ends early enough to be saved by then, judged by how long its saves take."""
 
 import math
 import time
@@ -39,15 +39,18 @@ def deadline_in(value: str | float | datetime | None) -> float | None:
 
 
 def check_ahead(value: str | float | datetime | None) -> None:
-    """Raise for a deadline that is past; one that a scheduler tells is only warned of, as the job goes on."""
+    """Raise for a deadline in the past; of one that the job scheduler sets, only warn: the job still runs."""
     ends = deadline_in(value)
     if ends is None or ends > time.time():
         return
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ends))
     if value != AUTO:
-        raise ConfigurationError(f"deadline={value!r} is past ({when}). Give one to come, or None for none.")
+        raise ConfigurationError(
+            f"deadline={value!r} is in the past ({when}). Give a later time, or None for no deadline."
+        )
     _logger.warning(
-        "The end of the job that the scheduler told, %s, is past. Training goes on without a deadline.", when
+        "The end of the job, as the scheduler gives it, is in the past (%s). Training continues without a deadline.",
+        when,
     )
 
 

@@ -1,4 +1,4 @@
-"""This file is what is told beside an error that a step raises: the shapes and types of the batch and the model."""
+"""Notes on an error that a step raises: the shapes and types of the batch and the model."""
 
 from collections.abc import Sequence
 from typing import Any

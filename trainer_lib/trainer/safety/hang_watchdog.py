@@ -193,8 +193,8 @@ class Watchdog:
         elif stack.waits_for_save and saves.target is not None:
             writing = [Stack(thread) for thread in saves.threads]
             told["for"] = f"waits for the save of {saves.target.name} in the background, "
-            told["where"] = next((one.lines for one in writing), stack.lines)
-            told["waits"] = any(one.waits_for_ranks for one in writing)
+            told["where"] = next((thread.lines for thread in writing), stack.lines)
+            told["waits"] = any(thread.waits_for_ranks for thread in writing)
         return told
 
     def _is_moving(self, peer: _Peer, now: float) -> bool:

@@ -88,7 +88,7 @@ class MicroBatching:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            result = self._anew(model, error)
+            result = self._restarted(model, error)
         finally:
             self._window.is_alone = self._is_alone
         if self._accelerator.sync_gradients:
@@ -118,15 +118,15 @@ class MicroBatching:
         self._batches.clear()
         self._drawn = self._generators.state_dict()
         self._mark = self._context.means.mark()
-        self._buffers.keep()
+        self._buffers.copy()
         self._is_fresh = self._window.is_fresh
 
     def _computed(self, model: Any, taken: "_Taken") -> LossResult:
         batch = taken.batch
         rows, size = count_rows(batch), self.size
         with ExitStack() as local:
-            for one in self._context.models:
-                local.enter_context(self._strategy.no_sync(one))
+            for module in self._context.models:
+                local.enter_context(self._strategy.no_sync(module))
             if size is None or rows is None or rows <= size:
                 self._at_once = rows or 1
                 return self._step(model, batch)
@@ -157,10 +157,10 @@ class MicroBatching:
         )
         message.receive(means)
 
-    # -- when it did not fit -------------------------------------------------------------------------------------
+    # -- out of memory -------------------------------------------------------------------------------------
 
-    def _anew(self, model: Any, error: Exception) -> LossResult:
-        """Compute the window so far anew, in smaller parts, as if it had not been tried."""
+    def _restarted(self, model: Any, error: Exception) -> LossResult:
+        """Restart the window, in smaller parts, from the state before it."""
         while True:
             self._reduce(error)
             free_memory_of(error)
@@ -192,7 +192,7 @@ class MicroBatching:
         self._mark = self._context.means.mark()
         self._guard.begin_window()
         self._generators.load_state_dict(self._drawn)
-        self._buffers.put_back()
+        self._buffers.restore()
         self._window.is_fresh = self._is_fresh
 
     def _reduce(self, error: Exception) -> None:

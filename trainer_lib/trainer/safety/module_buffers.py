@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Buffers:
-    """The buffers of models, and what they were when they were kept.
+    """The buffers of models, such as BatchNorm statistics, with a copy to restore them from.
 
     Args:
         models: The models.
@@ -16,44 +16,45 @@ class Buffers:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {id(module): module for model in models for module in model.modules()}
-        self._owners = [(one._buffers, name) for one in modules.values() for name in one._buffers]
+        self._owners = [(module._buffers, name) for module in modules.values() for name in module._buffers]
         self.exist = bool(self._owners)
-        self._there: list[Tensor | None] = []
-        self._kept: list[Tensor] = []
+        self._buffers: list[Tensor | None] = []
+        self._copies: list[Tensor] = []
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Remember what they are."""
-        # All of them: that one was written to cannot be told from its version, which BatchNorm leaves alone.
-        before, self._there = self._there, [owner[name] for owner, name in self._owners]
-        now = [one for one in self._there if one is not None]
-        if len(before) == len(self._there) and all(
-            one is other for one, other in zip(before, self._there, strict=True)
+    def copy(self) -> None:
+        """Copy the buffers."""
+        # All of them: BatchNorm writes to its buffers without changing their version.
+        before, self._buffers = self._buffers, [owner[name] for owner, name in self._owners]
+        tensors = [buffer for buffer in self._buffers if buffer is not None]
+        if len(before) == len(self._buffers) and all(
+            buffer is earlier for buffer, earlier in zip(before, self._buffers, strict=True)
         ):
-            if now:
-                torch._foreach_copy_(self._kept, now)
+            if tensors:
+                torch._foreach_copy_(self._copies, tensors)
         else:
-            self._kept = [one.clone() for one in now]
+            self._copies = [tensor.clone() for tensor in tensors]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Have the same buffers hold what they held."""
-        for (owner, name), buffer in zip(self._owners, self._there, strict=True):
+    def restore(self) -> None:
+        """Restore the buffers."""
+        for (owner, name), buffer in zip(self._owners, self._buffers, strict=True):
             owner[name] = buffer
-        now = [one for one in self._there if one is not None]
-        if now:
-            torch._foreach_copy_(now, self._kept)
+        tensors = [buffer for buffer in self._buffers if buffer is not None]
+        if tensors:
+            torch._foreach_copy_(tensors, self._copies)
 
     @torch.no_grad()
-    def put_back_where(self, flag: Tensor) -> None:
-        """Do the same where a flag on the device is true, without waiting for it."""
-        for buffer, kept in zip((one for one in self._there if one is not None), self._kept, strict=True):
-            buffer.copy_(torch.where(flag, kept, buffer))
+    def restore_where(self, flag: Tensor) -> None:
+        """Restore the buffers where a flag on the device is true, without waiting for it."""
+        tensors = [buffer for buffer in self._buffers if buffer is not None]
+        for buffer, copy in zip(tensors, self._copies, strict=True):
+            buffer.copy_(torch.where(flag, copy, buffer))
 
 
 @contextmanager
 def buffers_kept(models: Iterable[nn.Module]) -> Generator[None]:
-    """Put back what running statistics were before the block, which ran on data that does not count."""
+    """Restore the buffers after the block, whose data does not count."""
     before = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
     try:
         yield
@@ -68,7 +69,8 @@ def no_gradients_of(parameters: Iterable[Tensor]) -> Generator[None]:
 
     Gradients of the window so far stay, and ranks reduce as ever. A sharded model's gradients have no place to do so.
     """
-    hooks = [one.register_hook(torch.zeros_like) for one in parameters if one.requires_grad and one.is_leaf]
+    leaves = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
+    hooks = [leaf.register_hook(torch.zeros_like) for leaf in leaves]
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ class NonFiniteGuard:
 
     Args:
         context: What is trained.
-        report: Says what is not finite.
+        report: Names what caused NaN or Inf.
         can_rewind: Whether there is a checkpoint to rewind to.
 
     Attributes:
@@ -53,7 +53,7 @@ class NonFiniteGuard:
         self._max_norm = args.max_grad_norm
         is_on_host = accelerator.device.type == "cpu"
         self.reads_losses = is_on_host or self.policy != "raise" or self.watches_spikes
-        # Fused optimizers skip an update on their device, which is told of later: nothing waits for the norm.
+        # Fused optimizers skip an update on their device; it is reported later, so that nothing waits for the norm.
         self._skipping = [] if self.reads_losses or self.is_scaled else _that_can_skip(run.optimizers.values())
         self._found: Tensor | None = None  # on the device: whether an update was skipped
         self._norm_before: Tensor | None = None  # of the gradients as the backward left them
@@ -75,7 +75,7 @@ class NonFiniteGuard:
         self._in_window = 0.0
         self._norm_before = None
         if self._buffers.exist:
-            self._buffers.keep()
+            self._buffers.copy()
         self.mark = self._context.means.mark() if self.policy != "raise" else None
 
     def weigh(self, loss: Tensor, weight: float | Tensor) -> float | Tensor:
@@ -160,7 +160,7 @@ class NonFiniteGuard:
         if self._norm_before is not None:
             is_bad |= ~torch.isfinite(self._norm_before)
         if self._buffers.exist:
-            self._buffers.put_back_where(is_bad)
+            self._buffers.restore_where(is_bad)
         found = is_bad.float()
         self._found = found if self._found is None else torch.maximum(self._found, found)
         for optimizer in self._skipping:
@@ -176,7 +176,7 @@ class NonFiniteGuard:
     def restore_buffers(self) -> None:
         """Restore the buffers after an update that the scaler of fp16 skipped."""
         if self._buffers.exist:
-            self._buffers.put_back()
+            self._buffers.restore()
 
     # -- after it --------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class NonFiniteGuard:
         """Raise, or note that an update is skipped; weights and buffers are as before it."""
         state = self._run.state
         if self._buffers.exist and not self._skipping:
-            self._buffers.put_back()
+            self._buffers.restore()
         rewinds = self.rewinds
         if not rewinds and (spoiled := self._report.spoiled_weights()):
             raise NonFiniteError(
@@ -268,5 +268,5 @@ def _usual(losses: Iterable[float]) -> tuple[float, float]:
 
 def _that_can_skip(optimizers: Any) -> list[Any]:
     """Return the optimizers inside, if all of them take a flag that has them leave the weights alone."""
-    inner = [one.optimizer for one in optimizers]
-    return inner if all(getattr(one, "_step_supports_amp_scaling", False) for one in inner) else []
+    inner = [optimizer.optimizer for optimizer in optimizers]
+    return inner if all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in inner) else []

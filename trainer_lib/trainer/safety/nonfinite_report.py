@@ -21,7 +21,7 @@ _SAMPLES_SHOWN = 16
 
 
 class NonFiniteReport:
-    """Finds what is not finite in an update, once its norm says that something is.
+    """Names the cause of NaN or Inf in an update, once the norm of its gradients is not finite.
 
     Args:
         context: What is trained.
@@ -50,7 +50,7 @@ class NonFiniteReport:
         if ids is None:
             return ""
         more = ", …" if len(ids) > _SAMPLES_SHOWN else ""
-        return f" (samples {', '.join(str(one) for one in ids[:_SAMPLES_SHOWN])}{more})"
+        return f" (samples {', '.join(str(sample) for sample in ids[:_SAMPLES_SHOWN])}{more})"
 
     def find(self, norm: float) -> str:
         """Return what is wrong with the update, as all processes see it. All of them have to ask."""

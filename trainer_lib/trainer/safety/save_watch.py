@@ -50,7 +50,7 @@ class SaveWatch:
 
     @property
     def told(self) -> list[str]:
-        """What other ranks are told of a save that hangs here: its folder, and where."""
+        """The folder of a save that hangs on this rank, and where it hangs; for the other ranks."""
         hang = self._saves.hang if self._has_found else None
         return [] if hang is None else [str(self._saves.target), hang]
 

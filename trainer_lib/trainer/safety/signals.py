@@ -1,4 +1,4 @@
-"""This file is the signals that ask a run to save and end, caught while it is going on and put back after it.
+"""The signals that ask a run to save and end: caught during a fit, restored after it.
 
 A handler only takes a note; `Control` brings it to the other processes with the gradients of the next update.
 """
@@ -118,7 +118,7 @@ class Signals:
 def _end_at_another(reads: int, numbers: set[int], first_at: float) -> None:
     while came := os.read(reads, 1):
         if came[0] in numbers and time.monotonic() > first_at + SAME_REQUEST:
-            _say(f"{signal.Signals(came[0]).name} again: ended at once. What was saved before is as it was.\n")
+            _say(f"{signal.Signals(came[0]).name} again: the run ends at once. Earlier checkpoints are intact.\n")
             os._exit(128 + came[0])
     os.close(reads)
 

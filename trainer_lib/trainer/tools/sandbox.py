@@ -198,7 +198,7 @@ def _models_kept(trainer: "Trainer") -> Generator[None]:
     bare = [accelerator.strategy.bare(module) for module in modules]
     weights = [_Weight(parameter) for parameter in _parameters(trainer, modules)]
     buffers = Buffers(bare)
-    buffers.keep()
+    buffers.copy()
     values = [(module, _plain_values(module)) for model in bare for module in model.modules()]
     try:
         yield
@@ -206,7 +206,7 @@ def _models_kept(trainer: "Trainer") -> Generator[None]:
         _parameters(trainer, modules)
         for weight in weights:
             weight.put_back()
-        buffers.put_back()
+        buffers.restore()
         for module, plain in values:
             vars(module).update(plain)
 
