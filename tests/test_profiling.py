@@ -148,7 +148,7 @@ def test_torch_gets_all_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"activities": ["cuda"]}, "'cuda' cannot be recorded on this machine. Here: cpu"),
+        ({"activities": ["cuda"]}, "'cuda' cannot be recorded on this machine. Supported: cpu"),
         ({"activities": ["gpu"]}, "Unknown activity 'gpu'. Known: cpu, cuda"),
         ({"activities": "cpu"}, r"a list such as \['cpu'\]"),
         ({"activities": []}, "a list such as"),

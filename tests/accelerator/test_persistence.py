@@ -416,7 +416,7 @@ def test_a_folder_has_to_be_given_without_automatic_naming(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"total_limit": 2}, "total_limit=2 counts states that are named automatically"),
+        ({"total_limit": 2}, "total_limit=2 needs automatic_checkpoint_naming=True"),
         ({"total_limit": 0, "automatic_checkpoint_naming": True}, "total_limit must be a whole number of at least 1"),
         ({"iteration": -1}, "iteration must be a whole number of at least 0"),
         ({"save_on_each_node": "yes"}, "save_on_each_node must be True or False"),
@@ -431,7 +431,7 @@ def test_a_project_that_cannot_be_meant(options: dict[str, Any], words: str) -> 
 def test_two_ways_to_say_where_have_to_agree(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="contradict each other"):
         engine(project_dir="a", project_config=ProjectConfiguration(project_dir="b"))
-    with pytest.raises(ConfigurationError, match=r"and there is none. Give project_dir"):
+    with pytest.raises(ConfigurationError, match=r"which is not set. Give project_dir"):
         engine(project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
     with pytest.raises(ConfigurationError, match="must be a ProjectConfiguration, got a str"):
         engine(project_config="here")

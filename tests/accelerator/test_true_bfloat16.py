@@ -184,6 +184,6 @@ def test_other_names_are_refused_with_the_name_to_give(make: Any) -> None:
         make("fp16-true")
     with pytest.raises(UnsupportedError, match="'16-true' is not supported by this version: gradients below 6e-8"):
         make("16-true")
-    with pytest.raises(ValueError, match="mixed_precision='bf16-mixed' is given here as 'bf16'"):
+    with pytest.raises(ValueError, match="mixed_precision='bf16-mixed' is called 'bf16' in this library"):
         make("bf16-mixed")
     assert make(PrecisionType.BF16_TRUE).mixed_precision == make("BF16-True").mixed_precision == "bf16-true"

@@ -88,7 +88,7 @@ def test_the_state_is_resumed_under_its_key(caplog: pytest.LogCaptureFixture) ->
         other = EarlyStopping("eval_accuracy")
         Dispatcher([other]).load_state_dict(state)
     assert (other.best, other.bad_evaluations) == (None, 0)
-    assert "EarlyStopping(eval_loss), which is not here" in caplog.text
+    assert "EarlyStopping(eval_loss), which this run does not have" in caplog.text
 
 
 def test_evaluations_outside_training_do_not_count() -> None:

@@ -185,14 +185,16 @@ def test_states_that_are_missing_on_either_side_are_named(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         Dispatcher([noting, Callback()]).load_state_dict({"Gone": {"a": 1}})
     assert [line.getMessage() for line in caplog.records] == [
-        "The checkpoint has a state of the callback Gone, which is not here.",
-        "The checkpoint has no state of the callback Noting, which begins anew.",
+        "The checkpoint has a state of the callback Gone, which this run does not have.",
+        "The checkpoint has no state of the callback Noting, which starts from scratch.",
     ]
     assert noting.heard == [0]
 
 
 def test_a_state_that_does_not_fit_is_an_error() -> None:
-    with pytest.raises(StateError, match=r"The state of the callback Noting does not fit: KeyError\('heard'\)"):
+    with pytest.raises(
+        StateError, match=r"The state of the callback Noting in the checkpoint does not fit: KeyError\('heard'\)"
+    ):
         Dispatcher([Noting()]).load_state_dict({"Noting": {"seen": 3}})
 
 
@@ -218,7 +220,7 @@ def test_an_observer_whose_state_cannot_be_had_is_switched_off(caplog: pytest.Lo
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"callbacks has the class Noting\. Give an object: Noting\(…\)"):
         Dispatcher([Noting])  # type: ignore[list-item]
-    with pytest.raises(ConfigurationError, match="callbacks has a dict, which is no Callback"):
+    with pytest.raises(ConfigurationError, match="callbacks has a dict, which is not a Callback"):
         Dispatcher([{}])  # type: ignore[list-item]
     noting = Noting()
     with pytest.raises(ConfigurationError, match="callbacks has the same Noting twice"):

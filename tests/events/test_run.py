@@ -33,11 +33,13 @@ def test_a_single_optimizer_needs_no_name() -> None:
     assert run.optimizer is one
     assert run.scheduler is None
     run = Run(optimizers={"g": one, "d": other}, schedulers={"g": one, "d": other})  # type: ignore[dict-item]
-    with pytest.raises(ConfigurationError, match=r"2 optimizers \(g, d\): name one, as run.optimizers\[name\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"exactly one optimizer, and this run has 2 \(g, d\). Use run.optimizers\[name\]"
+    ):
         _ = run.optimizer
-    with pytest.raises(ConfigurationError, match=r"2 schedulers \(g, d\)"):
+    with pytest.raises(ConfigurationError, match=r"exactly one scheduler, and this run has 2 \(g, d\)"):
         _ = run.scheduler
-    with pytest.raises(ConfigurationError, match=r"0 optimizers \(none\)"):
+    with pytest.raises(ConfigurationError, match=r"exactly one optimizer, and this run has 0 \(none\)"):
         _ = Run().optimizer
 
 

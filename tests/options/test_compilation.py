@@ -79,12 +79,12 @@ def test_disabled_is_not_active() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"backend": "nvprims_nvfuser"}, UnsupportedError, "nvFuser has left torch; 'inductor'"),
+        ({"backend": "nvprims_nvfuser"}, UnsupportedError, "torch removed nvFuser; use 'inductor'"),
         ({"backend": DynamoBackend.TORCHXLA_TRACE_ONCE}, UnsupportedError, "openxla"),
         ({"backend": 3}, ConfigurationError, "a name or a function, got 3"),
         ({"backend": "inductor", "mode": "max-autotone"}, ConfigurationError, "Did you mean 'max-autotune'"),
         ({"backend": "inductor", "mode": "max-autotune", "options": {}}, ConfigurationError, "contradict each other"),
-        ({"backend": "eager", "mode": "max-autotune"}, ConfigurationError, "belongs to the backend 'inductor'"),
+        ({"backend": "eager", "mode": "max-autotune"}, ConfigurationError, "needs the backend 'inductor'"),
         ({"backend": "eager", "fullgraph": "yes"}, ConfigurationError, "fullgraph"),
         ({"backend": "eager", "dynamic": 2}, ConfigurationError, "dynamic"),
         ({"backend": "eager", "disable": None}, ConfigurationError, "disable must be True or False"),
@@ -108,7 +108,7 @@ def test_a_backend_that_torch_does_not_know_is_answered_with_those_it_knows() ->
 def test_backend_and_plugin_are_two_ways_to_say_one_thing() -> None:
     assert compilation_plugin(None, None) is None
     assert compilation_plugin("eager", None) == TorchDynamoPlugin("eager")
-    with pytest.raises(ConfigurationError, match="both given"):
+    with pytest.raises(ConfigurationError, match="cannot be given together"):
         compilation_plugin("eager", TorchDynamoPlugin("eager"))
     with pytest.raises(ConfigurationError, match="must be a TorchDynamoPlugin, got a str"):
         compilation_plugin(None, "eager")  # type: ignore[arg-type]

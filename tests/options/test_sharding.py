@@ -131,12 +131,15 @@ def test_policies_of_wrapping() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"fsdp_version": 1}, "fsdp_version=1: sharding is FSDP2 here"),
-    ({"sharding_strategy": "NO_SHARD"}, "sharding_strategy='NO_SHARD' is DDP: leave the plugin out."),
-    ({"sharding_strategy": 3}, "sharding_strategy='NO_SHARD' is DDP"),
+    ({"fsdp_version": 1}, "fsdp_version=1 is not supported: this library shards with FSDP2"),
+    (
+        {"sharding_strategy": "NO_SHARD"},
+        "sharding_strategy='NO_SHARD' is not supported: it is the same as DDP. Leave the plugin out",
+    ),
+    ({"sharding_strategy": 3}, "sharding_strategy='NO_SHARD' is not supported: it is the same as DDP"),
     ({"sharding_strategy": "FULL_SHRAD"}, "Unknown sharding_strategy 'FULL_SHRAD'. Known: FULL_SHARD, HYBRID_SHARD,"),
     ({"sharding_strategy": True}, "Unknown sharding_strategy True."),
-    ({"reshard_after_forward": 1}, "reshard_after_forward must be True, False or a number of processes of at least 2"),
+    ({"reshard_after_forward": 1}, "reshard_after_forward must be True, False or a number of ranks of at least 2"),
     ({"reshard_after_forward": "yes"}, "Unknown sharding_strategy 'yes'."),
     (
         {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
@@ -146,11 +149,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"sharding_strategy": "HYBRID_SHARD", "reshard_after_forward": "FULL_SHARD"},
         "sharding_strategy=HYBRID_SHARD and reshard_after_forward=FULL_SHARD contradict each other.",
     ),
-    ({"backward_prefetch": "BACKWARD_POST"}, "backward_prefetch='BACKWARD_POST': FSDP2 gathers the next block's"),
-    ({"backward_prefetch": "NO_PREFETCH"}, "backward_prefetch='NO_PREFETCH': FSDP2 gathers the next block's"),
+    (
+        {"backward_prefetch": "BACKWARD_POST"},
+        "backward_prefetch='BACKWARD_POST' is not supported: FSDP2 gathers the next block's",
+    ),
+    (
+        {"backward_prefetch": "NO_PREFETCH"},
+        "backward_prefetch='NO_PREFETCH' is not supported: FSDP2 gathers the next block's",
+    ),
     ({"backward_prefetch": "always"}, "Unknown backward_prefetch 'always'."),
-    ({"use_orig_params": False}, "use_orig_params=False: FSDP2 always keeps the model's own parameters."),
-    ({"limit_all_gathers": False}, "limit_all_gathers=False: FSDP2 needs no such limit"),
+    (
+        {"use_orig_params": False},
+        "use_orig_params=False is not supported: FSDP2 always keeps the model's own parameters.",
+    ),
+    ({"limit_all_gathers": False}, "limit_all_gathers=False is not supported: FSDP2 has no such limit"),
     ({"cpu_offload": "gpu"}, "cpu_offload must be True, False or a CPUOffloadPolicy, got 'gpu'."),
     ({"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type='LOCAL_STATE_DICT' has no equivalent in FSDP2."),
     ({"state_dict_type": 2}, "state_dict_type='LOCAL_STATE_DICT' has no equivalent"),
@@ -168,11 +180,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"auto_wrap_policy": [3]}, "auto_wrap_policy must be one of transformer_based_wrap"),
     (
         {"auto_wrap_policy": "no_wrap", "min_num_params": 3},
-        "min_num_params=3 belongs to auto_wrap_policy='size_based_wrap', and this one is 'no_wrap'.",
+        "min_num_params=3 needs auto_wrap_policy='size_based_wrap' (got 'no_wrap').",
     ),
     (
         {"auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": ["Block"]},
-        "transformer_cls_names_to_wrap=['Block'] belongs to auto_wrap_policy='transformer_based_wrap'",
+        "transformer_cls_names_to_wrap=['Block'] needs auto_wrap_policy='transformer_based_wrap'",
     ),
     ({"min_num_params": 0}, "min_num_params must be a whole number of at least 1, got 0."),
     ({"forward_prefetch": 1}, "forward_prefetch must be True or False, got 1."),
@@ -199,7 +211,7 @@ def test_objects_of_fsdp1_that_have_no_equivalent() -> None:
     for given, told in (
         ({"mixed_precision_policy": MixedPrecision(buffer_dtype=torch.bfloat16)}, "buffers in their own type"),
         ({"mixed_precision_policy": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads=True"),
-        ({"state_dict_config": FullStateDictConfig(rank0_only=False)}, "in the main process only"),
+        ({"state_dict_config": FullStateDictConfig(rank0_only=False)}, "only the main process holds a whole state"),
         ({"auto_wrap_policy": CustomPolicy(lambda module: True)}, "a function of"),
     ):
         with pytest.raises(ConfigurationError, match=told):

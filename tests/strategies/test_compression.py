@@ -219,10 +219,10 @@ def test_16_bits_are_not_sent_as_other_16_bits() -> None:
     [
         ({"comm_hook": "zip"}, "Unknown comm_hook 'zip'. Known: batched_power_sgd, bf16, fp16, no, power_sgd."),
         ({"comm_wrapper": "power_sgd"}, "Unknown comm_wrapper 'power_sgd'. Known: bf16, fp16, no."),
-        ({"comm_hook": "fp16", "comm_wrapper": "bf16"}, "comm_hook=fp16 and comm_wrapper=bf16 each name a type"),
+        ({"comm_hook": "fp16", "comm_wrapper": "bf16"}, "comm_hook=fp16 and comm_wrapper=bf16 name two types"),
         ({"comm_hook": "power_sgd", "comm_state_option": 3}, "comm_state_option must be a dict of PowerSGDState's"),
-        ({"comm_hook": "fp16", "comm_state_option": {"warm_start": True}}, "and comm_hook is 'fp16'"),
-        ({"comm_state_option": {"warm_start": True}}, "and comm_hook is 'no'"),
+        ({"comm_hook": "fp16", "comm_state_option": {"warm_start": True}}, r"\(got 'fp16'\)"),
+        ({"comm_state_option": {"warm_start": True}}, r"\(got 'no'\)"),
         (
             {"comm_hook": "power_sgd", "comm_state_option": {"warmstart": True}},
             "Unknown option in comm_state_option 'warmstart'.*Did you mean 'warm_start'",

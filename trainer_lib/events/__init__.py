@@ -1,4 +1,4 @@
-"""This package is what happens in a run: the events, who listens, what they are handed and what they may ask for."""
+"""The events of a run, the callbacks that listen to them, the run they get and the requests they make."""
 
 from trainer_lib.events.callback import Callback, Modifier
 from trainer_lib.events.dispatcher import Dispatcher

@@ -1,4 +1,4 @@
-"""This file is how events reach those who listen, and nobody else."""
+"""Dispatch of events to the callbacks that listen to them."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -35,7 +35,7 @@ class Dispatcher:
         """Add a callback.
 
         Raises:
-            ConfigurationError: If it is none, is there already, or listens to an event that there is not.
+            ConfigurationError: If it is not a callback, was added before, or listens to an unknown event.
         """
         _check(callback)
         if id(callback) in self._keys:
@@ -48,28 +48,28 @@ class Dispatcher:
                 )
         self._keys[id(callback)] = self._free_key(callback.key or type(callback).__name__)
         self._callbacks.append(callback)
-        self._callbacks.sort(key=lambda one: one.order)
-        self._arrange()
+        self._callbacks.sort(key=lambda callback: callback.order)
+        self._bind_handlers()
 
     def remove(self, callback: Callback | type[Callback]) -> None:
-        """Take out a callback, or all of a class; the keys of the others stay as they are."""
-        for one in list(self._callbacks):
-            if one is callback or (isinstance(callback, type) and isinstance(one, callback)):
-                self._callbacks = [other for other in self._callbacks if other is not one]
-                del self._keys[id(one)]
-        self._arrange()
+        """Remove a callback, or all of a class; the keys of the remaining callbacks do not change."""
+        for added in list(self._callbacks):
+            if added is callback or (isinstance(callback, type) and isinstance(added, callback)):
+                self._callbacks = [remaining for remaining in self._callbacks if remaining is not added]
+                del self._keys[id(added)]
+        self._bind_handlers()
 
     def listens(self, event: str) -> bool:
-        """Whether anyone listens to `event`; a loop asks once and does not fire what nobody hears."""
+        """Whether a callback listens to `event`; the loop asks once and does not fire events without listeners."""
         return event in self._handlers
 
     def modifies(self, event: str) -> bool:
-        """Whether anyone who listens to `event` may change training."""
+        """Whether a callback that listens to `event` may change training."""
         return any(callback.may_change_training for callback, _ in self._handlers.get(event, ()))
 
     @contextmanager
     def eval_weights(self, run: Run) -> Generator[None]:
-        """Return the context in which models evaluate, predict and are saved for use."""
+        """Return the context in which models evaluate, predict and are saved: the `eval_weights` of all modifiers."""
         with ExitStack() as stack:
             for callback in self._callbacks:
                 if isinstance(callback, Modifier):
@@ -77,7 +77,7 @@ class Dispatcher:
             yield
 
     def fire(self, event: str, run: Run, *details: Any) -> None:
-        """Tell those who listen."""
+        """Call the callbacks that listen to `event`."""
         for callback, handler in self._handlers.get(event, ()):
             try:
                 handler(run, *details)
@@ -88,12 +88,12 @@ class Dispatcher:
                     raise
                 where = f"{event} at step {run.state.step}"
                 if event == "on_exception" or run.state.status == "failed":
-                    self._leave_out(callback, where, error)
+                    self._remove_with_short_warning(callback, where, error)
                 else:
                     self._switch_off(callback, where, error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of those that have one, by their keys."""
+        """Return the states of the callbacks that have one, by key."""
         states: dict[str, Any] = {}
         for key, callback in self._by_key().items():
             try:
@@ -108,26 +108,28 @@ class Dispatcher:
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have callbacks take up their states.
+        """Load the states of the callbacks.
 
         Raises:
             StateError: If a state does not fit its callback.
         """
-        here = self._by_key()
-        for key, own in state.items():
-            if key not in here:
-                _logger.warning("The checkpoint has a state of the callback %s, which is not here.", key)
+        callbacks = self._by_key()
+        for key, saved in state.items():
+            if key not in callbacks:
+                _logger.warning("The checkpoint has a state of the callback %s, which this run does not have.", key)
                 continue
             try:
-                here[key].load_state_dict(own)
+                callbacks[key].load_state_dict(saved)
             except Exception as error:
-                raise StateError(f"The state of the callback {key} does not fit: {error!r}.") from error
+                raise StateError(
+                    f"The state of the callback {key} in the checkpoint does not fit: {error!r}."
+                ) from error
         for key in self.state_dict():
             if key not in state:
-                _logger.warning("The checkpoint has no state of the callback %s, which begins anew.", key)
+                _logger.warning("The checkpoint has no state of the callback %s, which starts from scratch.", key)
 
-    def _arrange(self) -> None:
-        # A list for each event that is listened to; made anew, since a callback may leave in the middle of one.
+    def _bind_handlers(self) -> None:
+        # One list per event that has listeners. New lists, since a callback may be removed while an event is fired.
         self._handlers = {}
         for callback in self._callbacks:
             for event in EVENTS:
@@ -135,7 +137,7 @@ class Dispatcher:
                     self._handlers.setdefault(event, []).append((callback, getattr(callback, event)))
 
     def _switch_off(self, callback: Callback, where: str, error: Exception) -> None:
-        name = self._keys.get(id(callback), type(callback).__name__)  # it may have left in this very event
+        name = self._keys.get(id(callback), type(callback).__name__)  # this event may have removed it
         self.remove(callback)
         _logger.warning(
             "The callback %s raised in %s and is switched off; training continues.",
@@ -145,8 +147,8 @@ class Dispatcher:
             main_process_only=False,
         )
 
-    def _leave_out(self, callback: Callback, where: str, error: Exception) -> None:
-        """Tell of a callback that raised while a run fails, in one line: the error of the run matters more."""
+    def _remove_with_short_warning(self, callback: Callback, where: str, error: Exception) -> None:
+        """Warn in one line of a callback that raised while a run fails: the error of the run matters more."""
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         name = self._keys.get(id(callback), type(callback).__name__)
         self.remove(callback)
@@ -170,7 +172,7 @@ def _check(callback: Any) -> None:
         )
     if not isinstance(callback, Callback):
         raise ConfigurationError(
-            f"callbacks has a {type(callback).__name__}, which is no Callback. Derive it from trainer_lib.Callback."
+            f"callbacks has a {type(callback).__name__}, which is not a Callback. Derive it from trainer_lib.Callback."
         )
     methods = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
     unknown = [name for name in methods if name not in EVENTS]

@@ -1,4 +1,4 @@
-"""This file is which updates are meant by an amount of training: every, once, after, before."""
+"""Gates that select updates by an amount of training: every, once, after, before."""
 
 import math
 import time
@@ -8,23 +8,23 @@ from trainer_lib.events.run_state import RunState
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
 
-_TINY = 1e-9  # what a sum of parts of an epoch may be off by
+_TINY = 1e-9  # tolerance for the rounding error of a sum of fractions of an epoch
 
 
 class Gate:
-    """Whether an update is one of those meant.
+    """Tells for each update whether it is selected.
 
     Args:
-        amount: An amount of training; one of time goes by the clock of this process.
-        field: What the option is called, for errors.
+        amount: An amount of training, such as "100 steps"; an amount of time is measured by the clock of this rank.
+        field: The name of the option in errors.
     """
 
     def __init__(self, amount: Any, field: str) -> None:
         self._every = Every.parse(amount, field)
         if self._every.unit == "tokens":
             raise ConfigurationError(
-                f'{field}="{self._every}": callbacks count steps, epochs, samples and time. Tokens are counted for '
-                "max_tokens, log_every, eval_every and save_every."
+                f'{field}="{self._every}" must be in steps, epochs, samples or time: callbacks do not count tokens. '
+                "Only max_tokens, log_every, eval_every and save_every take tokens."
             )
         self._amount = float(self._every.amount)
         self._position = 0.0
@@ -32,21 +32,21 @@ class Gate:
 
     @property
     def is_timed(self) -> bool:
-        """Whether it goes by a clock, so that processes may come to different answers."""
+        """Whether the gate measures time, so that ranks may get different answers."""
         return self._every.unit == "seconds"
 
     def begin(self, state: RunState) -> None:
-        """Take note of where training begins, or goes on."""
+        """Record the position at which training begins or resumes."""
         self._began = time.monotonic() - state.seconds
         self._position = self._now(state)
 
     def opens_at_end(self, state: RunState) -> bool:
-        """Whether the update that is made is one; asked once an update."""
+        """Whether the update that ends is selected; call it once per update."""
         begun, self._position = self._position, self._now(state)
         return self._opens(begun, self._position)
 
     def opens_at_begin(self, state: RunState) -> bool:
-        """Whether the update that begins is one; asked once an update."""
+        """Whether the update that begins is selected; call it once per update."""
         if self._every.unit == "steps":
             return self._opens(state.step, state.step + 1)
         if self._every.unit == "epochs" and state.steps_per_epoch:
@@ -54,7 +54,7 @@ class Gate:
         return self.opens_at_end(state)
 
     def progress(self, state: RunState) -> float:
-        """Return which part of the amount is reached, 1 at most."""
+        """Return the fraction of the amount that is reached, 1 at most."""
         return min(1.0, self._now(state) / self._amount + _TINY)
 
     def is_reached(self, state: RunState) -> bool:
@@ -62,7 +62,7 @@ class Gate:
         return self.progress(state) >= 1
 
     def has_passed(self, state: RunState) -> bool:
-        """Whether the end of a pass moved what the end of its last update did not: its length was not known."""
+        """Whether the end of an epoch moved the position past that of its last update: its length was not known."""
         return self._every.unit == "epochs" and self._now(state) > self._position
 
     def _opens(self, begun: float, ended: float) -> bool:
@@ -81,28 +81,28 @@ class Gate:
 
 
 class EveryAmount(Gate):
-    """The updates with which another such amount is reached."""
+    """Selects each update that reaches another multiple of the amount."""
 
     def _opens(self, begun: float, ended: float) -> bool:
         return math.floor(ended / self._amount + _TINY) > math.floor(begun / self._amount + _TINY)
 
 
 class OnceAmount(Gate):
-    """The one update with which the amount is reached."""
+    """Selects the one update that reaches the amount."""
 
     def _opens(self, begun: float, ended: float) -> bool:
         return begun + _TINY < self._amount <= ended + _TINY
 
 
 class AfterAmount(Gate):
-    """The updates after it is reached."""
+    """Selects the updates after the amount is reached."""
 
     def _opens(self, begun: float, ended: float) -> bool:
         return ended > self._amount + _TINY
 
 
 class BeforeAmount(Gate):
-    """The updates before the one with which it is reached."""
+    """Selects the updates before the one that reaches the amount."""
 
     def _opens(self, begun: float, ended: float) -> bool:
         return ended < self._amount - _TINY

@@ -1,4 +1,4 @@
-"""This file is what callbacks ask of the loop; the loop decides when it is done, in one order."""
+"""Requests of callbacks to the training loop, synchronized across ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,32 +7,34 @@ from trainer_lib.processes.exit_codes import Interruption
 
 
 class Control:
-    """Requests. Setting one asks for it, and nobody takes back what another asked for.
+    """The requests of a run. Setting one to `True` makes the request; setting it to `False` has no effect.
 
-    A request takes effect at the end of a step. With one process that is the step in which it is made; with several,
-    which all have to know, the one whose gradients take it along: that of a request made before or in `backward`, else
-    the next. What is asked for at the end of an evaluation or of a pass takes effect at once.
+    A request takes effect at the end of a step. In a world of one rank, that is the step in which it is made. With
+    several ranks, it is the step whose gradients carry the request to all of them: the current one if the request is
+    made before or during `backward`, else the next. A request made at the end of an evaluation or of an epoch takes
+    effect at once.
 
     Attributes:
-        reason: Why training is to stop, for the result.
-        save_reasons: Why a checkpoint is asked for, on this process: "interval", "best"; for its manifest.
-        interruption: What asked this process to save and end, such as a signal; it may be noted at any moment.
-        sets_due: The evaluation sets whose intervals are over, on this process, until they are evaluated.
-        skip_batch: Whether this rank's batch is to be left out: asked for in `on_micro_batch_begin`, it weighs nothing,
-            and runs through the model without a trace, since other ranks wait for its part of the gradients.
-        leaves: Whether the evaluation under way is to be left for that, asked batch by batch; `None`: it is not.
+        reason: Why training should stop, for the result.
+        save_reasons: Why this rank requests a checkpoint: "interval", "best"; for its manifest.
+        interruption: What told this rank to save and end, such as a signal; it may be set at any moment.
+        sets_due: The evaluation sets that are due on this rank, until they are evaluated.
+        skip_batch: Whether to skip this rank's batch, if set in `on_micro_batch_begin`: the batch has weight 0, and
+            still runs through the model without a trace, because other ranks wait for its part of the gradients.
+        leaves: Returns whether to stop the evaluation under way for an interruption, called for each batch; `None`:
+            the evaluation cannot be stopped.
 
     Example:
         >>> control = Control()
         >>> control.save = True
-        >>> control.save = False  # another callback, which does not want one
+        >>> control.save = False  # does not withdraw the request
         >>> control.save
         True
     """
 
     NAMES = ("log", "evaluate", "save", "stop", "end_epoch")
-    _SENT = (*NAMES, "flush", "interrupt", "evaluate_sets")  # and what only the loop asks for
-    COUNT = len(_SENT)  # the numbers that `to_floats` returns
+    _SENT = (*NAMES, "flush", "interrupt", "evaluate_sets")  # the last three: requests of the loop
+    COUNT = len(_SENT)  # how many numbers `to_floats` returns
 
     __slots__ = (
         "_agreed",
@@ -47,9 +49,9 @@ class Control:
     )
 
     def __init__(self) -> None:
-        self._asked: set[str] = set()  # by someone on this process
-        self._sent: set[str] = set()  # and on its way to the others
-        self._agreed: set[str] = set()  # and known to all
+        self._asked: set[str] = set()  # requested on this rank
+        self._sent: set[str] = set()  # being sent to the other ranks
+        self._agreed: set[str] = set()  # known to all ranks
         self.reason: str | None = None
         self.save_reasons: set[str] = set()
         self.interruption: Interruption | None = None
@@ -61,7 +63,7 @@ class Control:
 
     @property
     def log(self) -> bool:
-        """Whether someone asked for a log of what was gathered since the last one."""
+        """Whether a log of the values since the last one is requested."""
         return self._has("log")
 
     @log.setter
@@ -70,7 +72,7 @@ class Control:
 
     @property
     def evaluate(self) -> bool:
-        """Whether an evaluation is asked for: of all sets, or of those whose intervals are over."""
+        """Whether an evaluation is requested: of all sets, or of those that are due."""
         return self._has("evaluate") or self._has("evaluate_sets")
 
     @evaluate.setter
@@ -79,7 +81,7 @@ class Control:
 
     @property
     def save(self) -> bool:
-        """Whether someone asked for a checkpoint."""
+        """Whether a checkpoint is requested."""
         return self._has("save")
 
     @save.setter
@@ -88,7 +90,7 @@ class Control:
 
     @property
     def stop(self) -> bool:
-        """Whether someone asked for the end of training."""
+        """Whether the end of training is requested."""
         return self._has("stop")
 
     @stop.setter
@@ -97,7 +99,7 @@ class Control:
 
     @property
     def end_epoch(self) -> bool:
-        """Whether someone asked for the end of this epoch: the next one begins after the update."""
+        """Whether the end of this epoch is requested: the next one begins after the update."""
         return self._has("end_epoch")
 
     @end_epoch.setter
@@ -107,18 +109,18 @@ class Control:
     # -- for the loop --------------------------------------------------------------------------------------------
 
     def ask(self, name: str) -> None:
-        """Ask for something on this process; "flush", to hear of a written checkpoint, only the loop asks for."""
+        """Make a request on this rank; only the loop requests "flush", the report of a written checkpoint."""
         self._asked.add(name)
 
     def agree(self, name: str) -> None:
-        """Note a request that each process comes to by itself, such as one for each 100 steps."""
+        """Make a request that all ranks make at the same step, such as one every 100 steps; nothing is sent."""
         self._agreed.add(name)
 
     def sync_across_ranks(self, group: ProcessGroup) -> None:
-        """Have all ranks know what any of them asked for, by a message of its own. All of them have to call it."""
+        """Send the requests of each rank to all ranks in a message of their own. All ranks have to call it."""
         if group.size > 1:
-            asked = group.all_gather_objects(self.to_floats())
-            self.receive([sum(numbers) for numbers in zip(*asked, strict=True)])
+            by_rank = group.all_gather_objects(self.to_floats())
+            self.receive([sum(numbers) for numbers in zip(*by_rank, strict=True)])
             return
         if self.interruption is not None:
             self._asked.add("interrupt")
@@ -127,8 +129,8 @@ class Control:
             self._asked.clear()
 
     def to_floats(self) -> list[float]:
-        """Return what was asked for as the ranks reduce it; from now on it is on its way."""
-        if self.interruption is not None:  # noted by a handler, in which nothing else is safe
+        """Return the requests as numbers for the ranks to reduce; they now count as sent."""
+        if self.interruption is not None:  # set by a signal handler, in which nothing else is safe
             self._asked.add("interrupt")
         numbers = [1.0 if name in self._asked else 0.0 for name in self._SENT]
         self._sent |= self._asked
@@ -136,12 +138,12 @@ class Control:
         return numbers
 
     def send_again(self) -> None:
-        """Ask again for what did not get to the other ranks."""
+        """Repeat the requests that did not reach the other ranks."""
         self._asked |= self._sent
         self._sent.clear()
 
     def receive(self, numbers: Sequence[float]) -> None:
-        """Agree to what any rank asked for."""
+        """Take over the requests of all ranks."""
         for name, number in zip(self._SENT, numbers, strict=False):
             if number:
                 self._agreed.add(name)
@@ -149,23 +151,23 @@ class Control:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no request is due."""
         return not self._agreed
 
     def take(self, name: str) -> bool:
-        """Whether `name` is to be done; after this it is not."""
+        """Return whether `name` is due, and clear it."""
         if name in self._agreed:
             self._agreed.remove(name)
             return True
         return False
 
     def forget(self, name: str) -> None:
-        """Drop a request, whoever made it: what it asks for has happened."""
+        """Drop a request of any rank, because it has been carried out."""
         for requests in (self._asked, self._sent, self._agreed):
             requests.discard(name)
 
     def is_due(self, name: str) -> bool:
-        """Whether `name` is to be done."""
+        """Whether `name` is due."""
         return name in self._agreed
 
     def _has(self, name: str) -> bool:

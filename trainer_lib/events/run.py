@@ -1,4 +1,4 @@
-"""This file is what a callback is handed: the run, as it stands."""
+"""The run that each callback gets: its state, models, optimizers, batch and loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """The run, as it stands at an event.
+    """The state of a run at an event.
 
     Attributes:
-        trainer: The trainer; a callback that is tested without one leaves it out.
+        trainer: The trainer; `None` where a callback is tested without one.
         args: The trainer's arguments.
-        state: What the run has done so far.
-        control: What callbacks ask for.
+        state: The progress of the run.
+        control: The requests of callbacks.
         folder: The run's folder, on this machine; `None` where nothing is written.
-        accelerator: The engine.
+        accelerator: The accelerator.
         model: The prepared model, or the prepared models by name.
         optimizers: The prepared optimizers by name; a single one is called "default".
         schedulers: The prepared schedules by name.
-        batch: The batch in hand, on its device, without repeated samples.
-        outputs: What the model made of it; `None` where the step did not tell.
-        loss_sum: The sum of its losses, detached.
-        weight: How many items that is a sum over.
+        batch: The current batch, on its device, without repeated samples.
+        outputs: The model's outputs for the batch; `None` where the training step does not return them.
+        loss_sum: The sum of the batch's losses, detached.
+        weight: The number of items in that sum.
         grad_norm: The norm of the gradients before clipping; `None` where it is not computed.
-        metrics: Those of the last evaluation.
-        weighs_nothing: Whether the batch in hand only takes part in the update of other ranks, with weight 0.
-        eval_sets: While an evaluation runs, the evaluation sets by name, and whether it takes each of them.
+        metrics: The metrics of the last evaluation.
+        weighs_nothing: Whether the current batch has weight 0 and only takes part in the update of other ranks.
+        eval_sets: While an evaluation runs: for each evaluation set, by name, whether it is evaluated.
     """
 
     trainer: Any = None
     args: Any = None
     state: RunState = field(default_factory=RunState)
     control: Control = field(default_factory=Control)
-    accelerator: "Accelerator" = None  # type: ignore[assignment]  # there is one in every event of a trainer
+    accelerator: "Accelerator" = None  # type: ignore[assignment]  # a trainer's events always have one
     model: nn.Module | Mapping[str, nn.Module] = None  # type: ignore[assignment]
     optimizers: dict[str, "AcceleratedOptimizer"] = field(default_factory=dict[str, "AcceleratedOptimizer"])
     schedulers: dict[str, "AcceleratedScheduler"] = field(default_factory=dict[str, "AcceleratedScheduler"])
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def loss(self) -> Tensor | None:
-        """The loss of the batch in hand: the mean over its items, detached; 0 where nothing of it counts."""
+        """The loss of the current batch: the mean over its items, detached; 0 where no item counts."""
         if self.loss_sum is None:
             return None
         if isinstance(self.weight, Tensor):
@@ -73,15 +73,15 @@ class Run:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """The user's models by name, without what distributes or compiles them; a single one is called ""."""
+        """The user's models by name, without distributed or compiled wrappers; a single one is called ""."""
         named = {"": self.model} if isinstance(self.model, nn.Module) else dict(self.model)
-        if self.accelerator is None:  # a callback that is tried without a trainer
+        if self.accelerator is None:  # a callback that is tested without a trainer
             return named
         return {name: self.accelerator.strategy.bare(model) for name, model in named.items()}
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by the names that their author knows; of several models, with the model's name before."""
+        """The parameters by the names they have in the user's model; with several models, after the model's name."""
         return {
             canonical_name(f"{model}.{name}" if model else name): parameter
             for model, module in self.modules.items()
@@ -90,33 +90,33 @@ class Run:
 
     @property
     def optimizer(self) -> "AcceleratedOptimizer":
-        """The optimizer, where there is one."""
+        """The optimizer, if the run has exactly one."""
         return _only("optimizer", self.optimizers)
 
     @property
     def scheduler(self) -> "AcceleratedScheduler | None":
-        """The schedule, where there is at most one."""
+        """The schedule, if the run has one; `None` if it has none."""
         return _only("scheduler", self.schedulers) if self.schedulers else None
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Whether this is the main process, which prints and writes."""
         return self.accelerator is None or self.accelerator.is_main_process
 
     def leaves_out(self, metric: str) -> bool:
-        """Whether the evaluation under way leaves out a set that a metric is computed on, so that it has no value."""
+        """Whether the evaluation under way skips a set that the metric is computed on, so that it has no value."""
         return not all(self.eval_sets[name] for name in sets_of_metric(metric, self.eval_sets))
 
     def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1) -> None:
-        """Add a value to what is averaged until the next log, as `Trainer.log` does."""
+        """Add a value to the mean that the next log shows, as `Trainer.log` does."""
         self.trainer.log(name, value, weight)
 
     def record_event(self, name: str, **facts: Any) -> None:
-        """Tell what happened to those who keep the run's history, by `on_event`: a line there, a mark in the report.
+        """Fire `on_event`: the history gets a line, and the report a mark.
 
         Args:
-            name: What it is called, such as "skipped" or "rewound".
-            **facts: What else there is to say: numbers, texts, lists and mappings of them.
+            name: The name of the event, such as "skipped" or "rewound".
+            **facts: Details: numbers, texts, and lists and mappings of them.
         """
         if self.trainer is not None:
             self.trainer.events.fire("on_event", self, name, facts)
@@ -125,6 +125,7 @@ class Run:
 def _only(kind: str, named: Mapping[str, Any]) -> Any:
     if len(named) != 1:
         raise ConfigurationError(
-            f"This run has {len(named)} {kind}s ({', '.join(named) or 'none'}): name one, as run.{kind}s[name]."
+            f"run.{kind} needs exactly one {kind}, and this run has {len(named)} ({', '.join(named) or 'none'}). "
+            f"Use run.{kind}s[name]."
         )
     return next(iter(named.values()))

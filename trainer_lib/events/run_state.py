@@ -1,4 +1,4 @@
-"""This file is what a run has done so far, in numbers that survive a restart."""
+"""The progress of a run: counts and results that survive a restart."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,31 +19,33 @@ class Best:
 
 @dataclass
 class RunState:
-    """What a run has done so far.
+    """The progress of a run.
 
     Attributes:
-        run_id: The run's name, and that of its folder.
-        step: The updates made.
-        micro_batches: The batches of this process that updates were made from.
-        samples: The samples of all processes that updates were made from.
-        tokens: The tokens in them, without padding; `None` where nothing asks for their number.
-        items: What the loss counted in them (tokens of a language model, samples of a classifier), up to the last log.
-        epoch: The passes over the data that are through.
-        steps_in_epoch: The updates made in the pass under way.
-        skipped: The updates that were left out because they, or what led to them, were not finite.
-        left_out: From which to which sample training is not to use the data, as that led astray.
-        steps_per_epoch: The updates of a pass; `None` where the data does not tell.
-        max_steps: The updates of the run; `None` where that is not known.
-        max_epochs: The passes of the run; `None` where it is not they that end it.
-        max_tokens: The tokens that end the run; `None` where it is not they that end it.
-        seconds: How long training took, over all restarts, without the time since the last step.
-        save_seconds: How long the last checkpoint took until it was on the disk; `None` before there was one.
+        run_id: The name of the run and of its folder.
+        step: The number of updates.
+        micro_batches: The number of batches of this rank that updates used.
+        samples: The number of samples of all ranks that updates used.
+        tokens: The number of tokens in them, without padding; `None` where no option needs it.
+        items: The number of items in their losses (tokens of a language model, samples of a classifier), up to the
+            last log.
+        epoch: The number of finished epochs.
+        steps_in_epoch: The number of updates in the current epoch.
+        skipped: The number of updates skipped because of NaN or Inf.
+        left_out: The ranges of samples, `[first, end]` without the end, that training skips because they led to NaN,
+            Inf or a loss spike.
+        steps_per_epoch: The number of updates in an epoch; `None` where the length of the data is not known.
+        max_steps: The number of updates after which the run ends; `None` where it is not known.
+        max_epochs: The number of epochs after which the run ends; `None`: no such limit.
+        max_tokens: The number of tokens after which the run ends; `None`: no such limit.
+        seconds: The duration of training over all restarts, without the time since the last step.
+        save_seconds: The seconds until the last checkpoint was on disk; `None` before the first.
         best: The best evaluation so far.
-        history: What was logged, each with the step and the epoch at which it was.
-        checkpoints: The folders saved and still there, the oldest first, each with its step, epoch, samples and
-            seconds, and its metrics.
-        status: How the run stands. "unsaved": training ended, and its last checkpoint could not be written.
-        reason: Why it ended.
+        history: The logged values, each with its step and epoch.
+        checkpoints: The checkpoint folders that still exist, oldest first, each with its step, epoch, samples, seconds
+            and metrics.
+        status: The status of the run. "unsaved": training ended, and its last checkpoint could not be written.
+        reason: Why the run ended.
     """
 
     run_id: str = ""
@@ -70,12 +72,12 @@ class RunState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether training came to its end, whether or not its last checkpoint could be written."""
+        """Whether training ended, even if its last checkpoint could not be written."""
         return self.status in ("finished", "stopped", "unsaved")
 
     @property
     def has_reached_limit(self) -> bool:
-        """Whether the run has made the steps, epochs or tokens that end it."""
+        """Whether the run has reached `max_steps`, `max_epochs` or `max_tokens`."""
         return (
             (self.max_steps is not None and self.step >= self.max_steps)
             or (self.max_epochs is not None and self.epoch >= self.max_epochs)
@@ -84,32 +86,32 @@ class RunState:
 
     @property
     def epochs(self) -> float:
-        """The passes made, with the part of the one under way; without it where its length is not known."""
+        """The epochs so far, with the fraction of the current one if the length of an epoch is known."""
         if not self.steps_per_epoch or not self.steps_in_epoch:
             return float(self.epoch)
         return self.epoch + self.steps_in_epoch / self.steps_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the fields as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "RunState":
-        """Return what `state_dict` returned, limits included."""
+        """Return a `RunState` from a state that `state_dict` returned, limits included."""
         best = state["best"]
-        # Copied: entries may change after a state was taken.
+        # Copies, because the entries of the given state may change later.
         copied: dict[str, Any] = {name: [dict(entry) for entry in state[name]] for name in ("history", "checkpoints")}
         copied["best"] = None if best is None else Best(**best)
         return cls(**{**state, **copied})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned; limits stay those of now."""
-        there = RunState.of(state)
-        for name in _SURVIVING:
-            setattr(self, name, getattr(there, name))
+        """Load a state that `state_dict` returned; the limits of this run do not change."""
+        saved = RunState.of(state)
+        for name in _RESTORED:
+            setattr(self, name, getattr(saved, name))
 
 
-_SURVIVING = (
+_RESTORED = (
     "run_id",
     "step",
     "micro_batches",

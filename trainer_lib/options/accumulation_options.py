@@ -17,8 +17,8 @@ class GradientAccumulationPlugin(KwargsHandler):
         adjust_scheduler: Count the micro-batches that do not update in the scheduler's `_step_count` too, as
             Accelerate does. The learning rate moves once per update either way.
         sync_with_dataloader: End the window with the last batch of the loader, so that a short window updates.
-        sync_each_batch: Reduce the gradients over the processes after each micro-batch instead of once a window:
-            more traffic, less memory where gradients are sharded.
+        sync_each_batch: Reduce the gradients across ranks after each micro-batch instead of once per window: more
+            traffic, but less memory where gradients are sharded.
     """
 
     num_steps: int | None = None
@@ -35,15 +35,15 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 
 def accumulation_plugin(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    """Return one plugin for the two ways to give the number of steps; the launcher's number if neither says."""
+    """Return one plugin from the two ways to give the number of steps; by default with the launcher's number."""
     if steps is not None:
         check_count("gradient_accumulation_steps", steps)
-    given = None if plugin is None else plugin.num_steps
-    # 1 is what scripts written for Accelerate pass when they mean the plugin to say it.
-    if given is not None and steps not in (None, 1, given):
+    of_plugin = None if plugin is None else plugin.num_steps
+    # Scripts written for Accelerate pass 1 when the plugin holds the number.
+    if of_plugin is not None and steps not in (None, 1, of_plugin):
         raise ConfigurationError(
-            f"gradient_accumulation_steps={steps} and GradientAccumulationPlugin(num_steps={given}) "
+            f"gradient_accumulation_steps={steps} and GradientAccumulationPlugin(num_steps={of_plugin}) "
             "contradict each other. Give one of them."
         )
-    num_steps = given or steps or environment.accumulation_steps_requested()
+    num_steps = of_plugin or steps or environment.accumulation_steps_requested()
     return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=num_steps)

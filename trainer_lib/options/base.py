@@ -17,7 +17,7 @@ class _ContainsValues(EnumMeta):
 
 
 class BaseEnum(StrEnum, metaclass=_ContainsValues):
-    """Names that are also their text: `DistributedType.NO == "NO"`, and `"NO" in DistributedType`."""
+    """An enum whose members equal their text: `DistributedType.NO == "NO"`, and `"NO" in DistributedType`."""
 
     @classmethod
     def list(cls) -> list[str]:
@@ -26,7 +26,7 @@ class BaseEnum(StrEnum, metaclass=_ContainsValues):
 
     @classmethod
     def read(cls, kind: str, value: Any) -> "BaseEnum":
-        """Return the member for a text (case does not matter), or say which there are."""
+        """Return the member for a text (case does not matter), or raise an error that lists the members."""
         for member in cls:
             if str(value).lower() == str(member.value).lower():
                 return member
@@ -34,7 +34,7 @@ class BaseEnum(StrEnum, metaclass=_ContainsValues):
 
 
 class KwargsHandler:
-    """A dataclass of options that can tell which of them differ from the defaults."""
+    """A dataclass of options that can list those that differ from the defaults."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all options by name."""

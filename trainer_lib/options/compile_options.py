@@ -13,17 +13,17 @@ from trainer_lib.options.enums import DynamoBackend
 Backend = Callable[..., Any]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# Those that torch always has; about the others it has to be asked, which takes a second.
+# The backends that torch always has; to look up another takes a second.
 _WITH_TORCH = (DynamoBackend.EAGER, DynamoBackend.AOT_EAGER, DynamoBackend.INDUCTOR, DynamoBackend.CUDAGRAPHS)
 _WITHOUT_MODES = (DynamoBackend.EAGER, DynamoBackend.AOT_EAGER, DynamoBackend.CUDAGRAPHS)
 _GONE = {
-    DynamoBackend.AOT_TS_NVFUSER: "nvFuser has left torch; 'inductor' took its place",
-    DynamoBackend.NVPRIMS_NVFUSER: "nvFuser has left torch; 'inductor' took its place",
-    DynamoBackend.OFI: "it has left torch, and was for inference only",
-    DynamoBackend.FX2TRT: "it has left torch, and was for inference only",
-    DynamoBackend.ONNXRT: "it has left torch",
-    DynamoBackend.AOT_TORCHXLA_TRACE_ONCE: "it has left torch; torch_xla calls its own 'openxla'",
-    DynamoBackend.TORCHXLA_TRACE_ONCE: "it has left torch; torch_xla calls its own 'openxla'",
+    DynamoBackend.AOT_TS_NVFUSER: "torch removed nvFuser; use 'inductor'",
+    DynamoBackend.NVPRIMS_NVFUSER: "torch removed nvFuser; use 'inductor'",
+    DynamoBackend.OFI: "torch removed it, and it was for inference only",
+    DynamoBackend.FX2TRT: "torch removed it, and it was for inference only",
+    DynamoBackend.ONNXRT: "torch removed it",
+    DynamoBackend.AOT_TORCHXLA_TRACE_ONCE: "torch removed it; the backend of torch_xla is 'openxla'",
+    DynamoBackend.TORCHXLA_TRACE_ONCE: "torch removed it; the backend of torch_xla is 'openxla'",
 }
 _FROM_PACKAGES = {
     "tensorrt": "torch_tensorrt",
@@ -38,20 +38,20 @@ _FROM_PACKAGES = {
 class TorchDynamoPlugin(KwargsHandler):
     """How prepared models are compiled.
 
-    What is left at `None` is what the launcher says (`trainer-lib launch --dynamo_backend …`), else torch's default.
+    An option left at `None` has the launcher's value (`trainer-lib launch --dynamo_backend …`), else torch's default.
 
     Args:
-        backend: The compiler: "inductor" is torch's own; "eager" and "aot_eager" trace without compiling, to find
-            faults; "no" is none. Other names that torch knows and functions are taken as `torch.compile` takes them.
-        mode: How hard "inductor" tries: "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
-        fullgraph: Raise where a model cannot be traced as one graph, instead of compiling its parts.
-        dynamic: Compile for any size of input (True) or for each size anew (False); by default torch decides when it
-            meets a second size.
-        options: Options of the backend by name, in the place of `mode`.
-        disable: Leave models as they are, with all other options kept.
-        use_regional_compilation: Compile the blocks that a model repeats, all of them by one compilation, in the place
-            of the whole model. A model without repeated blocks is compiled whole. Blocks that are told which one they
-            are by something that differs (a cache of keys and values: train with `use_cache=False`) are traced anew.
+        backend: The compiler: "inductor" is torch's own; "eager" and "aot_eager" trace without compiling, for
+            debugging; "no" compiles nothing. Other names that torch knows, and functions, work as in `torch.compile`.
+        mode: How much "inductor" optimizes: "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs".
+        fullgraph: Raise if a model cannot be traced as one graph, instead of compiling its parts.
+        dynamic: Compile once for all input sizes (True) or again for each size (False); by default torch decides at the
+            second size.
+        options: Options of the backend by name, in place of `mode`.
+        disable: Compile nothing, and keep all other options.
+        use_regional_compilation: Compile the repeated blocks of a model, all with one compilation, in place of the
+            whole model. A model without repeated blocks is compiled whole. Blocks that get different inputs (such as a
+            key-value cache with an index for each block: train with `use_cache=False`) are compiled one by one.
 
     Example:
         >>> TorchDynamoPlugin(backend="inductor", mode="max-autotune").to_kwargs()
@@ -67,7 +67,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        """Take up what the launcher says, and check the values."""
+        """Fill in the launcher's values, and check all values."""
         if self.backend is None and environment.dynamo_setting("BACKEND") is None:
             self._check_options_have_a_backend()
         self.backend = _known(self.backend or environment.dynamo_setting("BACKEND") or DynamoBackend.NO)
@@ -85,7 +85,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is compiled."""
+        """Whether models are compiled."""
         return self.backend != DynamoBackend.NO and not self.disable
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class TorchDynamoPlugin(KwargsHandler):
         }
 
     def check_backend(self) -> None:
-        """Raise if the backend's package is not here, or torch knows no backend of its name."""
+        """Raise if the backend's package is not installed, or torch does not know the backend."""
         name = self.to_dict()["backend"]
         if not self.is_active or self.backend in _WITH_TORCH or not isinstance(name, str):
             return
@@ -116,15 +116,15 @@ class TorchDynamoPlugin(KwargsHandler):
             raise ConfigurationError(unknown("dynamo backend", name, [*known, "no"]))
 
     def _check_options_have_a_backend(self) -> None:
-        given = [
+        without_backend = [
             name
             for name in ("mode", "fullgraph", "dynamic", "options", "use_regional_compilation")
             if getattr(self, name) is not None
         ]
-        if given:
+        if without_backend:
             raise ConfigurationError(
-                f"TorchDynamoPlugin({', '.join(given)}) names no backend, so that nothing would be compiled. "
-                "Add backend='inductor', or backend='no' to say that."
+                f"TorchDynamoPlugin({', '.join(without_backend)}) names no backend, so that nothing would be compiled. "
+                "Add backend='inductor', or backend='no' to compile nothing."
             )
 
     def _check_mode(self) -> None:
@@ -136,18 +136,17 @@ class TorchDynamoPlugin(KwargsHandler):
             )
         if self.backend in _WITHOUT_MODES:
             raise ConfigurationError(
-                f"mode={self.mode!r} belongs to the backend 'inductor', and the backend is "
-                f"{self.to_dict()['backend']!r}. Leave mode out."
+                f"mode={self.mode!r} needs the backend 'inductor' (got {self.to_dict()['backend']!r}). Leave mode out."
             )
 
 
 def compilation_plugin(
     backend: DynamoBackend | str | Backend | None, plugin: TorchDynamoPlugin | None
 ) -> TorchDynamoPlugin | None:
-    """Return one plugin for the two ways to name a backend; `None` if neither was given."""
+    """Return one plugin from the two ways to name a backend; `None` if neither was given."""
     if backend is not None and plugin is not None:
         raise ConfigurationError(
-            "dynamo_backend and dynamo_plugin are both given. Name the backend in the plugin: "
+            "dynamo_backend and dynamo_plugin cannot be given together. Name the backend in the plugin: "
             "TorchDynamoPlugin(backend=…)."
         )
     if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):

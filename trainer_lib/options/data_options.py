@@ -7,21 +7,21 @@ from trainer_lib.options.base import KwargsHandler, check_choice, check_count, c
 
 @dataclass
 class DataLoaderConfiguration(KwargsHandler):
-    """How prepared loaders share their batches out.
+    """How prepared loaders share their batches across ranks.
 
     Args:
-        split_batches: The loader's batch size is that of all processes together; each takes its slice.
-        dispatch_batches: The first process reads and sends the others their batches. Off unless asked for, for
-            iterable datasets too.
-        even_batches: Fill the last round with samples from the beginning, so that all processes have the same number
-            of full batches. `gather_for_metrics` drops the repeated ones.
-        use_seedable_sampler: Accepted: the order of a shuffled loader is always a function of seed and epoch.
-        data_seed: The seed of that order; by default the generator of the loader's sampler, else torch's seed of the
-            first process.
-        non_blocking: Do not wait for copies to the device (of use with pinned memory).
-        use_stateful_dataloader: Accepted: prepared loaders always have `state_dict` and `load_state_dict`.
-        seed_each_sample: Seed the generators before each sample from (seed, epoch, index), so that random
-            augmentations depend on nothing else: not on workers, processes or skips. About 7 µs a sample.
+        split_batches: The loader's batch size is that of all ranks together; each rank takes its slice.
+        dispatch_batches: Rank 0 reads all batches and sends them to the other ranks. By default off, for iterable
+            datasets too.
+        even_batches: Fill the last batches with samples from the beginning, so that all ranks have the same number of
+            full batches. `gather_for_metrics` drops the repeated samples.
+        use_seedable_sampler: No effect: the order of a shuffled loader always depends on seed and epoch only.
+        data_seed: The seed of that order; by default from the generator of the loader's sampler, else torch's seed on
+            rank 0.
+        non_blocking: Do not wait for copies to the device (useful with pinned memory).
+        use_stateful_dataloader: No effect: prepared loaders always have `state_dict` and `load_state_dict`.
+        seed_each_sample: Seed the random generators before each sample from (seed, epoch, index), so that random
+            augmentations depend on nothing else: not on workers, ranks or skipped batches. Costs about 7 µs a sample.
     """
 
     split_batches: bool = False

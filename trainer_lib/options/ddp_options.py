@@ -19,12 +19,12 @@ _POWER_SGD = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCH
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the processes find one another.
+    """How the process group is initialized.
 
     Args:
-        backend: gloo, nccl, …; by default the one that fits the device.
-        init_method: A URL as `torch.distributed.init_process_group` takes it; by default the launcher's variables.
-        timeout: How long a collective waits for the others; by default torch's (30 minutes, NCCL 10).
+        backend: gloo, nccl, …; by default the backend for the device.
+        init_method: A URL for `torch.distributed.init_process_group`; by default the launcher's environment variables.
+        timeout: How long a collective waits for other ranks; by default torch's timeout (30 minutes, NCCL 10).
     """
 
     backend: str | None = None
@@ -42,14 +42,14 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """The options of `torch.nn.parallel.DistributedDataParallel`, and how gradients are compressed on their way.
+    """The options of `torch.nn.parallel.DistributedDataParallel`, and the compression of gradients.
 
-    The documentation of `DistributedDataParallel` explains the others.
+    The documentation of `DistributedDataParallel` explains the options that are not listed here.
 
     Args:
-        comm_hook: How to compress gradients between processes: "fp16", "bf16", "power_sgd" or "batched_power_sgd".
-        comm_wrapper: Send what `comm_hook` sends in 16 bits: "fp16" or "bf16".
-        comm_state_option: The arguments of torch's `PowerSGDState`, for the two kinds of PowerSGD.
+        comm_hook: How to compress gradients sent between ranks: "fp16", "bf16", "power_sgd" or "batched_power_sgd".
+        comm_wrapper: The 16-bit type in which to send the output of `comm_hook`: "fp16" or "bf16".
+        comm_state_option: The arguments of torch's `PowerSGDState`, for "power_sgd" and "batched_power_sgd".
 
     Example:
         >>> options = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option={"warm_start": False})
@@ -84,8 +84,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_choice("comm_wrapper", str(self.comm_wrapper), [_NONE, *_CASTS])
         if self.comm_hook in _CASTS and self.comm_wrapper not in (_NONE, self.comm_hook):
             raise ConfigurationError(
-                f"comm_hook={self.comm_hook!s} and comm_wrapper={self.comm_wrapper!s} each name a type to send "
-                "gradients in. Give one of them."
+                f"comm_hook={self.comm_hook!s} and comm_wrapper={self.comm_wrapper!s} name two types to send gradients "
+                "in. Give one of them."
             )
         if not isinstance(self.comm_state_option, dict):
             raise ConfigurationError(
@@ -95,7 +95,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             _check_power_sgd(self.comm_hook, self.comm_state_option)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return what `DistributedDataParallel` takes and differs from the defaults, by name."""
+        """Return the arguments of `DistributedDataParallel` that differ from the defaults, by name."""
         return {name: value for name, value in super().to_kwargs().items() if not name.startswith("comm_")}
 
 
@@ -120,15 +120,16 @@ _POWER_SGD_OPTIONS: dict[str, Callable[[str, object], None]] = {
 def _check_power_sgd(hook: str, options: dict[str, Any]) -> None:
     if hook not in _POWER_SGD:
         raise ConfigurationError(
-            f"comm_state_option belongs to comm_hook='power_sgd' or 'batched_power_sgd', and comm_hook is '{hook}'."
+            f"comm_state_option needs comm_hook='power_sgd' or 'batched_power_sgd' (got '{hook}'). Leave it out."
         )
     for name, value in options.items():
         if name not in _POWER_SGD_OPTIONS:
             raise ConfigurationError(unknown("option in comm_state_option", name, _POWER_SGD_OPTIONS))
         _POWER_SGD_OPTIONS[name](name, value)
-    remembers = options.get("use_error_feedback", True) or options.get("warm_start", True)
-    if remembers and options.get("start_powerSGD_iter", 2) < 2:
+    keeps_state = options.get("use_error_feedback", True) or options.get("warm_start", True)
+    if keeps_state and options.get("start_powerSGD_iter", 2) < 2:
         raise ConfigurationError(
-            "start_powerSGD_iter must be at least 2 with use_error_feedback or warm_start: after the first update DDP "
-            "sorts the gradients into other buckets, and what is remembered of the old ones would not fit."
+            "start_powerSGD_iter must be at least 2 with use_error_feedback or warm_start (got "
+            f"{options['start_powerSGD_iter']}): after the first update DDP sorts the gradients into other buckets, "
+            "and the state kept for the old buckets would not fit."
         )

@@ -4,7 +4,7 @@ from trainer_lib.options.base import BaseEnum
 
 
 class DistributedType(BaseEnum):
-    """How the processes of a world work together."""
+    """The kinds of worlds: one process, or several ranks on a type of device or with a strategy."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -23,11 +23,11 @@ class DistributedType(BaseEnum):
 
     @classmethod
     def of_device(cls, device_type: str) -> "DistributedType":
-        """Return the kind of a world of several processes on devices of a type."""
+        """Return the kind of a world of several ranks on a type of device."""
         if device_type == "cuda":
             return cls.MULTI_GPU
         name = f"MULTI_{device_type.upper()}"
-        # A device torch knows and this list does not is still a world of accelerators.
+        # A device type that torch knows and this enum does not counts as a GPU.
         return cls[name] if name in cls.__members__ else cls.MULTI_GPU
 
 
@@ -42,7 +42,7 @@ class PrecisionType(BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """The random number generators that can be synchronized between processes."""
+    """The random number generators that can be synchronized across ranks."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -58,7 +58,7 @@ class RNGType(BaseEnum):
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """The ways gradients can be compressed on their way between processes."""
+    """The ways to compress gradients sent between ranks."""
 
     NO = "no"
     FP16 = "fp16"
@@ -68,7 +68,7 @@ class DDPCommunicationHookType(BaseEnum):
 
 
 class DynamoBackend(BaseEnum):
-    """The compilers behind `torch.compile` that Accelerate's users know by name; torch may have others."""
+    """The backends of `torch.compile` with the names that Accelerate uses; torch may have others."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -89,7 +89,7 @@ class DynamoBackend(BaseEnum):
 
 
 class LoggerType(BaseEnum):
-    """The trackers that Accelerate's users know by name; there are others."""
+    """The trackers with the names that Accelerate uses; this library has others too."""
 
     ALL = "all"
     CLEARML = "clearml"

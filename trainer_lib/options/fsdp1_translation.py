@@ -1,7 +1,7 @@
 """Translation of FSDP1's options into those of FSDP2, with errors for those that have no equivalent.
 
-Values may be texts, numbers or objects of `torch.distributed.fsdp`; the latter are known by their names, so that
-nobody has to import that package (0.7 s) to look at them.
+Values may be texts, numbers or objects of `torch.distributed.fsdp`. Objects are recognized by their class names, so
+that the check does not import that package (0.7 s).
 """
 
 import dataclasses
@@ -23,72 +23,72 @@ _TEXT_FLAGS = {"true": True, "false": False}
 
 
 class Strategy(NamedTuple):
-    """What is sharded, in FSDP1's word and in FSDP2's."""
+    """A sharding strategy: FSDP1's name and FSDP2's `reshard_after_forward`."""
 
     name: str
     reshard_after_forward: bool | int
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether machines replicate what the processes of each shard."""
+        """Whether weights are sharded within a machine and replicated across machines."""
         return "HYBRID" in self.name
 
 
 class Offload(NamedTuple):
-    """Whether shards live in the host's memory, and whether that is pinned."""
+    """Whether shards are kept in CPU memory, and whether it is pinned."""
 
     to_cpu: bool = False
     pin_memory: bool = True
 
 
-def refuse_what_is_gone(plugin: Any) -> None:
-    """Raise for options of FSDP1 that ask for what FSDP2 does otherwise or not at all."""
+def check_unsupported_options(plugin: Any) -> None:
+    """Raise for options of FSDP1 that FSDP2 does not support."""
     if plugin.fsdp_version not in (None, 2):
         raise ConfigurationError(
-            f"fsdp_version={plugin.fsdp_version!r}: sharding is FSDP2 here, whose options are nearly the same. "
-            "Leave it out, or set FSDP_VERSION=2 in the launcher."
+            f"fsdp_version={plugin.fsdp_version!r} is not supported: this library shards with FSDP2, whose options are "
+            "nearly the same. Leave it out, or set FSDP_VERSION=2 in the launcher."
         )
     if plugin.use_orig_params not in (None, True):
         raise ConfigurationError(
-            f"use_orig_params={plugin.use_orig_params!r}: FSDP2 always keeps the model's own parameters. Leave it out."
+            f"use_orig_params={plugin.use_orig_params!r} is not supported: FSDP2 always keeps the model's own "
+            "parameters. Leave it out."
         )
     if plugin.limit_all_gathers is not True:
         raise ConfigurationError(
-            f"limit_all_gathers={plugin.limit_all_gathers!r}: FSDP2 needs no such limit and cannot lift one. "
-            "Leave it out."
+            f"limit_all_gathers={plugin.limit_all_gathers!r} is not supported: FSDP2 has no such limit. Leave it out."
         )
     if plugin.backward_prefetch is not None:
         prefetch = _word("backward_prefetch", plugin.backward_prefetch, _PREFETCHES)
         if prefetch != "BACKWARD_PRE":
             raise ConfigurationError(
-                f"backward_prefetch={prefetch!r}: FSDP2 gathers the next block's weights before each backward "
-                "(BACKWARD_PRE). Leave it out."
+                f"backward_prefetch={prefetch!r} is not supported: FSDP2 gathers the next block's weights "
+                "before each backward (BACKWARD_PRE). Leave it out."
             )
         plugin.backward_prefetch = prefetch
     _check_state_configs(plugin)
 
 
 def strategy(sharding_strategy: Any, reshard_after_forward: Any) -> Strategy:
-    """Return what is sharded, said in either way."""
-    told = _reshard(reshard_after_forward)
-    if isinstance(told, Strategy):
-        if sharding_strategy is not None and _strategy_named(sharding_strategy) != told:
+    """Return the strategy from FSDP1's option, FSDP2's option or both."""
+    reshard = _reshard(reshard_after_forward)
+    if isinstance(reshard, Strategy):
+        if sharding_strategy is not None and _strategy_named(sharding_strategy) != reshard:
             raise _contradiction(sharding_strategy, reshard_after_forward)
-        return told
+        return reshard
     if sharding_strategy is None:
-        return Strategy("SHARD_GRAD_OP" if told is False else "FULL_SHARD", True if told is None else told)
+        return Strategy("SHARD_GRAD_OP" if reshard is False else "FULL_SHARD", True if reshard is None else reshard)
     named = _strategy_named(sharding_strategy)
-    if told is not None and bool(told) != bool(named.reshard_after_forward):
+    if reshard is not None and bool(reshard) != bool(named.reshard_after_forward):
         raise _contradiction(sharding_strategy, reshard_after_forward)
-    return named if told is None else Strategy(named.name, told)
+    return named if reshard is None else Strategy(named.name, reshard)
 
 
 def offload(value: Any) -> Offload:
-    """Return whether shards live in the host's memory."""
+    """Return whether shards are kept in CPU memory."""
     if value is None or isinstance(value, bool):
         return Offload(bool(value))
     kind = type(value).__name__
-    if kind == "CPUOffload":  # FSDP1's
+    if kind == "CPUOffload":  # of FSDP1
         return Offload(bool(value.offload_params))
     if kind == "CPUOffloadPolicy":
         return Offload(True, bool(value.pin_memory))
@@ -110,7 +110,7 @@ def state_dict_type(value: Any) -> Any:
 
 
 def mixed_precision(value: Any) -> Any:
-    """Return a `MixedPrecisionPolicy`, whichever way it is said."""
+    """Return a `MixedPrecisionPolicy` from any accepted form."""
     kind = type(value).__name__
     if kind == "MixedPrecisionPolicy":
         return value
@@ -118,9 +118,9 @@ def mixed_precision(value: Any) -> Any:
     if kind == "MixedPrecision":
         fields = _fields_of_fsdp1(value)
     elif isinstance(value, dict):
-        fields = {name: _dtype(name, given) for name, given in value.items()}
+        fields = {name: _dtype(name, dtype) for name, dtype in value.items()}
     elif isinstance(value, (str, torch.dtype)):
-        # Sums of 16-bit gradients over many processes lose what training needs.
+        # Sums of gradients over many ranks are too inexact in 16 bits.
         fields = {"param_dtype": _dtype("mixed_precision_policy", value), "reduce_dtype": torch.float32}
     else:
         raise ConfigurationError(
@@ -141,11 +141,11 @@ def wrap_policy(value: Any) -> Any:
         return None if value is None else [value]
     function = value.func if isinstance(value, functools.partial) else value
     if getattr(function, "__name__", "") == "transformer_auto_wrap_policy" and function is value:
-        return "transformer_based_wrap"  # bare, it does not say for which classes
+        return "transformer_based_wrap"  # without its arguments, the function names no classes
     if isinstance(value, str):
         if value.lower() not in _POLICIES:
             raise ConfigurationError(
-                unknown("auto_wrap_policy", value, _POLICIES) + " For a class by its name, give a list."
+                unknown("auto_wrap_policy", value, _POLICIES) + " To name classes, give a list of their names."
             )
         return value.lower()
     if callable(value):
@@ -161,7 +161,10 @@ def wrap_policy(value: Any) -> Any:
 def _strategy_named(value: Any) -> Strategy:
     name = _word("sharding_strategy", value, _STRATEGIES)
     if name == "NO_SHARD":
-        raise ConfigurationError("sharding_strategy='NO_SHARD' is DDP: leave the plugin out.")
+        raise ConfigurationError(
+            "sharding_strategy='NO_SHARD' is not supported: it is the same as DDP. Leave the plugin out "
+            "to train with DDP."
+        )
     return Strategy(name, name in ("FULL_SHARD", "HYBRID_SHARD"))
 
 
@@ -171,7 +174,7 @@ def _reshard(value: Any) -> Strategy | bool | int | None:
     if isinstance(value, int):
         if value < 2:
             raise ConfigurationError(
-                f"reshard_after_forward must be True, False or a number of processes of at least 2, got {shown(value)}."
+                f"reshard_after_forward must be True, False or a number of ranks of at least 2, got {shown(value)}."
             )
         return value
     if isinstance(value, str) and value.lower() in _TEXT_FLAGS:
@@ -187,7 +190,7 @@ def _contradiction(sharding_strategy: Any, reshard_after_forward: Any) -> Config
 
 
 def _word(option: str, value: Any, numbered: dict[int, str]) -> str:
-    """Return the name of an enumeration's member that is given as such, as its text or as its number."""
+    """Return the name of an enum's member, given as the member, its name or its number."""
     text = str(getattr(value, "name", value)).upper()
     if text.isdigit() and not isinstance(value, bool):
         text = numbered.get(int(text), text)
@@ -237,6 +240,6 @@ def _check_state_configs(plugin: Any) -> None:
             raise ConfigurationError(f"{name} must be one of torch.distributed.fsdp's StateDictConfig, got {config!r}.")
         if getattr(config, "rank0_only", True) is not True:
             raise ConfigurationError(
-                f"{name}={config!r}: whole states are made in the main process only (rank0_only=True). "
-                "accelerator.get_state_dict(model) makes one."
+                f"{name}={config!r} is not supported: only the main process holds a whole state (rank0_only=True). "
+                "To get one, call accelerator.get_state_dict(model)."
             )

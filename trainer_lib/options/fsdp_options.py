@@ -13,44 +13,44 @@ from trainer_lib.options import fsdp1_translation
 from trainer_lib.options.base import check_count, check_flag
 from trainer_lib.options.fsdp1_translation import Offload, Strategy
 
-# As in torch's own policy by size.
+# The default of torch's size_based_auto_wrap_policy.
 _LARGE = 100_000_000
 _FLAGS = ("forward_prefetch", "activation_checkpointing", "cpu_ram_efficient_loading", "sync_module_states")
 
 
 @dataclass(repr=False)
 class FullyShardedDataParallelPlugin:
-    """How a model is sharded: each process holds a part of each weight, its gradient and its optimizer state.
+    """How a model is sharded: each rank holds a part of each weight, its gradient and its optimizer state.
 
-    Sharding is FSDP2 (`torch.distributed.fsdp.fully_shard`). Words of FSDP1 that have an equivalent are taken; what is
-    left at `None` is what the launcher says, or else the default.
+    Sharding is FSDP2 (`torch.distributed.fsdp.fully_shard`). Options of FSDP1 that have an equivalent are accepted. An
+    option left at `None` has the launcher's value, else the default.
 
     Args:
         fsdp_version: 2.
-        sharding_strategy: FSDP1's word for `reshard_after_forward`; HYBRID_SHARD replicates over machines.
+        sharding_strategy: FSDP1's form of `reshard_after_forward`; HYBRID_SHARD replicates across machines.
         reshard_after_forward: Whether to free the gathered weights of a block after its forward; a number reshards
-            them to that many processes only.
-        backward_prefetch: BACKWARD_PRE, which is what FSDP2 does.
+            them to that many ranks only.
+        backward_prefetch: Only BACKWARD_PRE, which FSDP2 always does.
         mixed_precision_policy: A `MixedPrecisionPolicy`, its fields in a dict, or "bf16", "fp16", "fp32"; by default
-            what the engine's `mixed_precision` needs.
-        auto_wrap_policy: Which modules are sharded on their own: "transformer_based_wrap", "size_based_wrap",
+            the policy that the accelerator's `mixed_precision` needs.
+        auto_wrap_policy: Which modules are sharded separately: "transformer_based_wrap", "size_based_wrap",
             "no_wrap", classes or their names, or a function of (module, recurse, nonwrapped_numel). By default the
-            classes that the model names (`_no_split_modules`), or else the blocks that it repeats.
-        cpu_offload: Keep the shards and the optimizer's state in the host's memory.
-        ignored_modules: Modules to leave whole on each process, or a pattern of their names.
-        state_dict_type: SHARDED_STATE_DICT (the default), or FULL_STATE_DICT: what `save_state` writes.
-        state_dict_config: FSDP1's options of states; whole ones are on the CPU of the main process.
+            classes that the model names (`_no_split_modules`), else its repeated blocks.
+        cpu_offload: Keep the shards and the optimizer's state in CPU memory.
+        ignored_modules: Modules to leave whole on each rank, or a pattern of their names.
+        state_dict_type: What `save_state` writes: SHARDED_STATE_DICT (the default) or FULL_STATE_DICT.
+        state_dict_config: FSDP1's options of states; a whole state is on the CPU of the main process.
         optim_state_dict_config: The same for the optimizer.
-        limit_all_gathers: `True`.
-        use_orig_params: `True`, which is what FSDP2 does.
-        param_init_fn: Gives values to a module whose weights are on the meta device in the main process; by default
-            each module's own `reset_parameters`.
+        limit_all_gathers: Only `True`.
+        use_orig_params: Only `True`, which FSDP2 always does.
+        param_init_fn: Initializes a module whose weights are on the meta device in the main process; by default the
+            module's `reset_parameters`.
         sync_module_states: Start from the weights of the main process, as DDP does; by default `True`.
         forward_prefetch: Gather the next block's weights while a block runs its forward.
-        activation_checkpointing: Compute the blocks' activations again in the backward instead of keeping them.
+        activation_checkpointing: Recompute the blocks' activations in the backward instead of keeping them.
         cpu_ram_efficient_loading: Let transformers load the weights in the main process only.
-        transformer_cls_names_to_wrap: The names of classes to shard on their own.
-        min_num_params: The parameters from which on "size_based_wrap" shards a module on its own.
+        transformer_cls_names_to_wrap: The names of classes to shard separately.
+        min_num_params: The number of parameters from which "size_based_wrap" shards a module separately.
 
     Example:
         >>> plugin = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
@@ -80,12 +80,12 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        """Take up what the launcher says, check the values, and say all in FSDP2's words."""
+        """Fill in the launcher's values, check all values, and translate them to FSDP2's options."""
         launcher = environment.sharding_requested()
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is None:
                 setattr(self, field.name, launcher.get(field.name))
-        fsdp1_translation.refuse_what_is_gone(self)
+        fsdp1_translation.check_unsupported_options(self)
         self.fsdp_version = 2
         self._strategy = fsdp1_translation.strategy(self.sharding_strategy, self.reshard_after_forward)
         self.sharding_strategy, self.reshard_after_forward = self._strategy
@@ -100,33 +100,33 @@ class FullyShardedDataParallelPlugin:
         self._read_wrapping(launcher)
 
     def __repr__(self) -> str:
-        """Return the options that say something."""
+        """Return the options that are set."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        told = ", ".join(f"{name}={value!r}" for name, value in fields.items() if value not in (None, False))
-        return f"{type(self).__name__}({told})"
+        options = ", ".join(f"{name}={value!r}" for name, value in fields.items() if value not in (None, False))
+        return f"{type(self).__name__}({options})"
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether machines replicate what the processes of each shard."""
+        """Whether weights are sharded within a machine and replicated across machines."""
         return self._strategy.is_hybrid
 
     @property
     def offload(self) -> Offload:
-        """Whether shards live in the host's memory, and whether that is pinned."""
+        """Whether shards are kept in CPU memory, and whether it is pinned."""
         return self._offload
 
     @property
     def writes_shards(self) -> bool:
-        """Whether states are saved as the shards of each process."""
+        """Whether each rank saves its shards."""
         return self.state_dict_type == "SHARDED_STATE_DICT"
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose what `save_state` writes: FULL_STATE_DICT or SHARDED_STATE_DICT."""
+        """Set what `save_state` writes: FULL_STATE_DICT or SHARDED_STATE_DICT."""
         chosen = self.state_dict_type if state_dict_type is None else state_dict_type
         self.state_dict_type = fsdp1_translation.state_dict_type(chosen)
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Choose the number formats of computing and reducing, unless they are chosen and `override` is not given."""
+        """Set the dtypes of compute and reduction; values set before are kept unless `override` is true."""
         if buffer_autocast:
             raise ConfigurationError(
                 "set_mixed_precision(buffer_autocast=True): FSDP2 leaves buffers in their own type. Leave it out."
@@ -154,14 +154,14 @@ class FullyShardedDataParallelPlugin:
             policy = "size_based_wrap"
         if policy == "size_based_wrap" and self.min_num_params is None:
             self.min_num_params = launcher.get("size_from", _LARGE)
-        for name, belongs_to in (
+        for name, needed in (
             ("transformer_cls_names_to_wrap", "transformer_based_wrap"),
             ("min_num_params", "size_based_wrap"),
         ):
-            if getattr(self, name) is not None and policy != belongs_to:
+            if getattr(self, name) is not None and policy != needed:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} belongs to auto_wrap_policy={belongs_to!r}, and this one is "
-                    f"{policy!r}. Give one of them."
+                    f"{name}={getattr(self, name)!r} needs auto_wrap_policy={needed!r} (got {policy!r}). "
+                    "Give one of them."
                 )
         if self.min_num_params is not None:
             check_count("min_num_params", self.min_num_params)

@@ -12,35 +12,35 @@ _UNSUPPORTED = {
     "fp16-true": ": gradients below 6e-8 become 0 in fp16 and values above 65504 infinite, and a loss scaler needs "
     "fp32 weights to unscale into. Use 'bf16-true', or 'fp16', which keeps the weights in fp32",
 }
-_OF_LIGHTNING = {
+_LIGHTNING_NAMES = {
     "bf16-mixed": "bf16", "16-mixed": "fp16", "fp16-mixed": "fp16", "16": "fp16", "16-true": "fp16-true", "32": "no",
     "32-true": "no", "fp32": "no",
 }  # fmt: skip
 
 
-def check_precision(name: Any, told_as: str = "mixed_precision") -> str:
+def check_precision(name: Any, option: str = "mixed_precision") -> str:
     """Return the name of a precision in lower case.
 
     Args:
         name: The name, or a `PrecisionType`.
-        told_as: What the error calls it.
+        option: The name of the option in errors.
 
     Raises:
-        UnsupportedError: If this version lacks it.
-        ConfigurationError: If there is none of that name.
+        UnsupportedError: If this version does not support the precision.
+        ConfigurationError: If the name is unknown.
     """
     text = str(name).lower()
     if text in PRECISIONS:
         return text
-    meant = _OF_LIGHTNING.get(text, text)
-    if meant in _UNSUPPORTED:
+    translated = _LIGHTNING_NAMES.get(text, text)
+    if translated in _UNSUPPORTED:
         raise UnsupportedError(
-            f"mixed_precision={str(name)!r} is not supported by this version{_UNSUPPORTED[meant]}. "
+            f"mixed_precision={str(name)!r} is not supported by this version{_UNSUPPORTED[translated]}. "
             f"Known: {', '.join(PRECISIONS)}."
         )
-    if meant != text:
-        raise ConfigurationError(f"mixed_precision={str(name)!r} is given here as {meant!r}.")
-    raise ConfigurationError(unknown(told_as, name, PRECISIONS))
+    if translated != text:
+        raise ConfigurationError(f"mixed_precision={str(name)!r} is called {translated!r} in this library.")
+    raise ConfigurationError(unknown(option, name, PRECISIONS))
 
 
 @dataclass
@@ -49,7 +49,7 @@ class AutocastKwargs(KwargsHandler):
 
     Args:
         enabled: Whether autocast is on.
-        cache_enabled: Whether casts of weights are kept for the length of the region; torch's own default if `None`.
+        cache_enabled: Whether casts of weights are cached within an autocast region; `None`: torch's default.
     """
 
     enabled: bool = True
@@ -63,14 +63,14 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """The options of `torch.amp.GradScaler`, which fp16 trains with.
+    """The options of `torch.amp.GradScaler`, which scales the loss in fp16.
 
     Args:
         init_scale: The first scale.
-        growth_factor: What the scale is multiplied by after `growth_interval` good updates.
-        backoff_factor: What it is multiplied by after an overflow.
-        growth_interval: Good updates in a row until the scale grows.
-        enabled: Whether the loss is scaled at all.
+        growth_factor: The factor for the scale after `growth_interval` updates without overflow.
+        backoff_factor: The factor for the scale after an overflow.
+        growth_interval: The number of updates in a row without overflow after which the scale grows.
+        enabled: Whether the loss is scaled.
     """
 
     init_scale: float = 65536.0

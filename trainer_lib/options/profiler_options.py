@@ -18,22 +18,22 @@ _NEEDED = ("wait", "warmup", "active")
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """What `Accelerator.profile` records, when, and where it goes.
+    """What `Accelerator.profile` records, when, and where it writes traces.
 
     Args:
-        activities: What is recorded: "cpu", "cuda", "xpu", "mtia", "hpu"; by default all that is there.
-        schedule_option: Record cycles of steps, each of which ends with `profiler.step()`: after the first
-            `skip_first`, wait for `wait`, warm up for `warmup`, record `active`, and so on, `repeat` times or (0) to
-            the end. By default the whole block is recorded.
-        on_trace_ready: Is called with the profiler at the end of each cycle. What it raises is raised at the end of the
-            block, since torch's profiler does not survive it in between.
+        activities: The activities to record: "cpu", "cuda", "xpu", "mtia", "hpu"; by default all that are available.
+        schedule_option: Record cycles of steps, each of which ends with `profiler.step()`: skip the first `skip_first`
+            steps, then wait for `wait` steps, warm up for `warmup` steps and record `active` steps, `repeat` times, or
+            to the end if `repeat` is 0. By default the whole block is recorded.
+        on_trace_ready: A function that is called with the profiler at the end of each cycle. Its errors are raised at
+            the end of the block, because torch's profiler cannot continue after one.
         record_shapes: Record the shapes of inputs.
-        profile_memory: Record what is allocated and freed.
-        with_stack: Record where in the source operations were called.
-        with_flops: Estimate the operations of matrix products and convolutions.
+        profile_memory: Record memory that is allocated and freed.
+        with_stack: Record the source lines that call operations.
+        with_flops: Estimate the FLOPs of matrix products and convolutions.
         with_modules: Record the modules that operations belong to.
-        output_trace_dir: The folder for traces that a browser shows (chrome://tracing, perfetto): of process 0
-            `profile_0.json`, and of its further cycles `profile_0_2.json`, `profile_0_3.json` and so on.
+        output_trace_dir: The folder for traces in the Chrome format (chrome://tracing, perfetto). Rank 0 writes
+            `profile_0.json`, and its later cycles `profile_0_2.json`, `profile_0_3.json` and so on.
 
     Example:
         >>> ProfileKwargs(activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 1})
@@ -104,10 +104,10 @@ def _supported(activity: "str | ProfilerActivity") -> "ProfilerActivity":
     from torch.profiler import ProfilerActivity, supported_activities
 
     kind: ProfilerActivity = getattr(ProfilerActivity, activity.upper()) if isinstance(activity, str) else activity
-    here = supported_activities()
-    if kind not in here:
-        names = [activity.name.lower() for activity in here]
+    supported = supported_activities()
+    if kind not in supported:
+        names = [activity.name.lower() for activity in supported]
         raise ConfigurationError(
-            f"The activity {str(activity)!r} cannot be recorded on this machine. Here: {', '.join(sorted(names))}."
+            f"The activity {str(activity)!r} cannot be recorded on this machine. Supported: {', '.join(sorted(names))}."
         )
     return kind

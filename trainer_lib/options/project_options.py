@@ -11,16 +11,17 @@ from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 
 @dataclass
 class ProjectConfiguration(KwargsHandler):
-    """Where a project's states and logs are kept, and how many states.
+    """Where a project's states and logs are saved, and how many states are kept.
 
     Args:
-        project_dir: The project's folder, or a URL such as `s3://bucket/project`, where its states then are.
-        logging_dir: The folder of logs; by default the project's, if that is on this machine.
-        automatic_checkpoint_naming: Have `save_state()` name states itself: `checkpoints/checkpoint_0`,
-            `checkpoint_1`, … in the project's folder.
-        total_limit: How many states to keep under automatic naming. Older ones are deleted once a newer one is there.
+        project_dir: The project's folder, or a URL such as `s3://bucket/project`, for the states.
+        logging_dir: The folder of logs; by default the project's folder, if it is on this machine.
+        automatic_checkpoint_naming: Let `save_state()` name states: `checkpoints/checkpoint_0`, `checkpoint_1`, … in
+            the project's folder.
+        total_limit: The number of states to keep with automatic naming. Older ones are deleted after a new one is
+            written.
         iteration: The number of the next state.
-        save_on_each_node: Have each machine write a state of its own, of use where machines share no file system.
+        save_on_each_node: Write the state on each machine, for machines without a shared file system.
     """
 
     project_dir: str | AnyPath | None = None
@@ -39,25 +40,25 @@ class ProjectConfiguration(KwargsHandler):
             check_count("total_limit", self.total_limit)
             if not self.automatic_checkpoint_naming:
                 raise ConfigurationError(
-                    f"total_limit={self.total_limit} counts states that are named automatically. "
-                    "Say automatic_checkpoint_naming=True too, or leave it out."
+                    f"total_limit={self.total_limit} needs automatic_checkpoint_naming=True. "
+                    "Set that too, or leave total_limit out."
                 )
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | AnyPath | None = None) -> None:
-        """Set the project's folder, and the one of logs too if it has none."""
+        """Set the project's folder, and use it for logs too if no logging folder is set."""
         self.project_dir = project_dir
         if self.logging_dir is None and not is_url(project_dir):
             self.logging_dir = cast(str | Path | None, project_dir)
 
 
 def project_configuration(
-    directory: str | AnyPath | None, given: ProjectConfiguration | None, logging_dir: str | Path | None = None
+    directory: str | AnyPath | None, config: ProjectConfiguration | None, logging_dir: str | Path | None = None
 ) -> ProjectConfiguration:
-    """Return one configuration for the two ways to give a project's folder, and that of its logs."""
-    if given is not None and not isinstance(given, ProjectConfiguration):
-        raise ConfigurationError(f"project_config must be a ProjectConfiguration, got a {type(given).__name__}.")
-    chosen = given or ProjectConfiguration(project_dir=directory, logging_dir=logging_dir)
+    """Return one configuration from the two ways to give the folders of a project and its logs."""
+    if config is not None and not isinstance(config, ProjectConfiguration):
+        raise ConfigurationError(f"project_config must be a ProjectConfiguration, got a {type(config).__name__}.")
+    chosen = config or ProjectConfiguration(project_dir=directory, logging_dir=logging_dir)
     if logging_dir is not None and str(chosen.logging_dir) != str(logging_dir):
         raise ConfigurationError(
             f"logging_dir={str(logging_dir)!r} and ProjectConfiguration(logging_dir={str(chosen.logging_dir)!r}) "
@@ -72,7 +73,6 @@ def project_configuration(
         )
     if chosen.automatic_checkpoint_naming and chosen.project_dir is None:
         raise ConfigurationError(
-            "automatic_checkpoint_naming=True names states in the project's folder, and there is none. "
-            "Give project_dir."
+            "automatic_checkpoint_naming=True needs a project folder, which is not set. Give project_dir."
         )
     return chosen

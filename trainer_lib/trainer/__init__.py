@@ -1,1 +1,1 @@
-"""This package is the `Trainer`: a loop on one page, and what it is made from."""
+"""The `Trainer`, its training loop, arguments, evaluation, checkpoints and tools."""

@@ -1,4 +1,4 @@
-"""This file is the `Trainer`: the verbs that a training is made of, each to be overridden in a few lines."""
+"""The `Trainer`: fit, evaluate, predict, save, and the methods to override."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ _logger = get_logger(__name__)
 
 LossLike = Tensor | tuple[Tensor, Any] | LossResult
 
-# Members of a trainer that the loop and callbacks use; completion does not offer them.
+# Members of a trainer for the loop and callbacks; `dir()` and completion do not list them.
 _INTERNAL = frozenset(
     (
         "as_result",
@@ -88,26 +88,28 @@ _INTERNAL = frozenset(
 
 
 class Trainer:
-    """Trains a model, evaluates it, and tells what happens.
+    """Trains and evaluates a model, saves checkpoints, and logs.
 
     Args:
-        model: The model; or several by name, for a `training_step` of your own.
-        args: The arguments; those of Hugging Face's Trainer are converted, with a note of what has no place here.
-        train_dataset: What is trained on: a dataset of torch or of Hugging Face, a tuple of tensors or arrays, a list
-            of samples, or a ready `DataLoader`.
-        eval_dataset: What is evaluated on; or several by name.
+        model: The model; or several models by name, which need a `training_step` that you override.
+        args: The arguments. Those of Hugging Face's Trainer are converted, and a log message names the ones without an
+            equivalent.
+        train_dataset: The training data: a dataset of torch or of Hugging Face, a tuple of tensors or arrays, a list of
+            samples, or a `DataLoader`.
+        eval_dataset: The evaluation data; or several sets by name.
         loss_fn: A function of outputs and targets, if the model does not return its loss.
-        collate_fn: Makes a batch of samples.
+        collate_fn: A function that makes a batch from a list of samples.
         processing_class: A tokenizer or processor, which pads batches and is saved with the model.
-        metrics: What evaluations compute batch by batch, by name; for several sets possibly by the set's name first.
-        train_metrics: What each training batch is measured by, in the logs: means such as "accuracy", and functions of
+        metrics: The metrics that evaluations compute batch by batch, by name; with several evaluation sets, you can
+            give metrics for each set by its name.
+        train_metrics: The metrics of training batches, for the logs: means such as "accuracy", and functions of
             predictions and labels.
-        compute_metrics: A function of all predictions and labels, as in Hugging Face's trainer.
-        optimizer: An optimizer, a function that makes one of parameters, or several of these by name.
-        scheduler: A schedule, a function that makes one of an optimizer, or several of these by name.
-        callbacks: Who listens, besides those that are there by default. One of a class that is there takes its place;
-            those of Hugging Face's Trainer are adapted.
-        accelerator: The engine, if it is not to be made from the arguments.
+        compute_metrics: A function of all predictions and labels, as in Hugging Face's Trainer.
+        optimizer: An optimizer, a function that makes one from parameters, or several of these by name.
+        scheduler: A schedule, a function that makes one from an optimizer, or several of these by name.
+        callbacks: Callbacks in addition to the default ones. A callback replaces the default one of its class;
+            callbacks of Hugging Face's Trainer are adapted.
+        accelerator: An accelerator to use in place of one that the trainer makes from the arguments.
 
     Example:
         >>> import torch
@@ -123,7 +125,7 @@ class Trainer:
     __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
 
     def __new__(cls, *positional: Any, **named: Any) -> Self:
-        """Check the names of what is given."""
+        """Check the names of the arguments."""
         if cls.__init__ is Trainer.__init__:
             at_construction.check_names(cls.__init__, positional, named)
         return super().__new__(cls)
@@ -165,45 +167,45 @@ class Trainer:
         self.accelerator = accelerator or build_accelerator(self.args)
         self.averages = RunningMeans(self.accelerator.group, self.accelerator.device)
         self.prepared: Any = None
-        self._guard: NonFiniteGuard | None = None  # of the run under way, if it reads losses
+        self._guard: NonFiniteGuard | None = None  # of the current run, if it reads losses
         self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
         self._objective: Objective | None = None
-        self.is_rehearsing = False  # while a tool trains to find something out
+        self.is_rehearsing = False  # True while a tool, such as the learning-rate finder, trains
         self._has_fitted = self._has_checked_loss = False
         self._run_folder: AnyPath | None = None
-        self._generation_options: Mapping[str, Any] = {}  # of the evaluation or prediction under way
+        self._generation_options: Mapping[str, Any] = {}  # of the current evaluation or prediction
 
-    if not TYPE_CHECKING:  # where it would let every misspelt name pass
+    if not TYPE_CHECKING:  # type checkers would accept every misspelled name
 
         def __getattr__(self, name: str) -> Any:
-            """Say what to use for a name of another trainer."""
-            if hasattr(type(self), name):  # a property that raised AttributeError: raise that one
+            """Raise an error that names the equivalent of another trainer's member."""
+            if hasattr(type(self), name):  # a property raised AttributeError: raise that error again
                 return object.__getattribute__(self, name)
             raise UnknownMemberError(missing_member(type(self), name, dir(self)))
 
     def __dir__(self) -> list[str]:
-        """Return what you call and override, for completion; what only the loop uses is left out."""
+        """Return the members that you call and override, without those that only the loop uses."""
         return [name for name in super().__dir__() if name not in _INTERNAL]
 
     @classmethod
     def from_checkpoint(cls, checkpoint: str | AnyPath, model: nn.Module, **options: Any) -> Self:
-        """Return a trainer with the arguments and the weights of a checkpoint, whose `fit` goes on from there.
+        """Return a trainer with the arguments and weights of a checkpoint; its `fit` resumes from there.
 
         Args:
-            checkpoint: The folder of a checkpoint, or of a run, whose newest is taken.
-            model: A model of the same kind.
-            **options: What else the trainer takes: datasets, metrics, callbacks.
+            checkpoint: The folder of a checkpoint, or of a run, for its newest checkpoint.
+            model: A model of the same architecture.
+            **options: Other arguments of the trainer: datasets, metrics, callbacks.
         """
         from trainer_lib.trainer.checkpoints.peft import load_weights
 
         folder = checkpoint_at(checkpoint)
-        # A date is that of the job that it was given for.
+        # A deadline given as a date was that of the job that saved the checkpoint.
         saved = read_arguments(folder)
         deadline = AUTO if saved.deadline == AUTO else None
         args = dataclasses.replace(saved, resume=str(folder), deadline=deadline)
         if not isinstance(at_construction.checked_model(model), nn.Module):
             raise ConfigurationError(
-                "from_checkpoint takes one model, and this run has several. Give the arguments: "
+                "from_checkpoint takes one model (got several). To resume a run of several models, give the arguments: "
                 f"Trainer(models, args).fit(resume={str(folder)!r})."
             )
         load_weights(model, folder)
@@ -211,37 +213,38 @@ class Trainer:
 
     @classmethod
     def from_transformers(cls, trainer: Any, **options: Any) -> Self:
-        """Return a trainer of what a `transformers.Trainer` trains, and tell what of it has no place here.
+        """Return a trainer made from a `transformers.Trainer`, and log what has no equivalent.
 
-        Its model, data, collator, metrics, optimizer and callbacks are taken over, and its arguments converted. What a
-        class of its own overrides, one derived from this has to override too.
+        It takes over model, data, collator, metrics, optimizer and callbacks, and converts the arguments. If your
+        trainer is a subclass that overrides methods, derive a class from this one and override them there.
 
         Args:
             trainer: The trainer of Hugging Face.
-            **options: What is said otherwise than there.
+            **options: Arguments of this trainer that replace those of the other.
         """
         from trainer_lib.trainer.huggingface.trainer_conversion import trainer_options
 
         return cls(**trainer_options(trainer, cls, options))
 
-    # -- what one calls ------------------------------------------------------------------------------------------
+    # -- methods to call -----------------------------------------------------------------------------------------
 
     @explains_foreign_calls
     def fit(self, resume: str | AnyPath | None = None) -> FitResult:
         """Train.
 
         Args:
-            resume: "never", "auto", "extend" or a checkpoint's folder; by default as the arguments say.
+            resume: "never", "auto", "extend" or a checkpoint's folder; by default `args.resume`.
 
         Returns:
-            What became of it.
+            The result of the run.
 
         Raises:
-            Interrupted: If a signal or a deadline ended it early, when it is saved; in a notebook it returns then too.
-            UnsavedError: If it trained to its end and the last checkpoint could not be written.
+            Interrupted: If a signal or a deadline ended the run early, after its checkpoint was saved; in a notebook,
+                `fit` returns the result instead.
+            UnsavedError: If training ended and the last checkpoint could not be written.
         """
         before_fit.check(self)
-        place, lease = find_resume_point(
+        resume_point, lease = find_resume_point(
             self.args.output_folder,
             self.args.run_name,
             str(self.args.resume) if resume is None else str(CHECKS["resume"]("resume", resume)),
@@ -249,33 +252,33 @@ class Trainer:
             defaults.run_fingerprint(self),
         )
         with lease:
-            return self._fit_at(place, lease)
+            return self._fit_from(resume_point, lease)
 
-    def _fit_at(self, place: ResumePoint, lease: Lease) -> FitResult:
-        self._run_folder = None if place.folder is None else place.folder.path
-        if self._has_fitted:  # weights stay, all else begins anew
+    def _fit_from(self, resume_point: ResumePoint, lease: Lease) -> FitResult:
+        self._run_folder = None if resume_point.folder is None else resume_point.folder.path
+        if self._has_fitted:  # a second fit keeps the weights and resets everything else
             self.accelerator.free_memory()
             self.prepared = None
         self._has_fitted = True
         self.averages.clear()
-        if place.is_finished and place.folder is not None:
+        if resume_point.is_finished and resume_point.folder is not None:
             with numerics(self.args):
-                return load_finished(self, place.folder, place.checkpoint)
+                return load_finished(self, resume_point.folder, resume_point.checkpoint)
         signals = Signals(self.args.stop_signals, Control(), self.accelerator.is_main_process)
         with numerics(self.args), signals:
-            session = FitSession(self, place.folder, signals, lease)
+            session = FitSession(self, resume_point.folder, signals, lease)
             self.run = session.run
             self._guard = session.guard if session.guard.reads_losses else None
             status = "failed"
             try:
-                session.begin(place.checkpoint)
+                session.begin(resume_point.checkpoint)
                 TrainLoop(session).train()
                 if session.interruption is None:
                     session.finish()
                 status = session.run.state.status
             except KeyboardInterrupt:
                 status = "interrupted"
-                session.saves.close()  # first, so that who hears of the end knows of all checkpoints
+                session.saves.close()  # first, so that on_interrupt sees all checkpoints
                 self.events.fire("on_interrupt", session.run)
                 raise
             except BaseException as error:
@@ -296,19 +299,20 @@ class Trainer:
 
     @explains_foreign_calls
     def evaluate(self, dataset: Any = None, prefix: str = "eval", **generation_kwargs: Any) -> dict[str, float]:
-        """Evaluate; the metrics are the same on all processes.
+        """Evaluate, and return the metrics, which are the same on all ranks.
 
         Args:
-            dataset: What on; by default `eval_dataset`. One, or several by name.
-            prefix: What the names of the metrics begin with (`metric_key_prefix`, as Hugging Face calls it).
-            **generation_kwargs: With `predict_with_generate`, what `generate` is told besides: `max_length=64`.
+            dataset: The data, or several sets by name; by default `eval_dataset`.
+            prefix: The prefix of the metrics' names (Hugging Face's `metric_key_prefix`).
+            **generation_kwargs: With `predict_with_generate`, more arguments of `generate`: `max_length=64`.
         """
         if not isinstance(prefix, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"prefix={shown(prefix)} must be a text, which the names of metrics begin with.")
-        given, told_as = (self.eval_dataset, "eval_dataset") if dataset is None else (dataset, "evaluate(dataset)")
-        if given is None:
+            raise ConfigurationError(f"prefix must be a text, the prefix of the metrics' names (got {shown(prefix)}).")
+        is_default = dataset is None
+        data, label = (self.eval_dataset, "eval_dataset") if is_default else (dataset, "evaluate(dataset)")
+        if data is None:
             raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
-        loaders = before_fit.eval_loaders(self, given, told_as)
+        loaders = before_fit.eval_loaders(self, data, label)
         self.prepare_models()
         sets = {name: self._set(name, loader) for name, loader in loaders.items()}
         with self._generating(generation_kwargs):
@@ -321,20 +325,20 @@ class Trainer:
     def predict(
         self, dataset: Any, to: str | Path | None = None, prefix: str = "predict", **generation_kwargs: Any
     ) -> Predictions:
-        """Return the model's predictions, in the dataset's order, with the loss and `compute_metrics` of the labels.
+        """Return the predictions in the order of the dataset, and, if it has labels, the loss and `compute_metrics`.
 
         Args:
-            dataset: What on; without labels too.
-            to: A folder to write them to, batch by batch, instead of keeping them in memory; `compute_metrics`, which
-                wants all of them in memory, is not called then.
-            prefix: What the names of the metrics begin with (`metric_key_prefix`, as Hugging Face calls it).
-            **generation_kwargs: With `predict_with_generate`, what `generate` is told besides: `max_length=64`.
+            dataset: The data, with or without labels.
+            to: A folder to write the predictions to, batch by batch, instead of keeping them in memory.
+                `compute_metrics`, which needs all of them in memory, is then not called.
+            prefix: The prefix of the metrics' names (Hugging Face's `metric_key_prefix`).
+            **generation_kwargs: With `predict_with_generate`, more arguments of `generate`: `max_length=64`.
         """
         if dataset is None:
             raise ConfigurationError("predict() needs data: predict(dataset).")
-        (given,) = before_fit.eval_loaders(self, dataset, "predict(dataset)", is_one=True).values()
+        (unprepared,) = before_fit.eval_loaders(self, dataset, "predict(dataset)", is_one=True).values()
         self.prepare_models()
-        loader = self._prepared_for_evaluation(given)
+        loader = self._prepared_for_evaluation(unprepared)
         target = None if to is None else local_path(to, "predict(to=…)")
         _, compute_metrics = self.measures[""]
         with self._generating(generation_kwargs):
@@ -343,13 +347,13 @@ class Trainer:
             )
 
     def preview(self, batches: int = 2) -> "Preview":
-        """Return what there is to see of the first batches of training, as the model gets them.
+        """Return a summary of the first training batches, as the model gets them.
 
-        That is after collation, on the device, and with what callbacks such as `Mixup` make of them. With several
-        processes each sees its own; all have to call it. Afterwards all is as it was.
+        The batches are collated, on the device, and changed by callbacks such as `Mixup`. With several ranks, each rank
+        sees its own batches, and all ranks have to call it. The trainer's state does not change.
 
         Args:
-            batches: How many.
+            batches: The number of batches.
         """
         from trainer_lib.trainer.tools.preview import preview
 
@@ -358,15 +362,16 @@ class Trainer:
     def find_learning_rate(
         self, lowest: float = 1e-7, highest: float = 10.0, updates: int = 100
     ) -> "LearningRateSweep":
-        """Train for some updates at rates that rise, and return the losses and the rate at which they fell steepest.
+        """Train with a rising learning rate, and return the losses and the rate at which they fell fastest.
 
-        Each rate is the one before times the same factor; there is no schedule. The sweep ends when the mean of three
-        losses is above four times that of the first three, or a loss is not finite. Afterwards all is as it was.
+        The rate grows by the same factor with each update, without a schedule. The sweep ends when the mean of the last
+        three losses is above four times that of the first three, or a loss is NaN or Inf. The trainer's state does not
+        change.
 
         Args:
-            lowest: The first rate.
-            highest: The last one, if the loss stands that.
-            updates: How many updates there are between them.
+            lowest: The first learning rate.
+            highest: The last learning rate, unless the sweep ends early.
+            updates: The number of updates between them.
 
         Raises:
             ConfigurationError: If there are several optimizers, or no data.
@@ -376,14 +381,15 @@ class Trainer:
         return find_learning_rate(self, lowest, highest, updates)
 
     def find_batch_size(self, largest: int = 1024, updates: int = 2) -> int:
-        """Return how many samples a process can compute at once, as found by training on batches that double.
+        """Return the largest batch size per rank that fits into memory.
 
-        It begins at the size of the arguments, doubles it until a batch does not fit into memory, or halves it until
-        one does. With several processes it is what fits on each of them. Afterwards all is as it was.
+        The search trains with the batch size of the arguments, and doubles it until a batch does not fit into memory,
+        or halves it until one does. With several ranks, the result fits on each of them. The trainer's state does not
+        change.
 
         Args:
-            largest: Where to stop. More samples than a process has are not tried either.
-            updates: How many updates to make with each size.
+            largest: The largest size to try. Sizes above the number of samples of a rank are not tried.
+            updates: The number of updates with each size.
 
         Raises:
             NoExecutableBatchSizeError: If not even a single sample fits.
@@ -401,36 +407,37 @@ class Trainer:
         greater_is_better: bool | None = None,
         study: Any = None,
     ) -> "SearchResult":
-        """Train `n` times with other arguments, as optuna proposes, and return which were best.
+        """Train `n` times with arguments that optuna proposes, and return the best ones.
 
-        Each trial begins at the model as it is now, in a run folder of its own in `output_dir/search`. Afterwards the
-        model is as it was. A trial that runs out of memory or is not finite has failed, and the search goes on.
+        Each trial starts from the current weights, in its own run folder in `output_dir/search`. The search does not
+        change the model. A trial that runs out of memory or whose metric is NaN or Inf fails, and the search continues.
 
         Args:
-            space: For each argument what to choose from: a list, a range `(low, high)`, or `(low, high, "log")`; or a
-                function of optuna's trial that returns arguments by name.
-            n: How many trials.
-            metric: What to go by, in its last evaluation; by default what says which evaluation is the best.
-            greater_is_better: Whether more of it is better; known for well-known names.
-            study: A study of optuna's to go on with; by default a new one, seeded by `seed`.
+            space: The values of each argument: a list, a range `(low, high)`, or `(low, high, "log")`; or a function of
+                optuna's trial that returns arguments by name.
+            n: The number of trials.
+            metric: The metric to optimize, from the last evaluation; by default the one that selects the best
+                checkpoint.
+            greater_is_better: Whether higher is better; inferred for common metric names.
+            study: An optuna study to continue; by default a new one, seeded by `seed`.
 
         Raises:
-            MissingPackageError: Without the extra `search`.
+            MissingPackageError: If the extra `search` is not installed.
         """
         from trainer_lib.trainer.tools.hyperparameter_search import search
 
         return search(self, space, n, metric, greater_is_better, study)
 
     def save_model(self, output_dir: str | AnyPath | None = None) -> None:
-        """Save the model as `from_pretrained` reads it, with its processor; all processes have to call it.
+        """Save the model and its processor in the format of `from_pretrained`; all ranks have to call it.
 
         Args:
-            output_dir: The folder; by default `model` in the folder of the run, after `fit` with an `output_dir`.
+            output_dir: The folder; by default `model` in the run's folder, after `fit` with an `output_dir`.
         """
         if output_dir is None and self._run_folder is None:
             raise ConfigurationError(
-                "save_model() without a folder saves into the folder of the run, and there was no run yet. Give one: "
-                'save_model("model"); or call it after fit() with output_dir.'
+                "save_model() needs a folder: without one it saves into the run's folder, and there is no run yet. "
+                'Give one: save_model("model"); or call it after fit() with output_dir.'
             )
         self.prepare_models()
         target = self._run_folder / "model" if output_dir is None and self._run_folder else path_at(output_dir or "")
@@ -448,16 +455,16 @@ class Trainer:
         task: str | None = None,
         tags: Sequence[str] = (),
     ) -> str:
-        """Return the card of the model, a README for the Hub: what it is, its metrics, its arguments, the versions.
+        """Return the model card, a README for the Hub: description, metrics, arguments and versions.
 
         Args:
-            name: What the model is called.
-            license: The license it is given under, as the Hub calls it: "mit", "apache-2.0".
-            language: The language of its data, or several: "en".
-            base_model: The model on the Hub that it was made from; by default as the model knows.
-            datasets: The datasets on the Hub that it was trained on; by default as the data knows.
-            task: What it does, as the Hub calls it: "image-classification"; by default as a model of transformers says.
-            tags: More words that it is to be found by.
+            name: The name of the model.
+            license: The Hub's identifier of the license: "mit", "apache-2.0".
+            language: The language of the data, or several: "en".
+            base_model: The model on the Hub that was fine-tuned; by default from the model's config.
+            datasets: The datasets on the Hub that the model was trained on; by default from the training data.
+            task: The Hub's identifier of the task: "image-classification"; by default from a transformers model.
+            tags: More tags.
 
         Example:
             >>> args = TrainingArguments(max_steps=1, use_cpu=True)
@@ -490,24 +497,24 @@ class Trainer:
         card: str | None = None,
         **about: Any,
     ) -> str:
-        """Save the model to the Hugging Face Hub, with its card, in one commit; all processes have to call it.
+        """Upload the model and its card to the Hugging Face Hub in one commit; all ranks have to call it.
 
         Args:
-            repo_id: The repository, "owner/name"; it is made if it is not there.
-            commit_message: What is said of the commit.
-            private: Whether a new repository can be seen by its owner only; by default as the owner has it.
+            repo_id: The repository, "owner/name"; it is created if it does not exist.
+            commit_message: The message of the commit.
+            private: Whether a new repository is private; by default as the owner's settings say.
             revision: The branch; by default "main".
-            create_pr: Ask for the change to be taken, instead of making it.
-            exist_ok: Whether the repository may be there already.
-            token: What lets one write; by default that of `hf auth login`, or of HF_TOKEN.
-            card: The text of its README; by default that of `model_card`.
-            **about: What `model_card` takes: `license="mit"`.
+            create_pr: Open a pull request instead of committing.
+            exist_ok: Whether the repository may exist already.
+            token: An access token; by default that of `hf auth login` or `HF_TOKEN`.
+            card: The text of the README; by default that of `model_card`.
+            **about: Arguments of `model_card`: `license="mit"`.
 
         Returns:
-            Where the commit, or the pull request, is to be seen.
+            The URL of the commit or of the pull request.
 
         Raises:
-            HubError: If the Hub cannot be reached, in several attempts, or refuses it; on all processes.
+            HubError: If the Hub cannot be reached after several attempts, or refuses the upload; on all ranks.
         """
         from trainer_lib.trainer.publish.hub import Commit, push_to_hub
 
@@ -522,20 +529,21 @@ class Trainer:
         example: Any = None,
         dynamic: Sequence[int] = (0,),
     ) -> None:
-        """Export the model as a program that runs without its code; all processes have to call it.
+        """Export the model as a program that runs without its code; all ranks have to call it.
 
-        It evaluates in full precision, on the CPU, with averaged weights if there are any. The model stays as it is.
+        The exported model is in evaluation mode, in full precision, on the CPU, with averaged weights if the run has
+        any. The trainer's model does not change.
 
         Args:
             path: The file: `.pt2`, which `torch.export.load` reads, or `.onnx`.
-            format: "torch" or "onnx"; by default as the path ends.
-            example: What the model is called with: a tensor, a tuple, or a dict by names; by default the inputs of the
-                first samples of `eval_dataset`, else of `train_dataset`.
-            dynamic: The dimensions whose sizes may differ from the example's: (0,) is the batch, (0, 1) for texts the
-                length too.
+            format: "torch" or "onnx"; by default from the ending of the path.
+            example: An example of the model's inputs: a tensor, a tuple, or a dict by names; by default the inputs of
+                the first samples of `eval_dataset`, else of `train_dataset`.
+            dynamic: The dimensions whose sizes may differ from the example's: (0,) is the batch, (0, 1) also the length
+                of texts.
 
         Raises:
-            UnsupportedError: If no program can be made of the model.
+            UnsupportedError: If the model cannot be exported.
             PreparationError: If the model is sharded.
         """
         from trainer_lib.trainer.publish.export import export
@@ -543,24 +551,26 @@ class Trainer:
         export(self, path_at(path), format, example, dynamic)
 
     def log(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
-        """Log a value: until the next log it is averaged by weight, over batches, steps and processes.
+        """Log a value: the next log shows its weighted mean over batches, steps and ranks.
 
         Call it from anywhere: `compute_loss`, a callback, a metric. Nothing is read from the device before the log.
         """
         if name == "loss" and not self.has_own_step:
-            raise ConfigurationError('log("loss", …): the loss is logged as that already. Give it another name.')
+            raise ConfigurationError(
+                'log("loss", …): the training loss is already logged under this name. Give the value another name.'
+            )
         if not self.run.weighs_nothing:
             self.averages.add(name, value, weight)
 
     def backward(
         self, loss: Tensor, weight: Weight | None = None, optimizer: str | Sequence[str] | None = None
     ) -> None:
-        """Compute gradients, in a `training_step` of your own.
+        """Compute gradients, in a `training_step` that you override.
 
         Args:
-            loss: With `weight` a sum over so many items; without, a mean that counts as one.
-            weight: How many items.
-            optimizer: The name of the optimizer whose gradients these are, or of several; by default all.
+            loss: With `weight`, the sum of the losses of that many items; without, a mean with weight 1.
+            weight: The number of items.
+            optimizer: The optimizer that uses these gradients, by name, or several; by default all.
         """
         weight = 1.0 if weight is None else weight
         if self.run.weighs_nothing:
@@ -572,7 +582,7 @@ class Trainer:
 
     @property
     def state(self) -> RunState:
-        """What the run has done so far."""
+        """The progress of the run."""
         return self.run.state
 
     @property
@@ -585,7 +595,7 @@ class Trainer:
         """The prepared schedules, by the names of their optimizers."""
         return self.run.schedulers
 
-    # -- what one overrides --------------------------------------------------------------------------------------
+    # -- methods to override -------------------------------------------------------------------------------------
 
     def compute_loss(self, model: Any, batch: Any) -> LossLike:
         """Return the loss of a batch: a mean, `(mean, outputs)`, or a `LossResult`.
@@ -600,7 +610,7 @@ class Trainer:
         return self.objective(model, batch)
 
     def training_step(self, model: Any, batch: Any) -> LossResult | None:
-        """Compute the gradients of a batch. What steps optimizers itself returns `None`, and logs for itself."""
+        """Compute the gradients of a batch. An override that steps optimizers itself returns `None` and logs itself."""
         result = self.as_result(self.compute_loss(model, batch), batch)
         if "on_loss" in self.events._handlers:
             result = self.changed_loss(result)
@@ -608,15 +618,15 @@ class Trainer:
         return result
 
     def evaluation_step(self, model: Any, batch: Any) -> EvaluationOutput:
-        """Return loss, predictions and labels of a batch, without gradients."""
+        """Return the loss, predictions and labels of a batch, without gradients."""
         return defaults.evaluation_output(self, model, batch)
 
     def num_items(self, batch: Any) -> Weight:
-        """Return how many items the mean loss of a batch is over: labels that count, else samples."""
+        """Return the number of items in the mean loss of a batch: labels that are not ignored, else samples."""
         return count_items(batch, self.args.label_names, self.label_shift(batch))
 
     def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:
-        """Return the optimizer of what is trained, or several by name."""
+        """Return the optimizer of the trainable parameters, or several optimizers by name."""
         return defaults.optimizers(self)
 
     def configure_scheduler(self, optimizer: Optimizer, total_steps: int | None, name: str = "default") -> Any:
@@ -624,23 +634,23 @@ class Trainer:
 
         Args:
             optimizer: The optimizer.
-            total_steps: The updates that there will be; `None` where that is not known.
-            name: The name of the optimizer, where there are several.
+            total_steps: The number of updates of the run; `None` where it is not known.
+            name: The name of the optimizer, if there are several.
         """
         return defaults.scheduler(self, name, optimizer, total_steps)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the training data, not shared out yet."""
+        """Return the loader of the training data, before it is sharded across ranks."""
         return defaults.train_loader(self, self.train_dataset)
 
     def eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
-        """Return the loader of data that is evaluated, not shared out yet."""
+        """Return the loader of evaluation data, before it is sharded across ranks."""
         return defaults.eval_loader(self, dataset)
 
-    # -- what the loop and its neighbours ask ---------------------------------------------------------------------
+    # -- for the loop and callbacks -------------------------------------------------------------------------------
 
     def prepare_models(self) -> list[nn.Module]:
-        """Prepare the model, once, and return all that there are."""
+        """Prepare the models, once, and return them."""
         if self.prepared is None:
             accelerator, is_single = self.accelerator, isinstance(self.model, nn.Module)
             named = {"": self.model} if isinstance(self.model, nn.Module) else dict(self.model)
@@ -656,29 +666,29 @@ class Trainer:
         return list(self.prepared.values()) if isinstance(self.prepared, dict) else [self.prepared]
 
     def prepared_by_name(self) -> dict[str, nn.Module]:
-        """Return the prepared models by name; a single one has none."""
+        """Return the prepared models by name; a single one has the name ""."""
         self.prepare_models()
         return dict(self.prepared) if isinstance(self.prepared, dict) else {"": self.prepared}
 
     @property
     def loses_by_default(self) -> bool:
-        """Whether the loss is found as the arguments say, and not in a way of a subclass."""
+        """Whether no subclass overrides `compute_loss`."""
         return type(self).compute_loss is Trainer.compute_loss
 
     @property
     def has_own_step(self) -> bool:
-        """Whether a subclass makes the steps of training itself."""
+        """Whether a subclass overrides `training_step`."""
         return type(self).training_step is not Trainer.training_step
 
     @property
     def objective(self) -> Objective:
-        """How the loss is found, as long as no subclass has a way of its own."""
+        """The loss of a model and a batch, as computed unless a subclass overrides `compute_loss`."""
         if self._objective is None:
             self._objective = self._make_objective()
         return self._objective
 
     def as_result(self, value: Any, batch: Any) -> LossResult:
-        """Return what `compute_loss` returned as a sum with its weight."""
+        """Return the value of `compute_loss` as a sum with its weight."""
         if type(value) is LossResult:
             if not self._has_checked_loss:
                 check_loss(value.loss, "compute_loss")
@@ -695,46 +705,50 @@ class Trainer:
         return LossResult(sum_from_mean(loss, weight), weight, outputs)
 
     def changed_loss(self, result: LossResult) -> LossResult:
-        """Return a loss of training as callbacks want it."""
+        """Return a training loss as changed by callbacks in `on_loss`."""
         run = self.run
         run.loss_sum, run.outputs = result.loss, result.outputs
-        run.weight = 0.0 if result.weight is None else result.weight  # there is one by now
+        run.weight = 0.0 if result.weight is None else result.weight  # `as_result` has set it
         self.events.fire("on_loss", run)
         return result._replace(loss=run.loss_sum, weight=run.weight)
 
     def describe_loss(self) -> str:
-        """Return, in a few words, what losses are means over."""
-        own = [
-            verb
-            for verb in ("training_step", "compute_loss")
-            if getattr(type(self), verb) is not getattr(Trainer, verb)
+        """Return, in a few words, which items the mean loss counts."""
+        overridden = [
+            method
+            for method in ("training_step", "compute_loss")
+            if getattr(type(self), method) is not getattr(Trainer, method)
         ]
-        if own or not isinstance(self.model, nn.Module):
-            return f"as {type(self).__name__}.{own[0] if own else 'training_step'} returns it"
+        if overridden or not isinstance(self.model, nn.Module):
+            return f"as {type(self).__name__}.{overridden[0] if overridden else 'training_step'} returns it"
         return self.objective.describe()
 
     def make_schedulers(self, optimizers: Mapping[str, Optimizer], total_steps: int | None) -> dict[str, Any]:
         """Return the schedules, by the names of their optimizers."""
         before_fit.check_schedule_names(self.scheduler, optimizers)
-        made = {name: self.configure_scheduler(one, total_steps, name) for name, one in optimizers.items()}
+        schedules = {
+            name: self.configure_scheduler(optimizer, total_steps, name) for name, optimizer in optimizers.items()
+        }
         return {
-            name: before_fit.checked_schedule(one, optimizers[name]) for name, one in made.items() if one is not None
+            name: before_fit.checked_schedule(schedule, optimizers[name])
+            for name, schedule in schedules.items()
+            if schedule is not None
         }
 
     @property
     def unwrapped_model(self) -> nn.Module:
-        """The user's model; the first where there are several."""
+        """The user's model; the first if there are several."""
         first = self.prepare_models()[0]
         return self.accelerator.unwrap_model(first)
 
     @property
     def evaluation_interval(self) -> Every | None:
-        """How often to evaluate while training; `None`: not at all. Sets may have intervals of their own."""
+        """The interval of evaluations during training; `None`: no evaluations. A set may have its own interval."""
         return None if self.eval_dataset is None else self.args.eval_interval
 
     @property
     def default_metric(self) -> str | None:
-        """The metric that says which evaluation is the best; `None` without evaluations."""
+        """The metric that selects the best evaluation; `None` without evaluations."""
         if self.eval_dataset is None:
             return None
         named = self.args.metric_for_best
@@ -750,7 +764,7 @@ class Trainer:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether the model compares each position with the label of the next; it is asked at its first batch."""
+        """Whether the model compares each position with the label of the next; known after the first batch."""
         return self.label_shift.answer
 
     # -- private -------------------------------------------------------------------------------------------------
@@ -766,7 +780,7 @@ class Trainer:
     def _make_objective(self) -> Objective:
         if not isinstance(self.model, nn.Module):
             raise ConfigurationError(
-                f"There are {len(self.model)} models, and which of them makes the loss is yours to say: override "
+                f"The trainer has {len(self.model)} models and cannot tell which of them computes the loss. Override "
                 "training_step(models, batch) or compute_loss(models, batch)."
             )
         bare = self.unwrapped_model
@@ -781,23 +795,23 @@ class Trainer:
 
         def is_needed() -> bool:
             batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
-            # Ranks of a sharded model would have to ask as often as one another.
+            # The check runs the model, which ranks of a sharded model would all have to do equally often.
             return batches > 1 and not accelerator.strategy.needs_lockstep
 
         return MeanCheck(bare, self.num_items, self.args.label_names, is_needed)
 
     def _optimizers(self, names: str | Sequence[str] | None) -> list[AcceleratedOptimizer]:
-        there = self.run.optimizers
-        wanted = [names] if isinstance(names, str) else list(there if names is None else names)
+        optimizers = self.run.optimizers
+        wanted = [names] if isinstance(names, str) else list(optimizers if names is None else names)
         for name in wanted:
-            if name not in there:
-                raise ConfigurationError(unknown("optimizer", name, there))
-        return [there[name] for name in wanted]
+            if name not in optimizers:
+                raise ConfigurationError(unknown("optimizer", name, optimizers))
+        return [optimizers[name] for name in wanted]
 
     def _items(self, batch: Any) -> Weight:
         weight = self.num_items(batch)
         if not isinstance(weight, Tensor) or weight.ndim:
-            check_weight(weight, "What num_items returns")
+            check_weight(weight, "The value that num_items returns")
         return weight
 
     def _prepared_for_evaluation(self, loader: DataLoader[Any]) -> Any:

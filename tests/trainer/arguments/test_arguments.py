@@ -214,7 +214,7 @@ def test_an_empty_list_or_none_turns_trackers_off(value: Any) -> None:
 
 
 def test_backends_that_torch_removed_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="nvFuser has left torch"):
+    with pytest.raises(UnsupportedError, match="torch removed nvFuser"):
         TrainingArguments(compile="aot_ts_nvfuser")
 
 

@@ -229,7 +229,7 @@ CONSTRUCTED: dict[str, tuple[type[TrainerLibError], str, Callable[[], Any]]] = {
     "a callback's class": (ConfigurationError, "the class Steps…Steps(", lambda: trainer(callbacks=[Steps])),
     "a callback alone": (ConfigurationError, "list…got a Steps", lambda: trainer(callbacks=Steps())),
     "callbacks by name": (ConfigurationError, "list…got a dict", lambda: trainer(callbacks={"a": Steps()})),
-    "no callback": (ConfigurationError, "no Callback", lambda: trainer(callbacks=[print])),
+    "no callback": (ConfigurationError, "not a Callback", lambda: trainer(callbacks=[print])),
     "a callback twice": (ConfigurationError, "twice", lambda: trainer(callbacks=[callback := Steps(), callback])),
     "a misspelt event": (
         ConfigurationError,
@@ -694,7 +694,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "a logged text": (ConfigurationError, "got 'x'", logs("a", "x")),
     "a log without a name": (ConfigurationError, "got 3", logs(3, 1.0)),
     "a log that weighs a text": (ConfigurationError, "'x'", logs("a", 1.0, "x")),
-    "a second loss": (ConfigurationError, "the loss is logged as that already", logs("loss", 1.0)),
+    "a second loss": (ConfigurationError, "the training loss is already logged under this name", logs("loss", 1.0)),
     "no optimizer": (
         ConfigurationError,
         "configure_optimizer returned a NoneType",
@@ -842,7 +842,7 @@ def test_evaluate_says_what_it_was_given() -> None:
     refused(ConfigurationError, "evaluate() needs data", lambda: trainer().evaluate())
     refused(ConfigurationError, "evaluate(dataset) is empty", lambda: trainer().evaluate([]))
     refused(ConfigurationError, "evaluate(dataset)['b'] is empty", lambda: trainer().evaluate({"b": []}))
-    refused(ConfigurationError, "prefix=3", lambda: trainer().evaluate(DATA, prefix=3))
+    refused(ConfigurationError, "prefix must be a text…(got 3)", lambda: trainer().evaluate(DATA, prefix=3))
     refused(ConfigurationError, "trainer.eval_dataset['alpha']", lambda: several.evaluate("alhpa"))
     assert several.prepared is None
 

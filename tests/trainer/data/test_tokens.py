@@ -230,7 +230,7 @@ def test_data_without_tokens_is_an_error() -> None:
             lambda: TrainingArguments(gc_every="1M tokens"),
             "only max_tokens, log_every, eval_every and save_every count tokens",
         ),
-        (lambda: EMA(every="1M tokens"), "callbacks count steps, epochs, samples and time"),
+        (lambda: EMA(every="1M tokens"), "must be in steps, epochs, samples or time: callbacks do not count tokens"),
         (lambda: Checkpoint(keep_every="1M tokens"), "Use steps, epochs, samples or a time"),
     ],
 )

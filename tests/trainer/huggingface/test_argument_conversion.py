@@ -196,17 +196,17 @@ def test_the_error_gives_ours_with_the_value(given: dict[str, Any], ours: str) -
     [
         (
             {"save_steps": 0.1},
-            'a part of all steps (0.1) is no interval here; give the steps, as save_every="100 steps"',
+            'a fraction of all steps (0.1) is not supported; give a number of steps, save_every="100 steps"',
         ),
-        ({"optim": "galore_adamw"}, "there is no name for 'galore_adamw'; give the optimizer itself"),
-        ({"lr_scheduler_type": "greedy"}, "there is no schedule 'greedy'; give a schedule of your own"),
+        ({"optim": "galore_adamw"}, "there is no name for 'galore_adamw'; give an optimizer object"),
+        ({"lr_scheduler_type": "greedy"}, "there is no schedule 'greedy'; give a schedule object"),
         (
             {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"warmup_type": "cosine"}},
             "there is no lr_scheduler_kwargs={'warmup_type': …}",
         ),
         ({"train_sampling_strategy": "batch_rebalance"}, "there is no sampling 'batch_rebalance'"),
-        ({"fsdp_config": "fsdp.json"}, "the file 'fsdp.json' is not read here"),
-        ({"fsdp_config": {}, "fsdp": "sharp"}, "there is no sharding 'sharp'"),
+        ({"fsdp_config": "fsdp.json"}, "files such as 'fsdp.json' are not supported"),
+        ({"fsdp_config": {}, "fsdp": "sharp"}, "there is no sharding mode 'sharp'"),
         ({"generation_config": "model"}, "give its values by name: generation_kwargs={…}"),
         ({"metric_for_best_model": None}, "without metric_for_best_model it has no effect"),
     ],

@@ -1,6 +1,6 @@
-"""Conversions of Hugging Face's training arguments that have another form here.
+"""Conversions of Hugging Face's training arguments that have another name or form in this library.
 
-Arguments that are neither here nor in `foreign_names` have the same name and meaning.
+Arguments that are neither in this table nor in `foreign_names` have the same name and meaning.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Made:
         return self.kind(**self.options)
 
 
-# Takes the given arguments by Hugging Face's names; returns ours by name, or a string: why there is no equivalent.
+# Takes Hugging Face's arguments by name; returns this library's by name, or a text that says why there is none.
 Conversion = Callable[[Mapping[str, Any]], dict[str, Any] | str]
 
 OTHER_FORM: dict[tuple[str, ...], Conversion] = {}
@@ -48,7 +48,7 @@ def _form(*names: str) -> Callable[[Conversion], Conversion]:
 
 
 def _rename(name: str, ours: str) -> None:
-    OTHER_FORM[(name,)] = lambda given: {ours: given[name]}
+    OTHER_FORM[(name,)] = lambda arguments: {ours: arguments[name]}
 
 
 for _name, _ours in {
@@ -70,14 +70,14 @@ for _name, _ours in {
 
 
 def _interval(strategy: Any, steps: Any, ours: str) -> dict[str, Any] | str:
-    """Return when something is done, from the two arguments in which Hugging Face says it."""
+    """Return an interval from the two arguments that Hugging Face has for it."""
     strategy = str(strategy).lower()
     if strategy == "no":
         return {ours: NEVER}
     if strategy in ("epoch", "epochs"):
         return {ours: "1 epoch"}
     if isinstance(steps, (int, float)) and 0 < steps < 1:
-        return f'a part of all steps ({steps:g}) is no interval here; give the steps, as {ours}="100 steps"'
+        return f'a fraction of all steps ({steps:g}) is not supported; give a number of steps, {ours}="100 steps"'
     return {ours: _steps(steps)}
 
 
@@ -87,41 +87,41 @@ def _steps(count: Any) -> str:
 
 
 @_form("logging_strategy", "logging_steps")
-def _logging(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    return _interval(given.get("logging_strategy", "steps"), given.get("logging_steps", 500), "log_every")
+def _logging(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    return _interval(arguments.get("logging_strategy", "steps"), arguments.get("logging_steps", 500), "log_every")
 
 
 @_form("eval_strategy", "eval_steps", "evaluation_strategy", "eval_delay")
-def _evaluating(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    strategy = given.get("eval_strategy", given.get("evaluation_strategy", "steps"))
-    steps = given.get("eval_steps")
-    found = _interval(strategy, 500 if steps is None else steps, "eval_every")
-    if isinstance(found, str) or not given.get("eval_delay") or found.get("eval_every") == NEVER:
-        return found
+def _evaluating(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    strategy = arguments.get("eval_strategy", arguments.get("evaluation_strategy", "steps"))
+    steps = arguments.get("eval_steps")
+    interval = _interval(strategy, 500 if steps is None else steps, "eval_every")
+    if isinstance(interval, str) or not arguments.get("eval_delay") or interval.get("eval_every") == NEVER:
+        return interval
     unit = "epochs" if str(getattr(strategy, "value", strategy)).lower() == "epoch" else "steps"
-    return {**found, "eval_delay": f"{given['eval_delay']:g} {unit}"}
+    return {**interval, "eval_delay": f"{arguments['eval_delay']:g} {unit}"}
 
 
 @_form("save_strategy", "save_steps")
-def _saving(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    if str(given.get("save_strategy", "steps")).lower() == "best":
-        return {"save_every": NEVER, "keep_best": 1}  # the best is saved when it is found
-    return _interval(given.get("save_strategy", "steps"), given.get("save_steps", 500), "save_every")
+def _saving(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    if str(arguments.get("save_strategy", "steps")).lower() == "best":
+        return {"save_every": NEVER, "keep_best": 1}  # saves each new best model
+    return _interval(arguments.get("save_strategy", "steps"), arguments.get("save_steps", 500), "save_every")
 
 
 @_form("metric_for_best_model", "greater_is_better")
-def _best(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    metric = given.get("metric_for_best_model")
+def _best(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    metric = arguments.get("metric_for_best_model")
     if metric is None:
-        return "without metric_for_best_model it has no effect, there and here"
+        return "it has no effect without metric_for_best_model, in either library"
     named = {"metric_for_best": metric if str(metric).startswith("eval_") else f"eval_{metric}"}
-    return named | {name: given[name] for name in ("greater_is_better",) if given.get(name) is not None}
+    return named | {name: arguments[name] for name in ("greater_is_better",) if arguments.get(name) is not None}
 
 
 @_form("warmup_steps", "warmup_ratio")
-def _warmup(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    # As there: steps count before a ratio, and a number below 1 is one.
-    value = given.get("warmup_steps") or given.get("warmup_ratio") or 0
+def _warmup(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    # As in transformers: steps take precedence over a ratio, and a number of steps below 1 is a ratio.
+    value = arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0
     return {"warmup": _steps(value) if value >= 1 else float(value) or None}
 
 
@@ -142,17 +142,17 @@ _NO_SCHEDULE_OPTIONS = {"wsd": ("num_stable_steps", "warmup_type", "num_cycles")
 
 
 @_form("lr_scheduler_type", "lr_scheduler_kwargs")
-def _schedule(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    name, options = str(given.get("lr_scheduler_type", "linear")), dict(given.get("lr_scheduler_kwargs") or {})
+def _schedule(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    name, options = str(arguments.get("lr_scheduler_type", "linear")), dict(arguments.get("lr_scheduler_kwargs") or {})
     ours = _SCHEDULES.get(name, name)
     unknown = [option for option in options if option in ("warmup_lr_rate", *_NO_SCHEDULE_OPTIONS.get(ours, ()))]
     if name == "greedy" or unknown:
-        what = f"lr_scheduler_kwargs={{{unknown[0]!r}: …}}" if unknown else "schedule 'greedy'"
-        return f"there is no {what}; give a schedule of your own: Trainer(…, scheduler=…)"
+        unsupported = f"lr_scheduler_kwargs={{{unknown[0]!r}: …}}" if unknown else "schedule 'greedy'"
+        return f"there is no {unsupported}; give a schedule object: Trainer(…, scheduler=…)"
     if ours == "cosine" and options.get("min_lr") is not None:
-        options["min_lr_rate"] = options.pop("min_lr") / given.get("learning_rate", 5e-5)
+        options["min_lr_rate"] = options.pop("min_lr") / arguments.get("learning_rate", 5e-5)
     if ours == "wsd":
-        options.setdefault("decay_type", "cosine")  # the default there
+        options.setdefault("decay_type", "cosine")  # the default of transformers
     options = {_SCHEDULE_OPTIONS.get(option, option): value for option, value in options.items() if value is not None}
     return {"lr_scheduler": ours, "lr_scheduler_kwargs": options} if options else {"lr_scheduler": ours}
 
@@ -186,20 +186,20 @@ _OPTIMIZERS = {
 
 
 @_form("optim", "adam_beta1", "adam_beta2", "adam_epsilon", "adafactor")
-def _optimizer(given: Mapping[str, Any]) -> dict[str, Any] | str:
+def _optimizer(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
     ours: dict[str, Any] = {}
-    name = "adafactor" if given.get("adafactor") else str(given.get("optim", "adamw_torch"))
+    name = "adafactor" if arguments.get("adafactor") else str(arguments.get("optim", "adamw_torch"))
     if name not in _OPTIMIZERS:
-        return f"there is no name for {name!r}; give the optimizer itself: Trainer(…, optimizer=…)"
-    if "optim" in given or given.get("adafactor"):
+        return f"there is no name for {name!r}; give an optimizer object: Trainer(…, optimizer=…)"
+    if "optim" in arguments or arguments.get("adafactor"):
         ours["optimizer"] = _OPTIMIZERS[name]
     options: dict[str, Any] = {}
-    # Those of Adam mean nothing to the others, there as here.
+    # Adam's options have no effect on other optimizers, as in transformers.
     if "adam" in _OPTIMIZERS[name].lower():
-        if "adam_beta1" in given or "adam_beta2" in given:
-            options["betas"] = [given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999)]
-        if "adam_epsilon" in given:
-            options["eps"] = given["adam_epsilon"]
+        if "adam_beta1" in arguments or "adam_beta2" in arguments:
+            options["betas"] = [arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999)]
+        if "adam_epsilon" in arguments:
+            options["eps"] = arguments["adam_epsilon"]
         if options.get("betas") == [0.9, 0.999]:
             del options["betas"]
         if options.get("eps") == 1e-8:
@@ -208,65 +208,69 @@ def _optimizer(given: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 @_form("bf16", "fp16", "fp16_backend", "half_precision_backend")
-def _precision(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    if given.get("bf16"):
+def _precision(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    if arguments.get("bf16"):
         return {"mixed_precision": "bf16"}
-    return {"mixed_precision": "fp16" if given.get("fp16") else None}
+    return {"mixed_precision": "fp16" if arguments.get("fp16") else None}
 
 
 @_form("activation_checkpointing", "gradient_checkpointing")
-def _checkpointing(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {"gradient_checkpointing": bool(given.get("activation_checkpointing", given.get("gradient_checkpointing")))}
+def _checkpointing(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {
+        "gradient_checkpointing": bool(
+            arguments.get("activation_checkpointing", arguments.get("gradient_checkpointing"))
+        )
+    }
 
 
 @_form("torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo")
-def _compile(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    backend = given.get("torch_compile_backend") or given.get("torchdynamo") or "inductor"
-    mode = given.get("torch_compile_mode")
+def _compile(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    backend = arguments.get("torch_compile_backend") or arguments.get("torchdynamo") or "inductor"
+    mode = arguments.get("torch_compile_mode")
     if mode is not None:
         return {"compile": Made(TorchDynamoPlugin, backend=str(backend), mode=mode)}
     if backend != "inductor":
         return {"compile": str(backend)}
-    return {"compile": bool(given.get("torch_compile", True))}
+    return {"compile": bool(arguments.get("torch_compile", True))}
 
 
 @_form("resume_from_checkpoint")
-def _resume(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    value = given["resume_from_checkpoint"]
+def _resume(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    value = arguments["resume_from_checkpoint"]
     return {"resume": str(value) if value and not isinstance(value, bool) else "auto" if value else NEVER}
 
 
 @_form("disable_tqdm")
-def _progress(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {"progress_bar": None if given["disable_tqdm"] is None else not given["disable_tqdm"]}
+def _progress(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {"progress_bar": None if arguments["disable_tqdm"] is None else not arguments["disable_tqdm"]}
 
 
 @_form("train_sampling_strategy")
-def _sampling(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    strategy = str(given["train_sampling_strategy"])
+def _sampling(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    strategy = str(arguments["train_sampling_strategy"])
     known = {
         "random": {"shuffle": True},
         "sequential": {"shuffle": False},
         "group_by_length": {"group_by_length": True},
     }
-    return known.get(strategy, f"there is no sampling {strategy!r}; give a DataLoader with a sampler of your own")
+    return known.get(strategy, f"there is no sampling {strategy!r}; give a DataLoader with its own sampler")
 
 
 @_form("max_steps", "num_train_epochs")
-def _limits(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    # As there, steps overrule epochs; here the first reached would end the run.
-    steps = given.get("max_steps", -1)
-    return {"max_steps": steps} if steps > 0 else {"num_train_epochs": given.get("num_train_epochs")}
+def _limits(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    # In transformers max_steps overrides epochs; in this library the limit reached first would end the run.
+    steps = arguments.get("max_steps", -1)
+    return {"max_steps": steps} if steps > 0 else {"num_train_epochs": arguments.get("num_train_epochs")}
 
 
 @_form("max_grad_norm")
-def _clipping(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    return {"max_grad_norm": given["max_grad_norm"] or None}
+def _clipping(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    return {"max_grad_norm": arguments["max_grad_norm"] or None}
 
 
 @_form("report_to")
-def _reports(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    names = given["report_to"]
+def _reports(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    names = arguments["report_to"]
     names = [names] if isinstance(names, str) else list(names or [])
     if names in ([], ["none"]):
         return {"report_to": ()}
@@ -274,7 +278,7 @@ def _reports(given: Mapping[str, Any]) -> dict[str, Any] | str:
 
     missing = [name for name in names if name not in (*known_names(), ALL)]
     if missing:
-        return f"there is no tracker {missing[0]!r} here; known: {', '.join(known_names())}"
+        return f"there is no tracker {missing[0]!r}; known: {', '.join(known_names())}"
     return {"report_to": tuple(names)}
 
 
@@ -287,17 +291,17 @@ _DDP = {
 
 
 @_form(*_DDP)
-def _ddp(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    options = {ours: given[name] for name, ours in _DDP.items() if given.get(name) is not None}
+def _ddp(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    options = {ours: arguments[name] for name, ours in _DDP.items() if arguments.get(name) is not None}
     return {"ddp": Made(DistributedDataParallelKwargs, **options) if options else None}
 
 
 @_form("parallelism_config")
-def _parallelism(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    config = given["parallelism_config"]
+def _parallelism(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    config = arguments["parallelism_config"]
     sizes = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-    found = {name: getattr(config, name) for name in sizes if getattr(config, name, 1) not in (None, 1)}
-    return {"parallelism": Made(ParallelismConfig, **found) if config is not None else None}
+    options = {name: getattr(config, name) for name in sizes if getattr(config, name, 1) not in (None, 1)}
+    return {"parallelism": Made(ParallelismConfig, **options) if config is not None else None}
 
 
 _SHARDING = {
@@ -305,7 +309,7 @@ _SHARDING = {
     "offload_params": "cpu_offload",
     "version": "fsdp_version",
 }
-_SHARDING_WORDS: dict[str, dict[str, Any]] = {
+_SHARDING_MODES: dict[str, dict[str, Any]] = {
     "full_shard": {"reshard_after_forward": True},
     "shard_grad_op": {"reshard_after_forward": False},
     "hybrid_shard": {"sharding_strategy": "HYBRID_SHARD"},
@@ -316,20 +320,20 @@ _SHARDING_WORDS: dict[str, dict[str, Any]] = {
 
 
 @_form("fsdp", "fsdp_config", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap")
-def _sharding(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    words, config = given.get("fsdp", True), given.get("fsdp_config") or {}
-    if not words:
+def _sharding(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    modes, config = arguments.get("fsdp", True), arguments.get("fsdp_config") or {}
+    if not modes:
         return {"fsdp": None}
     if isinstance(config, str):
-        return f"the file {config!r} is not read here; give FullyShardedDataParallelPlugin(…)"
+        return f"files such as {config!r} are not supported; give FullyShardedDataParallelPlugin(…)"
     options: dict[str, Any] = {}
-    for word in words.split() if isinstance(words, str) else list(words) if isinstance(words, (list, tuple)) else []:
-        if str(word) not in _SHARDING_WORDS:
-            return f"there is no sharding {str(word)!r}; give FullyShardedDataParallelPlugin(…)"
-        options |= _SHARDING_WORDS[str(word)]
-    for name, value in {**config, **{name: given[name] for name in given if name.startswith("fsdp_")}}.items():
+    for mode in modes.split() if isinstance(modes, str) else list(modes) if isinstance(modes, (list, tuple)) else []:
+        if str(mode) not in _SHARDING_MODES:
+            return f"there is no sharding mode {str(mode)!r}; give FullyShardedDataParallelPlugin(…)"
+        options |= _SHARDING_MODES[str(mode)]
+    for name, value in {**config, **{name: arguments[name] for name in arguments if name.startswith("fsdp_")}}.items():
         plain = name.removeprefix("fsdp_")
-        # 0 parameters, no backend of XLA: what is written there when nothing is meant.
+        # 0 parameters and no XLA are Hugging Face's values for options that are not used.
         if plain == "config" or (not value and (plain == "min_num_params" or plain.startswith("xla"))):
             continue
         options[_SHARDING.get(plain, plain)] = value
@@ -337,11 +341,11 @@ def _sharding(given: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 @_form("generation_max_length", "generation_num_beams", "generation_config")
-def _generation(given: Mapping[str, Any]) -> dict[str, Any] | str:
-    if given.get("generation_config") is not None:
-        return "give its values by name: generation_kwargs={…}"
+def _generation(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    if arguments.get("generation_config") is not None:
+        return "give its values by name, generation_kwargs={…}"
     names = {"generation_max_length": "max_length", "generation_num_beams": "num_beams"}
     return {
-        "generation_kwargs": {ours: given[name] for name, ours in names.items() if given.get(name) is not None},
+        "generation_kwargs": {ours: arguments[name] for name, ours in names.items() if arguments.get(name) is not None},
         "predict_with_generate": True,
     }
