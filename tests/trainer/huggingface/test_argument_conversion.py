@@ -207,8 +207,8 @@ def test_the_error_gives_ours_with_the_value(given: dict[str, Any], ours: str) -
         ({"train_sampling_strategy": "batch_rebalance"}, "there is no sampling 'batch_rebalance'"),
         ({"fsdp_config": "fsdp.json"}, "files such as 'fsdp.json' are not supported"),
         ({"fsdp_config": {}, "fsdp": "sharp"}, "there is no sharding mode 'sharp'"),
-        ({"generation_config": "model"}, "give its values by name: generation_kwargs={…}"),
-        ({"metric_for_best_model": None}, "without metric_for_best_model it has no effect"),
+        ({"generation_config": "model"}, "give its values by name, generation_kwargs={…}"),
+        ({"metric_for_best_model": None}, "it has no effect without metric_for_best_model"),
     ],
 )
 def test_what_has_no_place_here_is_told_with_a_reason(given: dict[str, Any], said: str) -> None:

@@ -33,7 +33,7 @@ class Made:
         return self.kind(**self.options)
 
 
-# Takes Hugging Face's arguments by name; returns this library's by name, or a text that says why there is none.
+# Takes Hugging Face's arguments by name; returns this library's by name, or a text: why there is no equivalent.
 Conversion = Callable[[Mapping[str, Any]], dict[str, Any] | str]
 
 OTHER_FORM: dict[tuple[str, ...], Conversion] = {}
