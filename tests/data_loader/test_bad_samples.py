@@ -1,4 +1,4 @@
-"""Samples that cannot be read: the error names them and the worker, or they are left out and told of."""
+"""Samples that cannot be read: the error names them and the worker, or they are skipped and reported."""
 
 import os
 import signal
@@ -124,7 +124,7 @@ def test_a_killed_worker_is_named_with_its_samples() -> None:
 @pytest.mark.parametrize("kind", [Holed, HoledInBulk])
 def test_bad_samples_leave_their_batches(kind: type[Holed], workers: int) -> None:
     whole = _prepared(Numbers(17), shuffle=True, num_workers=workers)
-    expected = [[one for one in batch.tolist() if one not in (2, 7, 16)] for batch in whole]
+    expected = [[index for index in batch.tolist() if index not in (2, 7, 16)] for batch in whole]
     loader, quarantine = _prepared(kind(17, 2, 7, 16), shuffle=True, num_workers=workers), _quarantine()
     loader.skip_bad_samples(quarantine)
     seen: list[list[int]] = []
@@ -172,7 +172,7 @@ def test_workers_that_live_on_and_seeded_samples_leave_out_the_same(options: dic
     loader.skip_bad_samples(quarantine)
     whole = _prepared(Numbers(17), shuffle=True)
     for found in (3, 0, 0):
-        expected = [[one for one in batch.tolist() if one not in (2, 7, 16)] for batch in whole]
+        expected = [[index for index in batch.tolist() if index not in (2, 7, 16)] for batch in whole]
         assert [batch.tolist() for batch in loader] == expected
         assert len(quarantine.sync_across_ranks()) == found
 

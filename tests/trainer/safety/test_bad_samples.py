@@ -1,4 +1,4 @@
-"""Samples that cannot be read, in a Trainer: the run ends and names them, or goes on as if they had no label."""
+"""Samples that cannot be read, in a Trainer: the run ends and names them, or continues as if they had no label."""
 
 import json
 import logging
