@@ -247,7 +247,7 @@ def test_each_machine_has_whole_weights_only_where_the_main_process_is(tmp_path:
         accelerator.free_memory()
         accelerator = engine(SHARDED)
         accelerator.project_configuration.save_on_each_node = True
-        with pytest.raises(UnsupportedError, match="each machine has a part of the shards only"):
+        with pytest.raises(UnsupportedError, match="each machine has only some of the shards"):
             accelerator.save_state(tmp_path / rank / "other")
         return whole, resumed
 

@@ -180,7 +180,7 @@ def test_a_save_that_is_cut_fails_alone(line: Line, caplog: pytest.LogCaptureFix
     assert [step["step"] for step in result.state.checkpoints] == [2, 6, 7]
     (told,) = [record.getMessage() for record in caplog.records if "could not be written" in record.getMessage()]
     assert re.search(
-        rf"{bucket}/runs/.*checkpoint-00000004/.* could not be written: it cannot .* in 3 attempts: ", told
+        rf"{bucket}/runs/.*checkpoint-00000004/.* could not be written: it cannot be reached, after 3 attempts: ", told
     )
     assert not any("checkpoint-00000004" in name or "partial" in name for name in files(f"{bucket}/runs"))
 

@@ -36,11 +36,16 @@ class Actions:
         if self._group.size == 1:
             control.sync_across_ranks(self._group)
 
-    def handle(self) -> None:
-        """Do what was asked for, if anything was."""
+    def handle(self) -> bool:
+        """Do what was asked for, if anything was; return whether training is over."""
+        is_over = self.is_over
+        if not is_over and self._run.control.is_empty:
+            return False
+        self._handle()
+        return self.is_over
+
+    def _handle(self) -> None:
         session, control = self._session, self._run.control
-        if control.is_empty and not self.is_over:
-            return
         if control.take("flush"):
             session.saves.flush()
         if control.take("log") or self._ends:
@@ -73,7 +78,7 @@ class Actions:
                 control.agree(name)
                 control.reason = control.reason or reason
         if not control.is_empty:
-            self.handle()
+            self._handle()
 
     def end_epoch_on_request(self) -> bool:
         """Whether all ranks know that somebody asked for the end of this epoch."""

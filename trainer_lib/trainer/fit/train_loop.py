@@ -41,6 +41,7 @@ class TrainLoop:
         context = session.context
         self.session, self.run, self.events = session, context.run, context.events
         self.accelerator, self.loader, self.models = context.accelerator, context.loader, context.models
+        self.gradient_state = context.accelerator.gradient_state
         self.guard, self.training_step = session.guard, session.training_step
         self.optimizers, self.schedulers = list(self.run.optimizers.values()), session.step_schedulers
         self.window, self.actions = UpdateWindow(context), Actions(session)
@@ -76,7 +77,7 @@ class TrainLoop:
                 update = self.micro_batch(batch)
                 if update is Update.REWIND:
                     break
-                if update is not None and (self.finish_step(update) or self.actions.is_over):
+                if update is not None and self.finish_step(update):
                     break
         return update
 
@@ -85,16 +86,17 @@ class TrainLoop:
         run, window, update = self.run, self.window, None
         run.batch = window.read(batch)
         with self.accelerator.accumulate(*self.models):
-            if window.is_new:
+            is_last = self.gradient_state.sync_gradients
+            if self.accelerator.window.size == 1:
                 self.begin_window()
             if not window.is_skipped:
                 self.events.fire("on_micro_batch_begin", run)
-                if window.is_complete:
+                if is_last:
                     window.write_message()
                 self.forward_backward()
-            if window.is_complete:
+            if is_last:
                 update = Update.SKIP if window.is_skipped else self.update()
-        window.count()
+        window.count(is_last)
         return update
 
     def begin_window(self) -> None:
@@ -155,7 +157,7 @@ class TrainLoop:
         return Update.REWIND if self.guard.rewinds else Update.SKIP
 
     def finish_step(self, update: Update) -> bool:
-        """Count an update and do what was asked for; return whether the epoch is over."""
+        """Count an update and do what was asked for; return whether the epoch or training is over."""
         run, loader = self.run, self.loader
         if update is Update.SKIP:
             self.events.fire("on_step_skipped", run)
@@ -170,8 +172,7 @@ class TrainLoop:
             self.end_epoch()
         self.actions.ask()
         self.is_between_updates = True
-        self.actions.handle()
-        return is_epoch_over
+        return self.actions.handle() or is_epoch_over
 
     def end_epoch(self) -> None:
         """Count an epoch."""

@@ -23,7 +23,7 @@ class UpdateWindow:
 
     def __init__(self, context: FitContext) -> None:
         self._run, self._loader, self._accelerator = context.run, context.loader, context.accelerator
-        self._window, self._gradients = context.accelerator.window, context.accelerator.gradient_state
+        self._window = context.accelerator.window
         self._counts = SampleCounts(context)
         self._is_alone = context.group.size == 1
         self.first_sample = 0
@@ -32,16 +32,6 @@ class UpdateWindow:
         self._reads_late = context.accelerator.device.type != "cpu"
         self._message: StepMessage | None = None
         self._late: StepMessage | None = None
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the micro-batch in hand is the first one."""
-        return self._window.size == 1
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the micro-batch in hand is the last one, with which the ranks reduce gradients."""
-        return self._gradients.sync_gradients
 
     def read(self, batch: Any) -> Any:
         """Return the rows of a batch that repeat no sample; of a filler batch, all of them."""
@@ -87,12 +77,12 @@ class UpdateWindow:
         if received is not None:
             control.receive([float(request) for request in received.requests])
 
-    def count(self) -> None:
-        """Count the micro-batch in hand."""
+    def count(self, is_last: bool) -> None:
+        """Count the micro-batch in hand, which may be the last one of the window."""
         state = self._run.state
         state.micro_batches += 1
         state.samples += self._loader.samples_in_round or 0
-        if self.is_complete and (self._is_alone or self.is_skipped):
+        if is_last and (self._is_alone or self.is_skipped):
             self._counts.gather()
 
     def _raise_uneven_end(self, share: float) -> None:
