@@ -271,7 +271,7 @@ def test_a_data_worker_that_hangs_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_does_not_wait_for_a_save_that_hangs(tmp_path: Path, ranks: int) -> None:
     codes, errors, seconds = started(tmp_path, "save", ranks)
-    assert codes == [1] * ranks  # of an error of the last save, not of the watchdog
+    assert codes == [1] * ranks, errors  # of an error of the last save, not of the watchdog
     assert "UnsavedError: The run trained all its steps" in errors[0]
     assert re.search(r"checkpoint-00000006 hangs: for \d+ s", errors[0])
     assert "hang (script.py:" in errors[0]
