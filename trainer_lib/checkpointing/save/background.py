@@ -145,8 +145,8 @@ class BackgroundSaves:
         A save that hangs is not waited for. After an error in this process, other ranks get a few seconds to answer.
         """
         if self.hang is not None:  # the hang was logged
-            # If it hangs on another rank, the thread is in a collective here. When that rank ends the collective raises;
-            # while Python shuts down, that would abort the process.
+            # If it hangs on another rank, the thread is in a collective here. When that rank ends, the collective
+            # raises; while Python shuts down, that would abort the process.
             if self._thread is not None and self._written_at is not None:
                 self._thread.join(_PATIENCE_AFTER_AN_ERROR)
             return
