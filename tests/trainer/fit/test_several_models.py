@@ -118,7 +118,7 @@ def test_each_optimizer_has_a_schedule() -> None:
 
 
 def test_several_models_need_a_step_of_ones_own() -> None:
-    with pytest.raises(ConfigurationError, match="override training_step"):
+    with pytest.raises(ConfigurationError, match="Override training_step"):
         Trainer(models(), arguments(), train_dataset=TensorDataset(points()[0])).fit()
 
 
