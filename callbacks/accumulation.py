@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from trainer_lib.events import Modifier, Run
 from trainer_lib.events.callback import UpdatePlan
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.lengths import length_of
 
 
 class AccumulationSchedule(Modifier):
@@ -98,10 +99,7 @@ class AccumulationSchedule(Modifier):
 
 def _batches(run: Run) -> int | None:
     """Return the number of batches per epoch; `None` if the data has no length."""
-    try:
-        return len(run.accelerator._dataloaders[-1])
-    except (TypeError, NotImplementedError):
-        return None
+    return length_of(run.accelerator._dataloaders[-1])
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -13,6 +13,7 @@ from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.format.state_parts import Part
 from trainer_lib.checkpointing.third_party.third_party import TRAINER
 from trainer_lib.foundation.errors import StateError
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.strategies.optimizer_state_names import named_parameters, parameter_names
@@ -187,12 +188,12 @@ def _loader_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     current = loader.state_dict()
     batches = 0
     if state["part_of_pass"]:
-        try:
-            batches = round(state["part_of_pass"] * len(loader))
-        except (TypeError, NotImplementedError):
+        length = length_of(loader)
+        if length is None:
             _logger.warning(
                 "The data has no length, so the position in the epoch cannot be restored: the epoch restarts, and "
                 "samples come twice."
             )
+        batches = round(state["part_of_pass"] * (length or 0))
     position = min(batches * loader._reader.step, current.get("length") or math.inf)
     return {**current, "epoch": state["epoch"], "position": int(position) if batches else 0, "bookmark": None}

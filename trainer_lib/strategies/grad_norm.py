@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer_lib.foundation.errors import UnsupportedError
+
 
 def local_values(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the values of each tensor on this rank: its shard, the values of a sparse tensor, or the tensor."""
@@ -164,7 +166,7 @@ def _over_shards(norms: Tensor, norm_type: float, mesh: Any, placements: Sequenc
         if placement.is_shard():
             norms = _reduced_norms(norms, norm_type, mesh.get_group(dimension))
         elif not placement.is_replicate():
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"Gradient norms support the placements Shard and Replicate (got {placement}). Shard with FSDP2."
             )
     return norms

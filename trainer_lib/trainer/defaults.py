@@ -18,12 +18,13 @@ from trainer_lib.data_loader import prepare_data_loader
 from trainer_lib.data_loader.prepare import has_indices
 from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.logging import get_logger
 from trainer_lib.progress import is_live
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.data import dataloaders
-from trainer_lib.trainer.data.datasets import as_dataset, length_of
+from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.data.unused_columns import DropUnusedColumns, used_columns
 from trainer_lib.trainer.evaluation.generation import generate_step
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric

@@ -17,6 +17,7 @@ from torch.utils.data import Sampler, SequentialSampler, SubsetRandomSampler, We
 from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
 from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.data_loader.order.samplers import SeedableRandomSampler
+from trainer_lib.foundation.lengths import length_of
 
 # Samplers that draw random numbers only from the generator passed to them.
 _CONTAINED = frozenset({SubsetRandomSampler, WeightedRandomSampler, list, tuple, range})
@@ -47,10 +48,7 @@ class ReplayedOrder:
 
     def length(self) -> int | None:
         """Return how many units a pass has; `None` if the sampler has no length."""
-        try:
-            return len(self.source)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
+        return length_of(self.source)
 
     def replay(self, seed: int, epoch: int, remembered: int, at_once: int) -> "Replay":
         """Return the units of a pass from its start (see `Replay`)."""

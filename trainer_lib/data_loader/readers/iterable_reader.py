@@ -18,6 +18,7 @@ from trainer_lib.data_loader.order.uneven_end import until_all_end
 from trainer_lib.data_loader.readers.iterable_shard import IterableDatasetShard, TailCollate
 from trainer_lib.data_loader.readers.shard_reader import Reader, copied, look_ahead
 from trainer_lib.foundation.errors import StateError
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradient_state import Rows
 
@@ -157,7 +158,7 @@ class IterableReader(Reader):
         return {
             "style": self.style,
             "unit": self.unit,
-            "length": _length(self.attribute("dataset")),
+            "length": length_of(self.attribute("dataset")),
             "num_workers": self.loader.num_workers,
             "round": self.step,
             "split_among": self._split_among,
@@ -322,10 +323,3 @@ def _counted_again(batches: Iterator[Any], counts: deque[Any]) -> Iterator[Any]:
     for batch in batches:
         count = counts.popleft() if counts else None
         yield batch if count is None else Counted(batch, *count)
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None

@@ -16,10 +16,11 @@ from trainer_lib.data_loader.prepare import check_can_seed
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, did_you_mean
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.value_types import AUTO
-from trainer_lib.trainer.data.datasets import as_dataset, length_of
+from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
 from trainer_lib.trainer.evaluation.eval_sets import check_has_interval, check_intervals, named_sets
 from trainer_lib.trainer.evaluation.outputs import Metric

@@ -13,9 +13,10 @@ from trainer_lib.data_loader.order.samplers import SeedableRandomSampler
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer.data.collate import PaddingCollate, collate
-from trainer_lib.trainer.data.datasets import Columns, as_dataset, length_of
+from trainer_lib.trainer.data.datasets import Columns, as_dataset
 from trainer_lib.trainer.data.limit_batches import limited_dataset, limited_loader
 from trainer_lib.trainer.data.train_samplers import LengthGroupedSampler, WeightedSampler, first_samples, lengths_of
 

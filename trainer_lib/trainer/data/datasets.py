@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.lengths import length_of
 
 Collate = Callable[[Sequence[Any], tuple[Any, ...]], Any]
 
@@ -43,14 +44,6 @@ def as_dataset(data: Any, option: str) -> Any:
     if length_of(dataset) == 0:
         raise ConfigurationError(f"{option} is empty: this {type(data).__name__} has no samples.")
     return dataset
-
-
-def length_of(dataset: Any) -> int | None:
-    """Return the number of samples of a dataset; `None` if it has no length."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 class Columns(Dataset[Any]):

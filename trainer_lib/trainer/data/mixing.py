@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 
 from trainer_lib.data_loader.order.permutation import Shuffle
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.options.base import check_count
-from trainer_lib.trainer.data.datasets import as_dataset, length_of
+from trainer_lib.trainer.data.datasets import as_dataset
 
 
 class MixedDataset(Dataset[Any]):

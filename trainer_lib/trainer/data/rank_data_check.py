@@ -12,9 +12,9 @@ from trainer_lib.data_loader.readers.fingerprint import Fingerprint, alike, fing
 from trainer_lib.data_loader.readers.probe import samples_at, samples_of_stream
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
 from trainer_lib.foundation.errors import DistributedOperationException
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.trainer.data.datasets import length_of
 
 _logger = get_logger(__name__)
 

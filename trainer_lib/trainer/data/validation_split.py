@@ -6,7 +6,8 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.trainer.data.datasets import as_dataset, length_of
+from trainer_lib.foundation.lengths import length_of
+from trainer_lib.trainer.data.datasets import as_dataset
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer

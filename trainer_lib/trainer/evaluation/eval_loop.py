@@ -16,6 +16,7 @@ from trainer_lib.foundation.errors import (
     ConfigurationError,
     DistributedOperationException,
 )
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.trainer.evaluation.eval_batches import EvalBatches, Step
 from trainer_lib.trainer.evaluation.eval_mode import eval_mode
 from trainer_lib.trainer.evaluation.gather_batches import BatchGatherer
@@ -236,11 +237,8 @@ class Evaluator:
         return {name: evaluated(module) for name, module in model.items()}
 
     def _length(self, loader: PreparedLoader, limit: int | None) -> int | None:
-        try:
-            length = len(loader)
-        except (TypeError, NotImplementedError):
-            return limit
-        return length if limit is None else min(length, limit)
+        lengths = [length for length in (length_of(loader), limit) if length is not None]
+        return min(lengths, default=None)
 
 
 def _set_label(name: str) -> str:

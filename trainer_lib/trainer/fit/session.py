@@ -25,6 +25,7 @@ from trainer_lib.foundation.errors import (
     UnwritableError,
     did_you_mean,
 )
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
@@ -182,7 +183,7 @@ class FitSession:
 
     def _set_limits(self, state: RunState) -> None:
         args = self.trainer.args
-        batches = _length(self.loader)
+        batches = length_of(self.loader)
         if batches is not None:
             if not batches:
                 raise ConfigurationError(
@@ -580,9 +581,8 @@ class FitSession:
             state.status = "unsaved"
         if trainer.args.load_best_at_end and state.best is not None:
             self._load_best()
-        self.interruption = (
-            self.agreed_interruption()
-        )  # too late to leave anything undone; but whoever asked for the end gets it
+        # Nothing is left undone; but whoever sent a signal gets its exit code.
+        self.interruption = self.agreed_interruption()
 
     def close(self, status: Any) -> None:
         """Write down how it ended, however that was, and let the callbacks know."""
@@ -782,15 +782,6 @@ def _named(verb: str, value: Any) -> dict[str, Any]:
     return named
 
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):  # an iterable dataset does not say
-        return None
-
-
 def _size(loader: Any) -> Any:
-    try:
-        return len(loader.dataset)
-    except TypeError:
-        return "an unknown number of"
+    length = length_of(loader.dataset)
+    return "an unknown number of" if length is None else length

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
 from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.logging import get_logger
-from trainer_lib.trainer.data.datasets import length_of
 
 if TYPE_CHECKING:
     from trainer_lib.runs import RunFolder

@@ -8,11 +8,12 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.memory.release_memory import clear_device_cache
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.value_types import AUTO
-from trainer_lib.trainer.data.datasets import as_dataset, length_of
+from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.tools.sandbox import check_can_sandbox, short_sandbox
 
 if TYPE_CHECKING:
