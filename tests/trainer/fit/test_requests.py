@@ -1,6 +1,7 @@
 """Requests of callbacks to end an epoch and to leave out a batch, on any number of ranks and after a resume."""
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from tests.trainer.fit.test_exact_updates import (
     train,
 )
 from tests.worlds import run_world
-from trainer_lib import Trainer
+from trainer_lib import Interrupted, Trainer
 from trainer_lib.events import Callback, Run
+from trainer_lib.processes.exit_codes import by_signal
 
 ROWS = 48
 
@@ -191,3 +193,39 @@ def test_running_statistics_do_not_see_a_batch_that_is_skipped() -> None:
 
     for one, other in zip(statistics(skips=True), statistics(skips=False), strict=True):
         assert torch.equal(one, other)
+
+
+class SavesAndInterrupts(Callback):
+    """Asks for a checkpoint after the last step, and for the end of the run in the evaluation that follows."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+    def on_step_end(self, run: Run) -> None:
+        if self.is_on and run.state.step == 3:
+            run.control.save = True
+
+    def on_evaluate_batch_begin(self, run: Run) -> None:
+        if self.is_on:
+            run.control.interruption = by_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_save_requested_after_the_last_step_survives_an_interrupted_evaluation(
+    processes: int, tmp_path: Path
+) -> None:
+    """It needs no interval of saves; the resumed run makes the evaluation."""
+
+    def run() -> list[Any]:
+        options: dict[str, Any] = {"max_steps": 3, "save_every": "never", "output_dir": tmp_path, "resume": "auto"}
+        asks = SavesAndInterrupts()
+        data = {"train_dataset": samples(ROWS), "eval_dataset": samples(16), "loss_fn": cross_entropy}
+        trainer = Trainer(classifier(), arguments(**options), callbacks=[asks], **data)
+        with pytest.raises(Interrupted) as caught:
+            trainer.fit()
+        kept = [entry["step"] for entry in caught.value.result.state.checkpoints]
+        trainer.accelerator.free_memory()
+        again = Trainer(classifier(), arguments(**options), **data)
+        return [kept, again.fit().state.step, "eval_loss" in again.run.metrics]
+
+    assert run_world(run, (), processes, timeout=60) == [[[3], 3, True]] * processes

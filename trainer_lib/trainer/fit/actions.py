@@ -103,8 +103,10 @@ class Actions:
     def _interrupt(self) -> None:
         """Save and end; what else was asked for is owed to the resumed run, so that it takes no time now."""
         control = self._run.control
-        due = [name for name in (*_EVALUATIONS, "save", "stop") if control.take(name)]
-        is_before_save = not set(due).isdisjoint(_EVALUATIONS)
-        owed = [name for name in due if name == "stop" or is_before_save]
+        is_before_save = any(
+            map(control.is_due, _EVALUATIONS)
+        )  # else the interruption's checkpoint is the one asked for
+        names = (*_EVALUATIONS, "save", "stop") if is_before_save else ("stop",)
+        owed = [name for name in names if control.take(name)]
         self._session.interrupt({name: control.reason if name == "stop" else None for name in owed})
         self._is_stopped = True

@@ -496,7 +496,8 @@ class FitSession:
         self.interruption, self.owed = self.agreed_interruption(), owed
         assert self.interruption is not None
         state.status, state.reason = "interrupted", self.interruption.reason
-        if self.folder is not None and self.trainer.args.save_interval is not None and state.step:
+        is_asked = run.control.take("save") or "save" in owed
+        if self.folder is not None and (self.trainer.args.save_interval is not None or is_asked) and state.step:
             run.control.save_reasons.add("interruption")
             self.save()
         self.saves.flush()
@@ -565,6 +566,7 @@ class FitSession:
     def _finish(self) -> None:
         run, state, trainer = self.run, self.run.state, self.trainer
         self.log()
+        run.control.sync_across_ranks(self.context.group)  # requests of the last step, which no gradients took along
         reason = run.control.reason
         if trainer.evaluation_interval is not None and not self._evaluate_the_rest():
             self.forget_save()  # which does not know what asked for the end
