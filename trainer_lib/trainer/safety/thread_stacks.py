@@ -18,7 +18,8 @@ from trainer_lib.data_loader.worker_init import STACKS_SIGNAL, worker_stacks
 
 _SHOWN_FRAMES = 4
 _MOST_FRAMES = 64  # of which a move is noticed
-_PATIENCE = 1.0  # seconds for a worker to write its stacks
+_PATIENCE = 2.0  # seconds for a worker to write its stacks
+_SETTLED = 10  # looks at the same text, one after the other, after which it is taken to be whole
 # By name: the loop imports what this module is part of.
 _STEP, _EPOCH, _READ = "TrainLoop.micro_batch", "TrainLoop.epoch", "PreparedLoader.__iter__"
 _WAIT_FOR_SAVE = BackgroundSaves.wait_until_released.__code__
@@ -140,8 +141,11 @@ def stacks_of_worker(pid: int) -> str:
     with suppress(OSError):
         os.kill(pid, STACKS_SIGNAL)
     ends = time.monotonic() + _PATIENCE
-    while (text := worker_stacks(pid)) == before and time.monotonic() < ends:
+    text, settled = before, 0  # it writes line by line: what is read may be the start
+    while settled < _SETTLED and time.monotonic() < ends:
         time.sleep(0.02)
+        last, text = text, worker_stacks(pid)
+        settled = settled + 1 if text == last != before else 0
     return text or ""
 
 
