@@ -27,7 +27,7 @@ class ClipValue(Modifier):
         self.value = _positive("ClipValue(value)", value)
 
     def on_backward_end(self, run: Run) -> None:
-        run.accelerator.strategy.clip_grad_value(_trained(run), self.value)
+        run.accelerator.strategy.clip_grad_value(run.trained_parameters, self.value)
 
 
 class AdaptiveClipping(Modifier):
@@ -57,7 +57,7 @@ class AdaptiveClipping(Modifier):
 
     @torch.no_grad()
     def on_backward_end(self, run: Run) -> None:
-        for weight in _trained(run):
+        for weight in run.trained_parameters:
             if weight.grad is not None and weight not in self._excluded:
                 limit = _norms(weight).clamp(min=self.least) * self.share
                 norms = _norms(weight.grad)
@@ -68,10 +68,6 @@ class AdaptiveClipping(Modifier):
 def _norms(tensor: Any) -> Any:
     over = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
     return torch.linalg.vector_norm(tensor, dim=over, keepdim=tensor.ndim > 1)
-
-
-def _trained(run: Run) -> list[Any]:
-    return [p for optimizer in run.optimizers.values() for group in optimizer.param_groups for p in group["params"]]
 
 
 def _positive(option: str, value: Any) -> float:

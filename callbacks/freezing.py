@@ -62,7 +62,7 @@ class Freeze(Modifier):
                 if gate is not None:
                     gate.begin(run.state)
         self._apply(run)
-        if not any(weight.requires_grad for weight in _trained(run)):
+        if not any(weight.requires_grad for weight in run.trained_parameters):
             raise ConfigurationError(
                 f"{type(self).__name__} freezes all trained weights, so nothing is left to train. Leave some weights "
                 "unfrozen, such as the head."
@@ -93,7 +93,7 @@ class Freeze(Modifier):
                         optimizer.state.pop(weight, None)
 
     def _check(self, run: Run) -> None:
-        trained = {id(weight) for weight in _trained(run)}
+        trained = {id(weight) for weight in run.trained_parameters}
         frozen: set[int] = set()
         for part, weights in zip(self._parts, self._weights, strict=True):
             source = f"{type(self).__name__}({', '.join(map(repr, part.patterns))})"
@@ -156,10 +156,6 @@ def _checked(patterns: tuple[Any, ...], callback: str) -> tuple[str, ...]:
             f'{callback} needs names of weights or patterns such as "encoder.*" (got {patterns!r}).'
         )
     return patterns
-
-
-def _trained(run: Run) -> list[Any]:
-    return [p for optimizer in run.optimizers.values() for group in optimizer.param_groups for p in group["params"]]
 
 
 def _check_replicas(run: Run, callback: str) -> None:

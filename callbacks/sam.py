@@ -64,7 +64,7 @@ class SAM(Modifier):
 
     def on_backward_end(self, run: Run) -> None:
         run.accelerator.unscale_gradients()
-        weights = [p for group in run.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        weights = [parameter for parameter in run.trained_parameters if parameter.grad is not None]
         share = run.accelerator.window.share_of((run.optimizer,))
         if share is None or not weights:
             return

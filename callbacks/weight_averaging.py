@@ -144,7 +144,7 @@ class WeightAverage(Modifier):
 
 def _trained(run: Run) -> dict[str, Any]:
     """Return the optimizers' parameters by name, tied weights once."""
-    trained = {id(p) for opt in run.optimizers.values() for group in opt.param_groups for p in group["params"]}
+    trained = {id(parameter) for parameter in run.trained_parameters}
     named: dict[int, tuple[str, Any]] = {}
     for name, parameter in run.parameters.items():
         if id(parameter) in trained:

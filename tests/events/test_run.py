@@ -43,6 +43,15 @@ def test_a_single_optimizer_needs_no_name() -> None:
         _ = Run().optimizer
 
 
+def test_trained_parameters_are_those_of_all_optimizers() -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    groups: list[dict[str, Any]] = [{"params": [first.weight]}, {"params": [first.bias]}]
+    run = Run(optimizers={"g": torch.optim.SGD(groups, 0.1), "d": torch.optim.SGD([second.weight], 0.1)})  # type: ignore[dict-item]
+    assert [id(parameter) for parameter in run.trained_parameters] == [
+        id(parameter) for parameter in (first.weight, first.bias, second.weight)
+    ]
+
+
 def test_the_process_that_prints_is_the_main_one() -> None:
     assert Run().is_main_process
     assert Run(accelerator=Accelerator(cpu=True)).is_main_process

@@ -89,6 +89,12 @@ class Run:
         }
 
     @property
+    def trained_parameters(self) -> list[Tensor]:
+        """The parameters of all optimizers."""
+        groups = (group for optimizer in self.optimizers.values() for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
+    @property
     def optimizer(self) -> "AcceleratedOptimizer":
         """The optimizer, if the run has exactly one."""
         return _only("optimizer", self.optimizers)

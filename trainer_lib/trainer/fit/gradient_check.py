@@ -16,7 +16,7 @@ class GradientCheck:
     """
 
     def __init__(self, context: FitContext, has_own_step: bool) -> None:
-        self._optimizers, self._models = list(context.run.optimizers.values()), context.models
+        self._run, self._models = context.run, context.models
         self._has_own_step = has_own_step
         self._without = 0  # updates without any gradient
         self.is_done = False
@@ -27,9 +27,8 @@ class GradientCheck:
         Raises:
             ConfigurationError: If no parameter has a gradient, or one has none where the ranks wait for all of them.
         """
-        has_stepped = any(optimizer.has_stepped for optimizer in self._optimizers)
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        has_gradients = any(parameter.grad is not None for group in groups for parameter in group["params"])
+        has_stepped = any(optimizer.has_stepped for optimizer in self._run.optimizers.values())
+        has_gradients = any(parameter.grad is not None for parameter in self._run.trained_parameters)
         self.is_done = has_stepped or has_gradients
         if not has_stepped:
             check_all_used(self._models)

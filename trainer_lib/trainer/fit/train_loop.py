@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
-
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.fit.actions import Actions
 from trainer_lib.trainer.fit.gradient_check import GradientCheck
@@ -189,13 +187,7 @@ class TrainLoop:
         """Return the context in which a batch changes neither gradients nor buffers nor logged means."""
         self.run.weighs_nothing = True
         try:
-            with buffers_kept(self.models), no_gradients_of(self.parameters):
+            with buffers_kept(self.models), no_gradients_of(self.run.trained_parameters):
                 yield
         finally:
             self.run.weighs_nothing = False
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """All parameters of all optimizers."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [parameter for group in groups for parameter in group["params"]]

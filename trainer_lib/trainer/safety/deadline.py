@@ -109,6 +109,5 @@ class Deadline:
         return due + (save if run.accelerator.is_saving else 0.0)
 
     def _first_save(self) -> float:
-        groups = (group for optimizer in self._run.optimizers.values() for group in optimizer.param_groups)
-        sizes = (parameter.numel() * parameter.element_size() for group in groups for parameter in group["params"])
+        sizes = (parameter.numel() * parameter.element_size() for parameter in self._run.trained_parameters)
         return math.ceil(_STATES * sum(sizes) / _BYTES_A_SECOND)

@@ -139,8 +139,7 @@ class NonFiniteGuard:
 
     def _trained(self) -> list[Tensor]:
         if not self._parameters:
-            groups = [group for optimizer in self._run.optimizers.values() for group in optimizer.param_groups]
-            self._parameters = [parameter for group in groups for parameter in group["params"]]
+            self._parameters = self._run.trained_parameters
         return list(self._run.accelerator.strategy.current_parameters(self._parameters))
 
     def _is_finite(self, norm: float) -> bool:
