@@ -63,7 +63,7 @@ def measure(parameters: float, rounds: int, folder: Path) -> None:
     report("stall of the first save in the background", stalls[0], first_copy, "copy into new buffers", "at most 1.25")
     report("stall of the next ones", min(stalls[1:]), min(copies), "copy into the same buffers", "at most 1.25")
     print(f"memory beyond the training's while saving: {(peak.bytes - before) / size:.2f} states (at most 1)")
-    accelerator._background.release()
+    accelerator.checkpoints.background.release()
 
     saves: list[float] = []
     floors: list[float] = []

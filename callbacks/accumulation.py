@@ -99,7 +99,7 @@ class AccumulationSchedule(Modifier):
 
 def _batches(run: Run) -> int | None:
     """Return the number of batches per epoch; `None` if the data has no length."""
-    return length_of(run.accelerator._dataloaders[-1])
+    return length_of(run.accelerator.prepared.dataloaders[-1])
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -42,7 +42,7 @@ class LocalSGD:
             raise ConfigurationError(f"accelerator must be an Accelerator (got {type(accelerator).__name__}).")
         check_count("local_sgd_steps", local_sgd_steps)
         check_flag("enabled", enabled)
-        if not any(model is prepared for prepared in accelerator._models):
+        if not any(model is prepared for prepared in accelerator.prepared.models):
             raise PreparationError(
                 f"LocalSGD got a {type(model).__name__} that is not prepared. Give the model that prepare() returned."
             )

@@ -378,7 +378,7 @@ def test_the_oldest_go_once_the_newest_is_there(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         accelerator.save_state()
     assert {"checkpoint_10", "checkpoint_11"} <= set(states_in(tmp_path))
-    accelerator._save_hooks.clear()
+    accelerator.checkpoints.save_hooks.clear()
     accelerator.save_state()
     assert states_in(tmp_path) == ["best", "checkpoint_11", "checkpoint_12", "mine.partial"]
 

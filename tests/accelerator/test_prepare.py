@@ -22,6 +22,17 @@ def _parts() -> tuple[Any, ...]:
     return network, optimizer, schedule, loader
 
 
+def test_scripts_for_accelerate_read_and_replace_the_lists_of_prepared_objects() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, schedule, loader = accelerator.prepare(*_parts())
+    accelerator.register_for_checkpointing(schedule.scheduler)
+    assert (accelerator._models, accelerator._optimizers) == ([model], [optimizer])
+    assert (accelerator._schedulers, accelerator._dataloaders) == ([schedule], [loader])
+    assert accelerator._custom_objects == [schedule.scheduler]
+    accelerator._models = accelerator._models[:0]
+    assert accelerator.prepared.models == []
+
+
 def test_everything_comes_back_in_the_order_given() -> None:
     network, optimizer, schedule, loader = _parts()
     marker = object()

@@ -1,7 +1,6 @@
 """`Accelerator`: prepare models and data, accumulate, backward, clip, gather, save and load."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from pathlib import Path
@@ -13,17 +12,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import construction
-from trainer_lib.accelerator.checkpoints import CheckpointMethods
+from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
+from trainer_lib.accelerator.checkpoints import Checkpoints
+from trainer_lib.accelerator.engine import Engine
 from trainer_lib.accelerator.lomo import lomo_backward
+from trainer_lib.accelerator.prepared import Prepared, list_of
 from trainer_lib.accelerator.tracking_methods import TrackingMethods, checked_trackers
 from trainer_lib.accelerator.uneven_inputs import joined
-from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory import release_memory
 from trainer_lib.modules.compilation import compile_model, undo_compilation
-from trainer_lib.modules.names import class_name
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.options.accumulation_options import GradientAccumulationPlugin, accumulation_plugin
@@ -162,14 +162,14 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
         self.window = GradientWindow(self.gradient_state, is_alone=self.num_processes == 1)
-        self._models: list[nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[Any] = []
-        self._custom_objects: list[Any] = []
+        self.prepared = Prepared(self.strategy.unwrap)
+        self.engine = Engine(self.state, self.prepared, self.strategy, self.precision, self.window)
+        self.checkpoints = Checkpoints(self.engine, self.project_configuration)
         self._nominal: tuple[Any, int, float] = (None, 0, 1.0)  # a loader, micro-batches a window, its expected weight
-        self._save_hooks, self._load_hooks, self._facts = OrderedDict(), OrderedDict(), OrderedDict()
-        self._background = BackgroundSaves()
+
+    # Scripts written for Accelerate read these lists.
+    _models, _optimizers, _schedulers = list_of("models"), list_of("optimizers"), list_of("schedulers")
+    _dataloaders, _custom_objects = list_of("dataloaders"), list_of("custom_objects")
 
     # -- settings ------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any optimizer was skipped because a gradient overflowed (fp16)."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     @property
     def split_batches(self) -> bool:
@@ -259,11 +259,13 @@ class Accelerator(TrackingMethods, CheckpointMethods):
                 f"device_placement must be a list with one value for each of the {len(args)} objects "
                 f"(got {device_placement!r})."
             )
-        self._check_not_prepared(args)
+        self.prepared.check_new(args)
         # Schedules come last: each one follows a prepared optimizer.
         prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
         prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) else v for v in prepared]
-        self._check_optimizers_fit([value for value in prepared if isinstance(value, AcceleratedOptimizer)])
+        # In a world of one, a few foreign parameters are fine; with more ranks their gradients would not be reduced.
+        optimizers = [value for value in prepared if isinstance(value, AcceleratedOptimizer)]
+        self.prepared.check_models_of(optimizers, all_parameters=self.use_distributed)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -276,7 +278,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             device_placement: Whether to move it to the device; by default the `Accelerator`'s setting.
             evaluation_mode: You only evaluate the model, so its gradients need not be reduced.
         """
-        self._check_not_prepared([model])
+        self.prepared.check_new([model])
         if self.verify_device_map(model) and self.use_distributed:
             raise PreparationError(
                 "This model is spread over several devices (device_map), and with several ranks each rank needs a "
@@ -290,21 +292,21 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             model = self.strategy.place(model)
         self.precision.wrap_forward(model)
         model = self.strategy.distribute(model, evaluation_mode)
-        for optimizer in self._optimizers:
+        for optimizer in self.prepared.optimizers:
             self.strategy.rebind_parameters(optimizer.optimizer)
         # Compile the user's model inside DDP: torch splits its graph at DDP's buckets there too, and DDP's own
         # Python, which does not compile, stays out of the graph.
         compile_model(self.strategy.unwrap(model), self.state.dynamo_plugin)
-        self._models.append(model)
+        self.prepared.models.append(model)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap an optimizer so that it steps once per accumulation window."""
-        self._check_not_prepared([optimizer])
+        self.prepared.check_new([optimizer])
         place = self.device_placement if device_placement is None else device_placement
         self.strategy.rebind_parameters(optimizer)
         prepared = AcceleratedOptimizer(optimizer, place, precision=self.precision, window=self.window)
-        self._optimizers.append(prepared)
+        self.prepared.optimizers.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
@@ -321,23 +323,22 @@ class Accelerator(TrackingMethods, CheckpointMethods):
 
     def wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a schedule like `prepare_scheduler`, without its warning for scripts written for Accelerate."""
-        self._check_not_prepared([scheduler])
-        optimizers = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
+        self.prepared.check_new([scheduler])
         prepared = AcceleratedScheduler(
             scheduler,
-            optimizers or self._optimizers,
+            self.prepared.optimizers_of(scheduler),
             self.step_scheduler_with_optimizer,
             self.split_batches,
             once_per_process=self.scheduler_steps_per_process,
         )
-        self._schedulers.append(prepared)
+        self.prepared.schedulers.append(prepared)
         return prepared
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Wrap a loader so that this rank reads its share of the data, in an order that all ranks agree on."""
-        self._check_not_prepared([data_loader])
+        self.prepared.check_new([data_loader])
         config = self.dataloader_config
         prepared = prepare_data_loader(
             data_loader,
@@ -354,7 +355,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             non_blocking=config.non_blocking,
             seed_each_sample=config.seed_each_sample,
         )
-        self._dataloaders.append(prepared)
+        self.prepared.dataloaders.append(prepared)
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -394,7 +395,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             False
             True
         """
-        return _MicroBatch(self, models or tuple(self._models))
+        return _MicroBatch(self, models or tuple(self.prepared.models))
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which `backward` does not reduce gradients across ranks."""
@@ -430,7 +431,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        return joined(self, joinables, even_batches)
+        return joined(self.engine, joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context for mixed precision outside of a prepared model's forward."""
@@ -472,7 +473,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         if weight is not None:
             self._weighted_backward(loss, weight, optimizer, kwargs)
             return
-        if len(self._optimizers) == 1 and window.has_weights(self._optimizers[0]):
+        if len(self.prepared.optimizers) == 1 and window.has_weights(self.prepared.optimizers[0]):
             raise ConfigurationError(
                 "backward got a loss without weight= in an update that has weighted losses. Give weight= with all "
                 "losses of an update, or with none."
@@ -489,13 +490,15 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             loss: The loss of the batch.
             learning_rate: The learning rate of this update.
         """
-        lomo_backward(self._optimizers, loss, learning_rate, self.num_processes, self.gradient_accumulation_steps)
+        lomo_backward(
+            self.prepared.optimizers, loss, learning_rate, self.num_processes, self.gradient_accumulation_steps
+        )
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Unscale gradients now, and divide them by the weight of their accumulation window."""
         if self.sync_gradients:
-            chosen = self._optimizers if optimizer is None else _listed(optimizer)
-            for prepared in self._optimizers:
+            chosen = self.prepared.optimizers if optimizer is None else _listed(optimizer)
+            for prepared in self.prepared.optimizers:
                 if any(optimizer in (prepared, prepared.optimizer) for optimizer in chosen):
                     prepared.finalize_gradients()
 
@@ -508,7 +511,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         parameters = self.strategy.current_parameters(_parameters_of(parameters))
         if not self.gradient_state.sync_gradients:
             return self.strategy.grad_norm(parameters, norm_type)
-        self._finalize_gradients_of(parameters)
+        self.prepared.finalize_gradients_of(parameters)
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -516,7 +519,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         _check_limit("clip_value", clip_value)
         if self.gradient_state.sync_gradients:
             parameters = self.strategy.current_parameters(_parameters_of(parameters))
-            self._finalize_gradients_of(parameters)
+            self.prepared.finalize_gradients_of(parameters)
             self.strategy.clip_grad_value(parameters, clip_value)
 
     # -- looking at a step ---------------------------------------------------------------------------------------
@@ -555,15 +558,11 @@ class Accelerator(TrackingMethods, CheckpointMethods):
 
     def release(self) -> None:
         """Release all prepared objects and the settings, without collecting garbage."""
-        self._background.release()
-        for model in self._models:
+        self.checkpoints.background.release()
+        for model in self.prepared.models:
             undo_compilation(model)
             self.precision.unwrap_forward(self.strategy.unwrap(model))
-        self._models.clear()
-        self._optimizers.clear()
-        self._schedulers.clear()
-        self._dataloaders.clear()
-        self._custom_objects.clear()
+        self.prepared.clear()
         self._nominal = (None, 0, 1.0)
         self.window.reset()
         self.gradient_state.sync_gradients = True
@@ -597,40 +596,6 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             return self.prepare_optimizer(value, device_placement)
         return value
 
-    def _check_not_prepared(self, values: Iterable[Any]) -> None:
-        known = {id(inner) for value in self._prepared() for inner in (value, _wrapped(value))}
-        known |= {id(self.strategy.unwrap(model)) for model in self._models}
-        seen: set[int] = set()
-        for value in values:
-            is_kind = isinstance(value, (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler))
-            if is_kind and (id(value) in known or id(value) in seen or _is_prepared(value)):
-                raise PreparationError(
-                    f"This {class_name(value)} is prepared already. Use the object that prepare() returned, "
-                    "or call free_memory() before you prepare it again."
-                )
-            seen.add(id(value))
-
-    def _prepared(self) -> Iterator[Any]:
-        yield from self._models
-        yield from self._optimizers
-        yield from self._schedulers
-        yield from self._dataloaders
-
-    def _check_optimizers_fit(self, optimizers: list[AcceleratedOptimizer]) -> None:
-        if not self._models:
-            return
-        known = {id(parameter) for model in self._models for parameter in model.parameters()}
-        for optimizer in optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            foreign = [parameter for parameter in parameters if id(parameter) not in known]
-            # In a world of one, a few such parameters are fine; with more ranks their gradients would not be reduced.
-            if foreign and (self.use_distributed or len(foreign) == len(parameters)):
-                raise PreparationError(
-                    f"{len(foreign)} of the {len(parameters)} parameters of this {type(optimizer.optimizer).__name__} "
-                    f"are in no prepared model (the first has the shape {tuple(foreign[0].shape)}). Create the "
-                    "optimizer from the parameters of the model that you prepare with it."
-                )
-
     def _weighted_backward(self, loss: Tensor, weight: Any, optimizer: Any, kwargs: dict[str, Any]) -> None:
         window = self.window
         reduces = self.gradient_state.sync_gradients and not window.is_alone
@@ -654,7 +619,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
                 window.message.receive(means)
 
     def _share(self, optimizer: Any) -> Share:
-        optimizers = tuple(self._optimizers if optimizer is None else _listed(optimizer))
+        optimizers = tuple(self.prepared.optimizers if optimizer is None else _listed(optimizer))
         if optimizer is None and len(optimizers) != 1:
             raise ConfigurationError(
                 f"backward(loss, weight=…) needs optimizer=: {len(optimizers)} optimizers are prepared. Call "
@@ -667,7 +632,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
                 )
         share = self.window.share_of(optimizers)
         if share is None:
-            if len(self._optimizers) == 1 and optimizers[0].holds_gradients:
+            if len(self.prepared.optimizers) == 1 and optimizers[0].holds_gradients:
                 raise ConfigurationError(
                     "backward got a loss with weight= in an update that has losses without. Give weight= with all "
                     "losses of an update, or with none."
@@ -687,15 +652,6 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             batch = (getattr(loader, "total_batch_size", None) or processes) / processes
             self._nominal = (loader, steps, batch * steps)
         return self._nominal[2]
-
-    def _finalize_gradients_of(self, parameters: list[Tensor]) -> None:
-        if len(self._optimizers) == 1:
-            self._optimizers[0].finalize_gradients()
-            return
-        clipped = {id(parameter) for parameter in parameters}
-        for optimizer in self._optimizers:
-            if any(id(parameter) in clipped for group in optimizer.param_groups for parameter in group["params"]):
-                optimizer.finalize_gradients()
 
 
 class _MicroBatch:
@@ -737,19 +693,6 @@ def _parameters_of(value: Any) -> list[Any]:
 def _check_limit(name: str, limit: Any) -> None:
     if isinstance(limit, (int, float)) and not limit >= 0:
         raise ConfigurationError(f"{name} must be a number of at least 0 (got {limit!r}).")
-
-
-def _wrapped(value: Any) -> Any:
-    for name in ("optimizer", "scheduler"):
-        if name in getattr(value, "__dict__", ()):
-            return value.__dict__[name]
-    return value
-
-
-def _is_prepared(value: Any) -> bool:
-    return isinstance(value, (AcceleratedOptimizer, AcceleratedScheduler)) or getattr(
-        value, "_is_accelerate_prepared", False
-    )
 
 
 def _nothing_to_differentiate(loss: Any) -> ConfigurationError:

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from trainer_lib.accelerator.derived_rng import DerivedGenerators
+from trainer_lib.accelerator.engine import Engine
 from trainer_lib.checkpointing.format.layout import (
     CUSTOM_STATE_NAME,
     ENGINE_NAME,
@@ -25,35 +26,33 @@ from trainer_lib.foundation.pytree import send_to_device
 from trainer_lib.logging import get_logger
 from trainer_lib.strategies.optimizer_state_names import load_named_gradients, named_gradients, named_parameters
 
-if TYPE_CHECKING:
-    from trainer_lib.accelerator.checkpoints import CheckpointMethods
-
 _logger = get_logger(__name__)
 
 
-def collect(accelerator: "CheckpointMethods", strict: bool = True, saved_by: Manifest | None = None) -> list[Part]:
+def collect(engine: Engine, leads: bool, strict: bool = True, saved_by: Manifest | None = None) -> list[Part]:
     """Return the parts, in the order in which they are saved and loaded.
 
     The generators come last, since saving or loading another part may draw random numbers.
 
     Args:
-        accelerator: The `Accelerator`.
+        engine: The engine whose state is saved or loaded.
+        leads: Whether this rank writes what all ranks have.
         strict: Whether the names of weights must equal those of the model.
         saved_by: The manifest of the checkpoint to load; `None` for a save.
     """
-    leads, rank, shards = accelerator.should_save_model, accelerator.process_index, accelerator.strategy.writes_shards
-    has_whole = accelerator._has_whole_tensors
-    world = accelerator.num_processes if saved_by is None else saved_by.world_size
+    prepared, rank, shards = engine.prepared, engine.rank, engine.strategy.writes_shards
+    has_whole = engine.has_whole_tensors
+    world = engine.world_size if saved_by is None else saved_by.world_size
     is_new = rank >= world
     # Each rank has files under its number; a rank that did not exist at the save reads those of rank 0.
     file_number = 0 if is_new else rank
     parts: list[Part] = []
-    for index, model in enumerate(accelerator._models):
-        state = _Model(accelerator, model, strict)
+    for index, model in enumerate(prepared.models):
+        state = _Model(engine, model, strict)
         kind = partial(ShardedWeights, rank=rank, targets=state.state_dict) if shards else Weights
         parts.append(kind(index=index, stateful=state, writes=leads and has_whole, reads=has_whole))
-    for index, optimizer in enumerate(accelerator._optimizers):
-        state = _Optimizer(accelerator, optimizer)
+    for index, optimizer in enumerate(prepared.optimizers):
+        state = _Optimizer(engine, optimizer)
         kind = partial(ShardedOptimizer, rank=rank, targets=state.parameters) if shards else State
         parts.append(
             kind(
@@ -73,10 +72,10 @@ def collect(accelerator: "CheckpointMethods", strict: bool = True, saved_by: Man
             writes=leads,
             class_name=type(scheduler.scheduler).__name__,
         )
-        for index, scheduler in enumerate(accelerator._schedulers)
+        for index, scheduler in enumerate(prepared.schedulers)
     ]
-    if accelerator.precision.scaler is not None:
-        parts.append(State(kind=SCALER_NAME, stateful=accelerator.precision, writes=leads))
+    if engine.precision.scaler is not None:
+        parts.append(State(kind=SCALER_NAME, stateful=engine.precision, writes=leads))
     # All ranks have the same loader position, but a dataset's own state may differ between ranks.
     parts += [
         State(
@@ -85,7 +84,7 @@ def collect(accelerator: "CheckpointMethods", strict: bool = True, saved_by: Man
             stateful=loader,
             file_name=f"{numbered(SAMPLER_NAME, index)}.process_{file_number}",
         )
-        for index, loader in enumerate(accelerator._dataloaders)
+        for index, loader in enumerate(prepared.dataloaders)
     ]
     parts += [
         State(
@@ -95,20 +94,20 @@ def collect(accelerator: "CheckpointMethods", strict: bool = True, saved_by: Man
             writes=leads,
             file_name=f"{CUSTOM_STATE_NAME}_{index}",
         )
-        for index, custom_object in enumerate(accelerator._custom_objects)
+        for index, custom_object in enumerate(prepared.custom_objects)
     ]
     # With another world size, all ranks read rank 0's window so that they agree on its position.
-    is_other_world = world != accelerator.num_processes
+    is_other_world = world != engine.world_size
     parts.append(
         State(
             kind=ENGINE_NAME,
-            stateful=_Window(accelerator, is_other_world),
+            stateful=_Window(engine, is_other_world),
             file_name=f"{ENGINE_NAME}.process_{0 if is_other_world else rank}",
         )
     )
-    generators = Generators(accelerator.device)
+    generators = Generators(engine.device)
     if is_new and saved_by is not None:
-        generators = DerivedGenerators(accelerator.device, rank, saved_by.backwards)
+        generators = DerivedGenerators(engine.device, rank, saved_by.backwards)
     parts.append(State(kind=RNG_STATE_NAME, stateful=generators, file_name=f"{RNG_STATE_NAME}_{file_number}"))
     return parts
 
@@ -116,66 +115,62 @@ def collect(accelerator: "CheckpointMethods", strict: bool = True, saved_by: Man
 class _Model:
     """A prepared model."""
 
-    def __init__(self, accelerator: "CheckpointMethods", model: nn.Module, strict: bool) -> None:
-        self._accelerator, self._model, self._strict = accelerator, model, strict
+    def __init__(self, engine: Engine, model: nn.Module, strict: bool) -> None:
+        self._strategy, self._model, self._strict = engine.strategy, model, strict
 
     def state_dict(self) -> dict[str, Any]:
-        strategy = self._accelerator.strategy
-        return strategy.model_state(self._model, whole=not strategy.writes_shards)
+        return self._strategy.model_state(self._model, whole=not self._strategy.writes_shards)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._accelerator.strategy.load_model_state(self._model, state, self._strict)
+        self._strategy.load_model_state(self._model, state, self._strict)
 
 
 class _Optimizer:
     """A prepared optimizer."""
 
-    def __init__(self, accelerator: "CheckpointMethods", optimizer: Any) -> None:
-        self._accelerator, self._optimizer = accelerator, optimizer
+    def __init__(self, engine: Engine, optimizer: Any) -> None:
+        self._engine, self._optimizer = engine, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        strategy = self._accelerator.strategy
+        strategy = self._engine.strategy
         whole = not strategy.writes_shards
-        return strategy.optimizer_state(self._optimizer.optimizer, self._accelerator._models, whole=whole)
+        return strategy.optimizer_state(self._optimizer.optimizer, self._engine.prepared.models, whole=whole)
 
     def parameters(self) -> dict[str, Tensor]:
-        models = [self._accelerator.strategy.bare(model) for model in self._accelerator._models]
-        return named_parameters(self._optimizer.optimizer, models)
+        return named_parameters(self._optimizer.optimizer, self._engine.bare_models())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._accelerator.strategy.load_optimizer_state(self._optimizer.optimizer, self._accelerator._models, state)
+        self._engine.strategy.load_optimizer_state(self._optimizer.optimizer, self._engine.prepared.models, state)
 
 
 class _Window:
     """The position in the accumulation window, and the gradients accumulated so far.
 
     Args:
-        accelerator: The `Accelerator`.
+        engine: The engine.
         is_other_world: Whether the checkpoint has another world size, so that its gradients cannot be loaded.
     """
 
-    def __init__(self, accelerator: "CheckpointMethods", is_other_world: bool = False) -> None:
-        self._accelerator, self._is_other_world = accelerator, is_other_world
-        self._models = [accelerator.strategy.bare(model) for model in accelerator._models]
+    def __init__(self, engine: Engine, is_other_world: bool = False) -> None:
+        self._engine, self._is_other_world = engine, is_other_world
+        self._models = engine.bare_models()
 
     def state_dict(self) -> dict[str, Any]:
-        accelerator = self._accelerator
-        holding = [optimizer.holds_gradients for optimizer in accelerator._optimizers]
-        restarts = accelerator.strategy.gathers_to_rank_zero and any(
-            map(self._loses_gradients, accelerator._optimizers)
-        )
+        engine = self._engine
+        holding = [optimizer.holds_gradients for optimizer in engine.prepared.optimizers]
+        restarts = engine.strategy.gathers_to_rank_zero and any(map(self._loses_gradients, engine.prepared.optimizers))
         if restarts:
             _logger.warning_once(
                 "save_state was called within an accumulation window, and the checkpoint of a sharded model does not "
                 "hold its gradients: load_state restarts the window. Call save_state after an update."
             )
         gradients = [
-            named_gradients(optimizer, self._models) if holds and not accelerator.strategy.gathers_to_rank_zero else {}
-            for optimizer, holds in zip(accelerator._optimizers, holding, strict=True)
+            named_gradients(optimizer, self._models) if holds and not engine.strategy.gathers_to_rank_zero else {}
+            for optimizer, holds in zip(engine.prepared.optimizers, holding, strict=True)
         ]
         return {
-            "window": accelerator.window.state_dict(accelerator._models, accelerator._optimizers),
-            "rounds": [optimizer.round_state() for optimizer in accelerator._optimizers],
+            "window": engine.window.state_dict(engine.prepared.models, engine.prepared.optimizers),
+            "rounds": [optimizer.round_state() for optimizer in engine.prepared.optimizers],
             "gradients": gradients,
             "begins_anew": restarts,
         }
@@ -183,24 +178,26 @@ class _Window:
     def _loses_gradients(self, optimizer: Any) -> bool:
         # A backward for another optimizer may have followed this one's update, and left this one no gradients.
         return optimizer.holds_gradients and (
-            self._accelerator.strategy.withholds_gradients()
+            self._engine.strategy.withholds_gradients()
             or any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        accelerator = self._accelerator
-        accelerator.precision.state_dict()  # finishes pending loss-scale updates, which the loaded state replaces
-        window = send_to_device(state["window"], accelerator.device)
-        accelerator.window.load_state_dict(window, accelerator._models, accelerator._optimizers)
+        engine = self._engine
+        engine.precision.state_dict()  # finishes pending loss-scale updates, which the loaded state replaces
+        window = send_to_device(state["window"], engine.device)
+        engine.window.load_state_dict(window, engine.prepared.models, engine.prepared.optimizers)
         restarts, gradients_by_optimizer = state["begins_anew"], state["gradients"]
         if self._is_other_world:
             restarts = restarts or self._was_unfinished(state)
             gradients_by_optimizer = [{}] * len(gradients_by_optimizer)
         if restarts:
-            accelerator.window.reset()
-            accelerator.window.state.sync_gradients = True
-        rounds = [[0, 0, 0]] * len(accelerator._optimizers) if restarts else state["rounds"]
-        for optimizer, round_, gradients in zip(accelerator._optimizers, rounds, gradients_by_optimizer, strict=True):
+            engine.window.reset()
+            engine.window.state.sync_gradients = True
+        rounds = [[0, 0, 0]] * len(engine.prepared.optimizers) if restarts else state["rounds"]
+        for optimizer, round_, gradients in zip(
+            engine.prepared.optimizers, rounds, gradients_by_optimizer, strict=True
+        ):
             optimizer.load_round_state(round_)
             load_named_gradients(optimizer.optimizer, self._models, gradients)
 

@@ -1,274 +1,74 @@
-"""The `Accelerator`'s methods for checkpoints: `save_state`, `load_state`, `save_model` and their hooks."""
+"""The checkpoints of an `Accelerator`: which rank writes, the registered hooks and facts, the background save."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_lib.accelerator.collective_methods import CollectiveMethods
+from trainer_lib.accelerator.engine import Engine
 from trainer_lib.checkpointing.save.background import BackgroundSaves
-from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.project_options import ProjectConfiguration
-from trainer_lib.precision import FullPrecision
-from trainer_lib.state.accumulation_window import GradientWindow
-from trainer_lib.strategies import Strategy
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
 Facts = Callable[[], Mapping[str, Any]]
 
 
-class CheckpointMethods(CollectiveMethods):
-    """Methods of an `Accelerator` that save and load."""
+class Checkpoints:
+    """The state that saving and loading share.
 
-    project_configuration: ProjectConfiguration
-    precision: FullPrecision
-    strategy: Strategy
-    window: GradientWindow
-    _models: list[nn.Module]
-    _optimizers: list[Any]
-    _schedulers: list[Any]
-    _dataloaders: list[Any]
-    _custom_objects: list[Any]
-    _save_hooks: dict[int, SaveHook]
-    _load_hooks: dict[int, LoadHook]
-    _facts: dict[int, Facts]
-    _background: BackgroundSaves
-    # Buffers that may hold infinities, such as masks: they do not mark a checkpoint as non-finite.
-    infinite_buffers: frozenset[str] = frozenset()
+    Args:
+        engine: What is saved.
+        project: The folder, the naming, and how many checkpoints to keep.
 
-    # -- settings ------------------------------------------------------------------------------------------------
+    Attributes:
+        background: The thread that writes checkpoints.
+        infinite_buffers: Buffers that may hold infinities, such as masks: they do not mark a checkpoint as non-finite.
+    """
 
-    @property
-    def project_dir(self) -> str | AnyPath | None:
-        """The project's folder."""
-        return self.project_configuration.project_dir
+    def __init__(self, engine: Engine, project: ProjectConfiguration) -> None:
+        self.engine, self.project = engine, project
+        self.background = BackgroundSaves()
+        self.infinite_buffers: frozenset[str] = frozenset()
+        self.save_hooks: dict[int, SaveHook] = OrderedDict()
+        self.load_hooks: dict[int, LoadHook] = OrderedDict()
+        self.facts: dict[int, Facts] = OrderedDict()
 
     @property
-    def logging_dir(self) -> str | Path | None:
-        """The folder of logs."""
-        return self.project_configuration.logging_dir
+    def leader(self) -> int:
+        """The rank that writes what all ranks have, and chooses folders: rank 0, or the first of each machine."""
+        state = self.engine.state
+        return state.process_index - state.local_process_index if self.project.save_on_each_node else 0
 
     @property
-    def save_iteration(self) -> int:
-        """The number of the next checkpoint under automatic naming."""
-        return self.project_configuration.iteration
+    def leads(self) -> bool:
+        """Whether this rank is the leader."""
+        return self.engine.rank == self.leader
 
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this rank writes models."""
-        return self.process_index == self._leader
-
-    # -- whole checkpoints ---------------------------------------------------------------------------------------
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load further objects that have `state_dict` and `load_state_dict`.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 5)
-            >>> accelerator.register_for_checkpointing(schedule)
-        """
-        unfit = [
-            f"{type(value).__name__} (argument {index})"
-            for index, value in enumerate(objects)
-            if not all(callable(getattr(value, verb, None)) for verb in ("state_dict", "load_state_dict"))
-        ]
-        if unfit:
-            raise ConfigurationError(
-                f"These objects lack state_dict or load_state_dict: {', '.join(unfit)}. Give objects that have both."
-            )
-        self._custom_objects.extend(objects)
-
-    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Have `save_state` call `hook(models, weights, output_dir)` on all ranks before it writes.
-
-        The hook may change weights, remove weights so that they are not written, and write files into `output_dir`.
-        Call `remove()` of the returned handle to unregister it.
-        """
+    def on_save(self, hook: SaveHook) -> RemovableHandle:
+        """Register a hook that runs before a checkpoint is written."""
         _check_hook(hook, "register_save_state_pre_hook", "models, weights, output_dir")
-        handle = RemovableHandle(self._save_hooks)
-        self._save_hooks[handle.id] = hook
-        return handle
+        return _registered(self.save_hooks, hook)
 
-    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Have `load_state` call `hook(models, input_dir)` on all ranks before it loads.
-
-        Models that the hook removes from the list are not loaded. Call `remove()` of the returned handle to unregister
-        it.
-        """
+    def on_load(self, hook: LoadHook) -> RemovableHandle:
+        """Register a hook that runs before a checkpoint is loaded."""
         _check_hook(hook, "register_load_state_pre_hook", "models, input_dir")
-        handle = RemovableHandle(self._load_hooks)
-        self._load_hooks[handle.id] = hook
-        return handle
+        return _registered(self.load_hooks, hook)
 
-    def register_state_facts(self, facts: Facts) -> RemovableHandle:
-        """Have `save_state` write what `facts()` returns into the manifest, for `trainer-lib checkpoint list`.
-
-        `save_state` calls it on all ranks. Known facts: run_id, step, epoch, samples, items, arguments, reasons,
-        metrics, best. Call `remove()` of the returned handle to unregister it.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> handle = accelerator.register_state_facts(lambda: {"run_id": "third try", "samples": 4096})
-        """
+    def add_facts(self, facts: Facts) -> RemovableHandle:
+        """Register a function that returns facts for the manifest."""
         if not callable(facts):
             raise ConfigurationError(f"register_state_facts takes a function without arguments (got {facts!r}).")
-        handle = RemovableHandle(self._facts)
-        self._facts[handle.id] = facts
-        return handle
+        return _registered(self.facts, facts)
 
-    def save_state(
-        self,
-        output_dir: str | AnyPath | None = None,
-        safe_serialization: bool = True,
-        *,
-        allow_pickle: bool = False,
-        background: bool = False,
-        **save_model_func_kwargs: Any,
-    ) -> str:
-        """Save models, optimizers, schedules, loaders, generators and registered objects. All ranks call it.
 
-        The save is atomic: if a process is killed, the folder is complete or does not exist. An existing folder of
-        the same name is replaced once the new one is complete. A failure on one rank raises on all ranks.
-
-        Args:
-            output_dir: The folder, or its URL, such as `s3://bucket/state`; by default the next one under automatic
-                naming.
-            safe_serialization: Write weights as safetensors; else as a pickle of tensors.
-            allow_pickle: Pickle those parts of a registered object's state that are no plain values, tensors or
-                arrays.
-            background: Return once all tensors are copied into host memory, which later saves reuse; a thread writes
-                them. The next `save_state` or `load_state`, `wait_for_save` and `end_training` wait for the thread,
-                and raise its errors.
-            **save_model_func_kwargs: `max_shard_size`, the largest size of one file of weights.
-
-        Returns:
-            The folder.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
-            >>> folder = accelerator.save_state("/tmp/training/step_100")
-            >>> accelerator.load_state(folder)
-        """
-        from trainer_lib.accelerator import save_load
-
-        return str(
-            save_load.save(self, output_dir, safe_serialization, allow_pickle, background, save_model_func_kwargs)
-        )
-
-    def wait_for_save(self) -> None:
-        """Wait until all ranks have written the checkpoint that is being saved in the background.
-
-        Raises:
-            CheckpointError: If it could not be saved.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
-            >>> folder = accelerator.save_state("/tmp/training/step_200", background=True)
-            >>> accelerator.wait_for_save()
-        """
-        self._background.wait()
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
-        return self._background.is_running
-
-    def load_state(
-        self,
-        input_dir: str | AnyPath | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        *,
-        allow_pickle: bool = False,
-        safe_serialization: bool = True,
-        **load_model_func_kwargs: Any,
-    ) -> None:
-        """Load a checkpoint of `save_state` into the prepared objects. All ranks call it.
-
-        Args:
-            input_dir: The folder, or its URL; by default, or as "latest", the newest complete one under automatic
-                naming. If that one is damaged, it is renamed, and the one before it is loaded.
-            load_kwargs: Options of `torch.load` in Accelerate, which reads pickles; must be empty here.
-            allow_pickle: Read pickles that were written with `save_state(allow_pickle=True)`. They can run code.
-            safe_serialization: `False` for weights that were written with `save_state(safe_serialization=False)`.
-            **load_model_func_kwargs: `strict`, whether the names of weights must equal those of the model;
-                `map_location`, whether files are read to the "cpu" or "on_device".
-
-        Raises:
-            CheckpointError: If the folder is missing, incomplete, damaged in any byte, or from another training.
-            StateError: If a saved part does not fit the prepared object.
-        """
-        from trainer_lib.accelerator import save_load
-
-        save_load.load(self, input_dir, load_kwargs, load_model_func_kwargs, allow_pickle, safe_serialization)
-
-    # -- a model alone -------------------------------------------------------------------------------------------
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole tensors of a prepared model under the names of the unwrapped model.
-
-        For a sharded model all ranks must call it; rank 0 gets the tensors.
-
-        Args:
-            model: The prepared model.
-            unwrap: Whether to use the names of the model inside; else those of DDP's wrapper, if there is one.
-        """
-        if unwrap or self.strategy.unwrap(model) is model:
-            return self.strategy.model_state(model)
-        return dict(model.state_dict())
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | AnyPath,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Save a model's weights in Hugging Face's layout. All ranks call it.
-
-        Rank 0 writes; call `wait_for_everyone` before another rank reads.
-
-        Args:
-            model: The prepared model.
-            save_directory: The folder; its other files stay.
-            max_shard_size: The largest size of one file; a larger model gets several files and an index.
-            safe_serialization: Write safetensors; else pickles of tensors.
-        """
-        from trainer_lib.checkpointing.model_weights import save_weights
-
-        state = self.get_state_dict(model)
-        if self.should_save_model and self._has_whole_tensors:
-            save_weights(state, path_at(save_directory), max_shard_size, safe_serialization)
-
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Save an object on rank 0 (with `save_on_each_node`, on one rank of each machine).
-
-        Args:
-            obj: The object.
-            f: A path, or a file that is open for writing.
-            safe_serialization: Write a dict of tensors as safetensors; else any object with `torch.save`.
-        """
-        from trainer_lib.checkpointing.save.torch_save import save_object
-
-        if self.should_save_model:
-            save_object(obj, f, safe_serialization)
-
-    # -- private -------------------------------------------------------------------------------------------------
-
-    @property
-    def _leader(self) -> int:
-        each = self.project_configuration.save_on_each_node
-        return self.process_index - self.local_process_index if each else 0
-
-    @property
-    def _has_whole_tensors(self) -> bool:
-        return self.process_index == 0 or not self.strategy.gathers_to_rank_zero
+def _registered(hooks: dict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def _check_hook(hook: Any, verb: str, takes: str) -> None:

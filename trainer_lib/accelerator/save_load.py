@@ -4,10 +4,13 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from trainer_lib.accelerator import accelerator_parts, third_party_state
 from trainer_lib.accelerator.checkpoint_facts import make_manifest
+from trainer_lib.accelerator.checkpoints import Checkpoints
 from trainer_lib.checkpointing.format.layout import AUTOMATIC_FOLDER, automatic_name, committed, state_folder
 from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.format.state_parts import (
@@ -41,14 +44,11 @@ from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.tensor_files.file_contents import Content
 
-if TYPE_CHECKING:
-    from trainer_lib.accelerator.checkpoints import CheckpointMethods
-
 _logger = get_logger(__name__)
 
 
 def save(
-    accelerator: "CheckpointMethods",
+    checkpoints: Checkpoints,
     output_dir: str | AnyPath | None,
     safe_serialization: bool,
     allow_pickle: bool,
@@ -56,42 +56,40 @@ def save(
     save_model_kwargs: Mapping[str, Any],
 ) -> AnyPath:
     """Save a checkpoint for `save_state`, and return its folder."""
-    known = ("max_shard_size",)
-    _check_names(save_model_kwargs, known, "save_state")
+    engine, group = checkpoints.engine, checkpoints.engine.group
+    _check_names(save_model_kwargs, ("max_shard_size",), "save_state")
     options = StateOptions(allow_pickle=allow_pickle, safe_serialization=safe_serialization, **save_model_kwargs)
-    if accelerator.strategy.writes_shards:
-        _check_options_for_shards(accelerator, safe_serialization, save_model_kwargs)
+    if engine.strategy.writes_shards:
+        _check_options_for_shards(checkpoints, safe_serialization, save_model_kwargs)
     automatic = output_dir is None
     operation = "save_state(background=True)" if background else "save_state"
-    target = _leaders_choice(accelerator, lambda: _target(accelerator, output_dir), operation)
-    parts = accelerator_parts.collect(accelerator)
-    clear_up = partial(
-        _clear_up, accelerator.should_save_model, target.parent, accelerator.project_configuration.total_limit
-    )
+    target = _leaders_choice(checkpoints, lambda: _target(checkpoints, output_dir), operation)
+    parts = accelerator_parts.collect(engine, checkpoints.leads)
+    clear_up = partial(_clear_up, checkpoints.leads, target.parent, checkpoints.project.total_limit)
     with ExitStack() as stack:
-        saving = stack.enter_context(writer_for(target, accelerator.group, accelerator._leader))
-        saving.finite.infinite_buffers = accelerator.infinite_buffers
-        with raise_on_all_ranks(accelerator.group, "save_state", CheckpointError):
-            files = _files(accelerator, parts, saving.folder, options)
-            manifest = make_manifest(accelerator, parts, automatic)
+        saving = stack.enter_context(writer_for(target, group, checkpoints.leader))
+        saving.finite.infinite_buffers = checkpoints.infinite_buffers
+        with raise_on_all_ranks(group, "save_state", CheckpointError):
+            files = _files(checkpoints, parts, saving.folder, options)
+            manifest = make_manifest(checkpoints, parts, automatic)
             if background:
-                files = accelerator._background.snapshots.take(files)
-        write = partial(_write, accelerator._background, saving, files, manifest, clear_up if automatic else None)
+                files = checkpoints.background.snapshots.take(files)
+        write = partial(_write, checkpoints.background, saving, files, manifest, clear_up if automatic else None)
         if background:
-            group = accelerator._background.group(accelerator.group)
+            group = checkpoints.background.group(group)
             saving.switch_group(group)
-            accelerator._background.start(
-                target, partial(_in_context, stack.pop_all(), write, group, accelerator._background)
+            checkpoints.background.start(
+                target, partial(_in_context, stack.pop_all(), write, group, checkpoints.background)
             )
         else:
-            write(accelerator.group)
+            write(group)
     if automatic:
-        accelerator.project_configuration.iteration += 1
+        checkpoints.project.iteration += 1
     return target
 
 
 def load(
-    accelerator: "CheckpointMethods",
+    checkpoints: Checkpoints,
     input_dir: str | AnyPath | None,
     load_kwargs: Mapping[str, Any] | None,
     load_model_kwargs: Mapping[str, Any],
@@ -99,26 +97,27 @@ def load(
     safe_serialization: bool,
 ) -> None:
     """Load a checkpoint for `load_state`."""
-    options = _load_options(accelerator, load_kwargs, load_model_kwargs, allow_pickle, safe_serialization)
-    folder, (manifest, files) = _open_newest_undamaged(accelerator, input_dir)
+    engine, group = checkpoints.engine, checkpoints.engine.group
+    options = _load_options(engine.device, load_kwargs, load_model_kwargs, allow_pickle, safe_serialization)
+    folder, (manifest, files) = _open_newest_undamaged(checkpoints, input_dir)
     try:
-        parts = accelerator_parts.collect(accelerator, options.strict, manifest)
-        with raise_on_all_ranks(accelerator.group, "load_state", CheckpointError):
+        parts = accelerator_parts.collect(engine, checkpoints.leads, options.strict, manifest)
+        with raise_on_all_ranks(group, "load_state", CheckpointError):
             check_counts(manifest.parts, third_party_state.required_parts(parts, manifest), str(folder))
             check_kinds(manifest.kinds, kinds_of(parts), str(folder))
-        _warn_of_another_world_size(accelerator, manifest, folder)
-        with raise_on_all_ranks(accelerator.group, "load_state", CheckpointError):
-            _restore(accelerator, parts, manifest, files.folder, options)
+        _warn_of_another_world_size(engine.world_size, manifest, folder)
+        with raise_on_all_ranks(group, "load_state", CheckpointError):
+            _restore(checkpoints, parts, manifest, files.folder, options)
     finally:
         files.release()
-    _continue_numbering(accelerator, manifest)
+    _continue_numbering(checkpoints, manifest)
 
 
 def _check_options_for_shards(
-    accelerator: "CheckpointMethods", safe_serialization: bool, save_model_kwargs: Mapping[str, Any]
+    checkpoints: Checkpoints, safe_serialization: bool, save_model_kwargs: Mapping[str, Any]
 ) -> None:
     alternative = "or give FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')."
-    if accelerator.project_configuration.save_on_each_node:
+    if checkpoints.project.save_on_each_node:
         raise UnsupportedError(
             "save_on_each_node=True does not work with SHARDED_STATE_DICT: each machine has only some of the shards. "
             f"Use a shared file system, {alternative}"
@@ -135,23 +134,23 @@ def _check_options_for_shards(
         )
 
 
-def _leaders_choice(accelerator: "CheckpointMethods", choose: Callable[[], AnyPath], operation: str) -> AnyPath:
+def _leaders_choice(checkpoints: Checkpoints, choose: Callable[[], AnyPath], operation: str) -> AnyPath:
     """Return the path that the leader chooses; raise on all ranks if `choose` fails on one."""
-    with raise_on_all_ranks(accelerator.group, operation, CheckpointError):
+    with raise_on_all_ranks(checkpoints.engine.group, operation, CheckpointError):
         try:
             path = choose()
         except OSError as error:
             kind = CheckpointError if operation == "load_state" else UnwritableError
             raise kind(f"{error.filename} cannot be read: {error.strerror}.") from error
-    return path_at(gather_checked(accelerator.group, str(path), operation, CheckpointError)[accelerator._leader])
+    return path_at(gather_checked(checkpoints.engine.group, str(path), operation, CheckpointError)[checkpoints.leader])
 
 
-def _target(accelerator: "CheckpointMethods", output_dir: str | AnyPath | None) -> AnyPath:
-    accelerator._background.wait()
+def _target(checkpoints: Checkpoints, output_dir: str | AnyPath | None) -> AnyPath:
+    checkpoints.background.wait()
     if output_dir is not None:
-        return _check_url(accelerator, state_folder(output_dir))
-    project = _check_url(accelerator, _project_folder(accelerator, "save_state"))
-    target = project / AUTOMATIC_FOLDER / automatic_name(accelerator.save_iteration)
+        return _check_url(checkpoints, state_folder(output_dir))
+    project = _check_url(checkpoints, _project_folder(checkpoints, "save_state"))
+    target = project / AUTOMATIC_FOLDER / automatic_name(checkpoints.project.iteration)
     if target in storage_of(target.parent).states():
         raise ConfigurationError(
             f"{target} exists already, from another run. Call load_state() to continue that run, or give another "
@@ -160,9 +159,9 @@ def _target(accelerator: "CheckpointMethods", output_dir: str | AnyPath | None) 
     return target
 
 
-def _check_url(accelerator: "CheckpointMethods", folder: AnyPath) -> AnyPath:
+def _check_url(checkpoints: Checkpoints, folder: AnyPath) -> AnyPath:
     """Return the folder; raise for a URL, which all machines share, where each machine should save on its own."""
-    if is_url(folder) and accelerator.project_configuration.save_on_each_node:
+    if is_url(folder) and checkpoints.project.save_on_each_node:
         raise UnsupportedError(
             f"save_on_each_node=True does not work with {folder}: all machines share a URL. Leave it out."
         )
@@ -170,18 +169,18 @@ def _check_url(accelerator: "CheckpointMethods", folder: AnyPath) -> AnyPath:
 
 
 def _open_newest_undamaged(
-    accelerator: "CheckpointMethods", input_dir: str | AnyPath | None
+    checkpoints: Checkpoints, input_dir: str | AnyPath | None
 ) -> tuple[AnyPath, OpenedCheckpoint]:
     """Return the checkpoint to load, with all checksums verified; by default the newest undamaged one."""
-    group = accelerator.group
+    group = checkpoints.engine.group
     # Ranks share the reading of a common folder; with one folder a machine, each rank reads all of it.
-    readers = (0, 1) if accelerator.project_configuration.save_on_each_node else (group.rank, group.size)
+    readers = (0, 1) if checkpoints.project.save_on_each_node else (group.rank, group.size)
     is_named = input_dir is not None and not _is_latest(input_dir)
     damage: list[str] = []
     while True:
         try:
             folder = _leaders_choice(
-                accelerator, lambda: _source(accelerator, input_dir if is_named else None), "load_state"
+                checkpoints, lambda: _source(checkpoints, input_dir if is_named else None), "load_state"
             )
         except CheckpointError as error:
             if damage:  # no undamaged checkpoint is left: say why
@@ -192,7 +191,7 @@ def _open_newest_undamaged(
         except DamagedError as error:
             if is_named:
                 raise
-            renamed = set_aside(folder, group, "load_state", accelerator.should_save_model)
+            renamed = set_aside(folder, group, "load_state", checkpoints.leads)
             damage.append(f"{error} It is now called {renamed.name}.")
             continue
         if damage:
@@ -204,16 +203,16 @@ def _is_latest(input_dir: str | AnyPath) -> bool:
     return input_dir == "latest" and committed(path_at("latest").absolute()) is None
 
 
-def _source(accelerator: "CheckpointMethods", input_dir: str | AnyPath | None) -> AnyPath:
-    if accelerator._background.hang is None:
-        accelerator._background.wait()
+def _source(checkpoints: Checkpoints, input_dir: str | AnyPath | None) -> AnyPath:
+    if checkpoints.background.hang is None:
+        checkpoints.background.wait()
     if input_dir is not None:
         return find_state(input_dir)
-    return newest_state(_project_folder(accelerator, "load_state"))
+    return newest_state(_project_folder(checkpoints, "load_state"))
 
 
-def _project_folder(accelerator: "CheckpointMethods", verb: str) -> AnyPath:
-    project = accelerator.project_configuration
+def _project_folder(checkpoints: Checkpoints, verb: str) -> AnyPath:
+    project = checkpoints.project
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise ConfigurationError(
             f"{verb}() needs a folder. Call {verb}(folder), or give Accelerator(project_config=ProjectConfiguration("
@@ -222,18 +221,17 @@ def _project_folder(accelerator: "CheckpointMethods", verb: str) -> AnyPath:
     return path_at(project.project_dir).resolve()
 
 
-def _files(
-    accelerator: "CheckpointMethods", parts: list[Part], folder: Path, options: StateOptions
-) -> dict[str, Content]:
+def _files(checkpoints: Checkpoints, parts: list[Part], folder: Path, options: StateOptions) -> dict[str, Content]:
     """Run the save hooks, and return the files that this rank writes."""
+    engine = checkpoints.engine
     # States whose collection may need collectives come first: no rank can have failed at something else yet.
     states = {part.name: part.stateful.state_dict() for part in parts if part.kind in ("model", "optimizer")}
     weights = [part for part in parts if isinstance(part, Weights)]
     remaining = [states[part.name] for part in weights]
     # A hook may fail on one rank, and the collectives that follow need all ranks.
-    with raise_on_all_ranks(accelerator.group, "save_state", CheckpointError):
-        for hook in list(accelerator._save_hooks.values()):
-            hook(list(accelerator._models), remaining, str(folder))
+    with raise_on_all_ranks(engine.group, "save_state", CheckpointError):
+        for hook in list(checkpoints.save_hooks.values()):
+            hook(list(engine.prepared.models), remaining, str(folder))
     files: dict[str, Content] = {}
     for position, state in enumerate(remaining):
         part = next((part for part in weights if states[part.name] is state), weights[position])
@@ -246,24 +244,25 @@ def _files(
 
 
 def _restore(
-    accelerator: "CheckpointMethods", parts: list[Part], manifest: Manifest, folder: Path, options: StateOptions
+    checkpoints: Checkpoints, parts: list[Part], manifest: Manifest, folder: Path, options: StateOptions
 ) -> None:
-    models = list(accelerator._models)
-    with raise_on_all_ranks(accelerator.group, "load_state", CheckpointError):
-        for hook in list(accelerator._load_hooks.values()):
+    engine = checkpoints.engine
+    models = list(engine.prepared.models)
+    with raise_on_all_ranks(engine.group, "load_state", CheckpointError):
+        for hook in list(checkpoints.load_hooks.values()):
             hook(models, str(folder))
     remaining = {id(model) for model in models}
     for part in parts:
-        if isinstance(part, Weights) and id(accelerator._models[part.index]) not in remaining:
+        if isinstance(part, Weights) and id(engine.prepared.models[part.index]) not in remaining:
             continue
         if part.name not in manifest.parts:
             third_party_state.warn_missing(part, manifest, folder)
             continue
-        with raise_on_all_ranks(accelerator.group, "load_state", CheckpointError):
+        with raise_on_all_ranks(engine.group, "load_state", CheckpointError):
             state = part.read(folder, options)
             if manifest.origin is not None:
                 with _errors_name_part(part, folder):
-                    state = third_party_state.translated(accelerator, part, state)
+                    state = third_party_state.translated(engine, part, state)
         with _errors_name_part(part, folder):
             part.stateful.load_state_dict(state)
     for name in sorted(set(manifest.parts) - {part.name for part in parts}):
@@ -284,8 +283,8 @@ def _errors_name_part(part: Part, folder: AnyPath) -> Generator[None]:
         raise CheckpointError(f"The {name} in {folder} cannot be loaded: {error!r}.") from error
 
 
-def _warn_of_another_world_size(accelerator: "CheckpointMethods", manifest: Manifest, folder: AnyPath) -> None:
-    saved, now = manifest.world_size, accelerator.num_processes
+def _warn_of_another_world_size(now: int, manifest: Manifest, folder: AnyPath) -> None:
+    saved = manifest.world_size
     if saved == now:
         return
     new = f"{saved} to {now - 1}" if now - saved > 1 else f"{saved}"
@@ -336,16 +335,16 @@ def _clear_up(leads: bool, folder: AnyPath, keep: int | None) -> None:
         _logger.warning("Older checkpoints in %s could not be deleted: %s", folder, error)
 
 
-def _continue_numbering(accelerator: "CheckpointMethods", manifest: Manifest) -> None:
-    project = accelerator.project_configuration
+def _continue_numbering(checkpoints: Checkpoints, manifest: Manifest) -> None:
+    project = checkpoints.project
     if project.automatic_checkpoint_naming and project.project_dir is not None:
         # Number after the newest even if an older one was loaded, so that no checkpoint replaces another.
-        present = retention.automatic_states(_project_folder(accelerator, "load_state") / AUTOMATIC_FOLDER)
+        present = retention.automatic_states(_project_folder(checkpoints, "load_state") / AUTOMATIC_FOLDER)
         project.iteration = max([-1 if manifest.iteration is None else manifest.iteration, *present]) + 1
 
 
 def _load_options(
-    accelerator: "CheckpointMethods",
+    device: torch.device,
     load_kwargs: Mapping[str, Any] | None,
     load_model_kwargs: Mapping[str, Any],
     allow_pickle: bool,
@@ -364,7 +363,7 @@ def _load_options(
         allow_pickle=allow_pickle,
         safe_serialization=safe_serialization,
         strict=load_model_kwargs.get("strict", True),
-        device="cpu" if map_location == "cpu" else str(accelerator.device),
+        device="cpu" if map_location == "cpu" else str(device),
     )
 
 

@@ -4,10 +4,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from trainer_lib.accelerator.engine import Engine
 from trainer_lib.checkpointing.format.layout import ENGINE_NAME, OPTIMIZER_NAME, SAMPLER_NAME, SCHEDULER_NAME
 from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.format.state_parts import Part
@@ -18,9 +19,6 @@ from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.strategies.optimizer_state_names import named_parameters, parameter_names
 
-if TYPE_CHECKING:
-    from trainer_lib.accelerator.checkpoints import CheckpointMethods
-
 _logger = get_logger(__name__)
 
 # Options of an optimizer's implementation: the script that creates the optimizer sets them, not a checkpoint.
@@ -30,11 +28,11 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
 _SHOWN = 4
 
 
-def translated(accelerator: "CheckpointMethods", part: Part, state: Any) -> Any:
+def translated(engine: Engine, part: Part, state: Any) -> Any:
     """Return the imported state of a part in the form that the prepared object loads.
 
     Args:
-        accelerator: The `Accelerator`.
+        engine: The engine that loads the checkpoint.
         part: The part.
         state: The imported state.
 
@@ -42,14 +40,11 @@ def translated(accelerator: "CheckpointMethods", part: Part, state: Any) -> Any:
         StateError: If the state does not fit the prepared object.
     """
     if part.kind == OPTIMIZER_NAME and state:
-        optimizer = accelerator._optimizers[part.index]
-        return _optimizer_state(
-            optimizer.optimizer, [accelerator.strategy.bare(model) for model in accelerator._models], state
-        )
+        return _optimizer_state(engine.prepared.optimizers[part.index].optimizer, engine.bare_models(), state)
     if part.kind == SCHEDULER_NAME:
         return _schedule_state(part, state)
     if part.kind == SAMPLER_NAME:
-        return _loader_position(accelerator._dataloaders[part.index], state)
+        return _loader_position(engine.prepared.dataloaders[part.index], state)
     return state
 
 

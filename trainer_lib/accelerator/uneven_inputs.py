@@ -2,44 +2,42 @@
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_lib.accelerator.engine import Engine
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.foundation.pytree import map_leaves, map_tensors
 from trainer_lib.options.base import check_flag
 from trainer_lib.process_group import ProcessGroup
 
-if TYPE_CHECKING:
-    from trainer_lib.accelerator.accelerator import Accelerator
-
 
 @contextmanager
-def joined(accelerator: "Accelerator", joinables: Sequence[Any], even_batches: bool | None) -> Generator[None]:
+def joined(engine: Engine, joinables: Sequence[Any], even_batches: bool | None) -> Generator[None]:
     """Enter the block of `Accelerator.join_uneven_inputs`."""
     if even_batches is not None:
         check_flag("even_batches", even_batches)
-    chosen = _chosen(accelerator, joinables)
-    window, strategy = accelerator.window, accelerator.strategy
-    with _loaders_set_to(accelerator._dataloaders, even_batches):
-        accumulates = accelerator.gradient_state.num_steps > 1
+    chosen = _chosen(engine, joinables)
+    window, strategy = engine.window, engine.strategy
+    with _loaders_set_to(engine.prepared.dataloaders, even_batches):
+        accumulates = engine.window.state.num_steps > 1
         if accumulates:
-            _check_windows(accelerator)
+            _check_windows(engine)
         window.waits_for_all = True
         try:
-            with strategy.join(chosen, (lambda: _leftovers(accelerator, chosen)) if accumulates else None) as outcome:
+            with strategy.join(chosen, (lambda: _leftovers(engine, chosen)) if accumulates else None) as outcome:
                 yield
         finally:
             window.waits_for_all = False
-    _drop_contributed_gradients(accelerator, outcome.contributed)
+    _drop_contributed_gradients(engine, outcome.contributed)
     if outcome.source is not None:
-        _copy_missed_updates(accelerator, chosen, outcome.source)
+        _copy_missed_updates(engine, chosen, outcome.source)
 
 
-def _chosen(accelerator: "Accelerator", joinables: Any) -> list[Any]:
+def _chosen(engine: Engine, joinables: Any) -> list[Any]:
     if not isinstance(joinables, (list, tuple)) or not joinables:
         raise ConfigurationError(
             "joinables must be a list of the prepared models that you train (got "
@@ -47,7 +45,7 @@ def _chosen(accelerator: "Accelerator", joinables: Any) -> list[Any]:
             "join_uneven_inputs([model])."
         )
     for joinable in joinables:
-        is_prepared = any(joinable is model for model in accelerator._models)
+        is_prepared = any(joinable is model for model in engine.prepared.models)
         if isinstance(joinable, nn.Module) and not is_prepared:
             raise PreparationError(
                 f"join_uneven_inputs got a {type(joinable).__name__} that is not prepared, so its gradients are not "
@@ -57,7 +55,7 @@ def _chosen(accelerator: "Accelerator", joinables: Any) -> list[Any]:
             raise ConfigurationError(
                 f"join_uneven_inputs takes prepared models only (got a {type(joinable).__name__})."
             )
-    for optimizer in accelerator._optimizers:
+    for optimizer in engine.prepared.optimizers:
         if hasattr(optimizer.optimizer, "join_hook"):
             raise UnsupportedError(
                 f"{type(optimizer.optimizer).__name__} sends weights in its steps, and a rank without data has no "
@@ -82,15 +80,15 @@ def _loaders_set_to(loaders: Iterable[Any], even_batches: bool | None) -> Genera
             loader.even_batches = value
 
 
-def _check_windows(accelerator: "Accelerator") -> None:
-    if not accelerator.use_distributed:
+def _check_windows(engine: Engine) -> None:
+    if not engine.state.use_distributed:
         return
-    if accelerator.gradient_state.plugin.sync_each_batch:
+    if engine.window.state.plugin.sync_each_batch:
         raise ConfigurationError(
             "sync_each_batch=True reduces gradients after each micro-batch, which a rank without data cannot follow. "
             "Leave it out with join_uneven_inputs."
         )
-    for loader in accelerator._dataloaders:
+    for loader in engine.prepared.dataloaders:
         if not loader.knows_end_of_all:
             raise ConfigurationError(
                 "join_uneven_inputs with gradient accumulation does not work with this iterable dataset: each rank "
@@ -99,11 +97,11 @@ def _check_windows(accelerator: "Accelerator") -> None:
             )
 
 
-def _leftovers(accelerator: "Accelerator", joinables: list[Any]) -> dict[nn.Module, float | Tensor]:
+def _leftovers(engine: Engine, joinables: list[Any]) -> dict[nn.Module, float | Tensor]:
     """Return the models whose accumulation windows are unfinished on this rank, with the weights of their losses."""
-    unfinished = {id(model) for model in accelerator.window.unfinished()}
+    unfinished = {id(model) for model in engine.window.unfinished()}
     leftovers: dict[nn.Module, float | Tensor] = {model: 0.0 for model in joinables if id(model) in unfinished}
-    for optimizers, weight in accelerator.window.weights_so_far():
+    for optimizers, weight in engine.window.weights_so_far():
         # A loss of several models counts once.
         owner = next((model for model in leftovers if any(_trains(optimizer, model) for optimizer in optimizers)), None)
         if owner is not None:
@@ -111,42 +109,42 @@ def _leftovers(accelerator: "Accelerator", joinables: list[Any]) -> dict[nn.Modu
     return leftovers
 
 
-def _drop_contributed_gradients(accelerator: "Accelerator", models: list[nn.Module]) -> None:
+def _drop_contributed_gradients(engine: Engine, models: list[nn.Module]) -> None:
     """Zero gradients that went into an update on other ranks, as the loop would after that update."""
     if not models:
         return
-    accelerator.gradient_state.sync_gradients = True  # the window of the other ranks was complete
-    for optimizer in accelerator._optimizers:
+    engine.window.state.sync_gradients = True  # the window of the other ranks was complete
+    for optimizer in engine.prepared.optimizers:
         if any(_trains(optimizer, model) for model in models):
             optimizer.zero_grad()
     for model in models:
         model.zero_grad()
 
 
-def _copy_missed_updates(accelerator: "Accelerator", joinables: list[Any], source: int) -> None:
+def _copy_missed_updates(engine: Engine, joinables: list[Any], source: int) -> None:
     """Copy optimizers, schedules, scaler and window from rank `source`, which made the updates that others missed."""
     optimizers = [
         optimizer
-        for optimizer in accelerator._optimizers
+        for optimizer in engine.prepared.optimizers
         if any(isinstance(model, nn.Module) and _trains(optimizer, model) for model in joinables)
     ]
     schedulers = [
         scheduler
-        for scheduler in accelerator._schedulers
+        for scheduler in engine.prepared.schedulers
         if scheduler.step_with_optimizer and any(optimizer in optimizers for optimizer in scheduler.optimizers)
     ]
-    scaler = [] if accelerator.scaler is None else [accelerator.scaler]
-    group = accelerator.group
+    scaler = [] if engine.precision.scaler is None else [engine.precision.scaler]
+    group = engine.group
     is_source = group.rank == source
     for part in [*optimizers, *schedulers, *scaler]:
-        state = _broadcast_state(source, part.state_dict() if is_source else None, group, accelerator.device)
+        state = _broadcast_state(source, part.state_dict() if is_source else None, group, engine.device)
         if not is_source:
             part.load_state_dict(state)
     # Windows that no rank completed continue after the block, at the same position on all ranks.
-    models = accelerator._models
-    (window,) = group.broadcast_objects([accelerator.window.state_dict(models, []) if is_source else None], source)
+    models = engine.prepared.models
+    (window,) = group.broadcast_objects([engine.window.state_dict(models, []) if is_source else None], source)
     if not is_source:
-        accelerator.window.take_over(window, models)
+        engine.window.take_over(window, models)
 
 
 class _TensorSpec(NamedTuple):

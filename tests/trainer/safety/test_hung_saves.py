@@ -37,7 +37,7 @@ class Slow(Modifier):
             run.control.save = True
         if not run.is_main_process:
             return
-        if self.hung_at is None and run.accelerator._background.hang is not None:
+        if self.hung_at is None and run.accelerator.checkpoints.background.hang is not None:
             self.hung_at = run.state.step
             run.control.save = True
         if self.hung_at is not None and run.state.step >= self.hung_at + 6:
@@ -176,7 +176,7 @@ def test_all_ranks_do_the_same_about_a_save_that_ends_as_it_is_said_to_hang(tmp_
             if run.state.step in (3, 6) and run.is_main_process:
                 run.control.save = True
             if run.state.step == 6 and not run.is_main_process:
-                run.accelerator._background.report_hang("It hangs.")
+                run.accelerator.checkpoints.background.report_hang("It hangs.")
                 threading.Timer(0.5, is_open.set).start()
 
     is_open, write = threading.Event(), CheckpointWriter.write

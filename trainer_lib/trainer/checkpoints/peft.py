@@ -68,7 +68,7 @@ class PeftCheckpoints:
                 "without sharding, or begin a new run."
             )
         for index, fingerprints in written.items():
-            model = self._accelerator._models[index]
+            model = self._accelerator.prepared.models[index]
             _load(self._accelerator.strategy.bare(model), Path(folder), fingerprints, index)
             models[:] = [other for other in models if other is not model]
 
@@ -77,7 +77,7 @@ class PeftCheckpoints:
         adapters: Mapping[str, Any] | None = getattr(model, "peft_config", None)
         if not isinstance(adapters, Mapping):
             return {}
-        groups = [group for optimizer in self._accelerator._optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self._accelerator.prepared.optimizers for group in optimizer.param_groups]
         optimized = {id(parameter) for group in groups for parameter in group["params"]}
         return {
             canonical_name(name): parameter

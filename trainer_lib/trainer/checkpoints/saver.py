@@ -114,19 +114,19 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Wait for the background save, however the run ended, and free its memory. It fires no event."""
-        if self.pending is not None and self._session.run.accelerator._background.hang is None:
+        if self.pending is not None and self._session.run.accelerator.checkpoints.background.hang is None:
             try:
                 self._written()
             except CheckpointError as error:
                 _logger.error("%s", error)
-        self._session.run.accelerator._background.release()
+        self._session.run.accelerator.checkpoints.background.release()
 
     def _refuse_hang(self) -> None:
         """Raise on all ranks if the save hangs on one of them."""
         run = self._session.run
         if not run.args.save_in_background:
             return
-        saves = run.accelerator._background
+        saves = run.accelerator.checkpoints.background
         saves.wait_until_released()
         hang = next((hang for hang in run.accelerator.group.all_gather_objects(saves.hang) if hang is not None), None)
         if hang is not None:
@@ -164,12 +164,12 @@ class CheckpointSaver:
         run = self._session.run
         run.accelerator.wait_for_save()
         in_background = run.args.save_in_background
-        ended = run.accelerator._background.ended_at if in_background else time.monotonic()
+        ended = run.accelerator.checkpoints.background.ended_at if in_background else time.monotonic()
         run.state.save_seconds = ended - self._began
-        if faults := run.accelerator._background.nonfinite:
+        if faults := run.accelerator.checkpoints.background.nonfinite:
             entry["nonfinite"] = faults
             self._warn_of_nonfinite(entry)
-        self._warn_of_infinite_states(entry["path"], run.accelerator._background.infinite_states)
+        self._warn_of_infinite_states(entry["path"], run.accelerator.checkpoints.background.infinite_states)
         run.state.checkpoints = [*run.state.checkpoints, entry]
         return entry
 

@@ -150,7 +150,7 @@ class FitSession:
         self.bad_samples = BadSamples(context)
         self.micro_batching = MicroBatching(context, self.guard, trainer)
         accelerator.register_for_checkpointing(_Saved(self))
-        accelerator.infinite_buffers = _infinite_buffers(trainer)
+        accelerator.checkpoints.infinite_buffers = _infinite_buffers(trainer)
         adapters = PeftCheckpoints(accelerator)
         self._handles = [
             accelerator.register_save_state_pre_hook(self._write_beside),
@@ -221,7 +221,7 @@ class FitSession:
             self._tell_running(self.folder, is_new=checkpoint is None)
         if self.folder is not None and args.save_in_background:
             # Its connections are made now: later the store may be gone, with the launcher.
-            run.accelerator._background.group(run.accelerator.group)
+            run.accelerator.checkpoints.background.group(run.accelerator.group)
         here = None if self.folder is None else self.folder.here
         self._watching.enter_context(watched(run, args.hang_timeout_seconds, here))
         start_banner.show(self)

@@ -210,7 +210,7 @@ def _handed(run: Run) -> dict[str, Any]:
         "processing_class": run.trainer.processing_class,
         "optimizer": _only(run.optimizers),
         "lr_scheduler": _only(run.schedulers),
-        "train_dataloader": next(iter(run.accelerator._dataloaders), None),
+        "train_dataloader": next(iter(run.accelerator.prepared.dataloaders), None),
         "eval_dataloader": None,  # it exists only during an evaluation
     }
 

@@ -73,7 +73,7 @@ class Watchdog:
         self._turns = itertools.cycle(self._peers)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._at: Any = None  # where the watched thread was found last
-        self._save = SaveWatch(run.accelerator._background, timeout)
+        self._save = SaveWatch(run.accelerator.checkpoints.background, timeout)
         self._waits_for_save = False
         self._work = WorkerWork()
         self._worked = 0.0
@@ -187,7 +187,7 @@ class Watchdog:
             "ends": self._ends,
             "save hangs": self._save.told,
         }
-        saves = self._run.accelerator._background
+        saves = self._run.accelerator.checkpoints.background
         if (worker := stack.worker) is not None:
             told["for"] = f"waits for data worker {worker[0]} (pid {worker[1]}), "
         elif stack.waits_for_save and saves.target is not None:

@@ -163,25 +163,15 @@ def _no_schedule(*arguments: Any, **named: Any) -> None:
 @contextmanager
 def _engine_kept(accelerator: Accelerator) -> Generator[None]:
     """Empty the accelerator's lists of optimizers, schedules and loaders, and restore them afterwards."""
-    lists: list[list[Any]] = [
-        accelerator._optimizers,
-        accelerator._schedulers,
-        accelerator._dataloaders,
-        accelerator._custom_objects,
-    ]
-    before = [list(registered) for registered in lists]
     window, precision = accelerator.window, accelerator.precision
     counts, scale = dict(vars(window)), precision.state_dict()
     settings = {name: getattr(accelerator, name) for name in ("gradient_accumulation_steps", "sync_gradients")}
     nominal = accelerator._nominal
-    for registered in lists:
-        registered.clear()
     window.reset()
     try:
-        yield
+        with accelerator.prepared.only_models():
+            yield
     finally:
-        for registered, kept in zip(lists, before, strict=True):
-            registered[:] = kept
         vars(window).update(counts)
         precision.load_state_dict(scale)
         for name, value in settings.items():

@@ -1,0 +1,128 @@
+"""The objects that an `Accelerator` has prepared, in the order of their preparation."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from trainer_lib.foundation.errors import PreparationError
+from trainer_lib.modules.names import class_name
+from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.scheduler import AcceleratedScheduler
+
+
+class Prepared:
+    """Prepared models, optimizers, schedules and loaders, and the objects registered for checkpoints.
+
+    Args:
+        unwrap: Returns the user's model inside a prepared one.
+    """
+
+    def __init__(self, unwrap: Callable[[nn.Module], nn.Module]) -> None:
+        self._unwrap = unwrap
+        self.models: list[nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.dataloaders: list[Any] = []
+        self.custom_objects: list[Any] = []
+
+    def clear(self) -> None:
+        """Forget all objects."""
+        for objects in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.custom_objects):
+            objects.clear()
+
+    @contextmanager
+    def only_models(self) -> Generator[None]:
+        """Forget all objects but the models for the length of a block."""
+        lists: list[list[Any]] = [self.optimizers, self.schedulers, self.dataloaders, self.custom_objects]
+        before = [list(objects) for objects in lists]
+        for objects in lists:
+            objects.clear()
+        try:
+            yield
+        finally:
+            for objects, kept in zip(lists, before, strict=True):
+                objects[:] = kept
+
+    def check_new(self, values: Iterable[Any]) -> None:
+        """Raise if one of the values is prepared already, or given twice."""
+        known = {id(inner) for value in self._objects() for inner in (value, _wrapped(value))}
+        known |= {id(self._unwrap(model)) for model in self.models}
+        seen: set[int] = set()
+        for value in values:
+            is_kind = isinstance(value, (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler))
+            if is_kind and (id(value) in known or id(value) in seen or _is_prepared(value)):
+                raise PreparationError(
+                    f"This {class_name(value)} is prepared already. Use the object that prepare() returned, "
+                    "or call free_memory() before you prepare it again."
+                )
+            seen.add(id(value))
+
+    def check_models_of(self, optimizers: Iterable[AcceleratedOptimizer], all_parameters: bool) -> None:
+        """Raise if optimizers train parameters that are in no prepared model.
+
+        Args:
+            optimizers: The optimizers.
+            all_parameters: Whether every parameter must be in a prepared model, or only one of each optimizer.
+        """
+        if not self.models:
+            return
+        known = {id(parameter) for model in self.models for parameter in model.parameters()}
+        for optimizer in optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            foreign = [parameter for parameter in parameters if id(parameter) not in known]
+            if foreign and (all_parameters or len(foreign) == len(parameters)):
+                raise PreparationError(
+                    f"{len(foreign)} of the {len(parameters)} parameters of this {type(optimizer.optimizer).__name__} "
+                    f"are in no prepared model (the first has the shape {tuple(foreign[0].shape)}). Create the "
+                    "optimizer from the parameters of the model that you prepare with it."
+                )
+
+    def optimizers_of(self, scheduler: Any) -> Sequence[AcceleratedOptimizer]:
+        """Return the optimizers that a schedule follows: its own one, or all if that is not prepared."""
+        own = getattr(scheduler, "optimizer", None)
+        # The list itself: an optimizer may be prepared after its schedule.
+        return [
+            optimizer for optimizer in self.optimizers if own in (optimizer, optimizer.optimizer)
+        ] or self.optimizers
+
+    def finalize_gradients_of(self, parameters: Sequence[Tensor]) -> None:
+        """Unscale the gradients of the optimizers that train one of these parameters, and divide them by the weight."""
+        if len(self.optimizers) == 1:
+            self.optimizers[0].finalize_gradients()
+            return
+        chosen = {id(parameter) for parameter in parameters}
+        for optimizer in self.optimizers:
+            if any(id(parameter) in chosen for group in optimizer.param_groups for parameter in group["params"]):
+                optimizer.finalize_gradients()
+
+    def _objects(self) -> Iterator[Any]:
+        yield from self.models
+        yield from self.optimizers
+        yield from self.schedulers
+        yield from self.dataloaders
+
+
+def list_of(name: str) -> property:
+    """Return the property of an `Accelerator` that is one of the lists of its `prepared` objects."""
+    return property(
+        lambda accelerator: getattr(accelerator.prepared, name),
+        lambda accelerator, values: setattr(accelerator.prepared, name, values),
+    )
+
+
+def _wrapped(value: Any) -> Any:
+    for name in ("optimizer", "scheduler"):
+        if name in getattr(value, "__dict__", ()):
+            return value.__dict__[name]
+    return value
+
+
+def _is_prepared(value: Any) -> bool:
+    return isinstance(value, (AcceleratedOptimizer, AcceleratedScheduler)) or getattr(
+        value, "_is_accelerate_prepared", False
+    )
