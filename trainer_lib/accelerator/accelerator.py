@@ -2,29 +2,26 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import construction
 from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
 from trainer_lib.accelerator.checkpoints import Checkpoints
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.accelerator.lomo import lomo_backward
-from trainer_lib.accelerator.prepared import Prepared, list_of
+from trainer_lib.accelerator.prepare_methods import PrepareMethods
+from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.accelerator.tracking_methods import TrackingMethods, checked_trackers
 from trainer_lib.accelerator.uneven_inputs import joined
-from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
-from trainer_lib.foundation.errors import ConfigurationError, PreparationError
+from trainer_lib.accelerator.weighted_backward import WeightedBackward
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory import release_memory
-from trainer_lib.modules.compilation import compile_model, undo_compilation
-from trainer_lib.modules.unwrapping import extract_model_from_parallel
+from trainer_lib.modules.compilation import undo_compilation
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.options.accumulation_options import GradientAccumulationPlugin, accumulation_plugin
 from trainer_lib.options.base import KwargsHandler, check_count, check_flag
@@ -39,9 +36,8 @@ from trainer_lib.options.project_options import ProjectConfiguration, project_co
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.precision import choose_precision
 from trainer_lib.profiling import Profiling
-from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accelerator_state import AcceleratorState
-from trainer_lib.state.accumulation_window import GradientWindow, Share, nan_if_negative
+from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.state.gradient_state import GradientState
 from trainer_lib.strategies import choose_strategy
 
@@ -51,7 +47,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
-class Accelerator(TrackingMethods, CheckpointMethods):
+class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
     """Device placement, mixed precision, gradient accumulation, clipping and distributed training in one object.
 
     Args:
@@ -161,15 +157,11 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
-        self.window = GradientWindow(self.gradient_state, is_alone=self.num_processes == 1)
+        self.window = GradientWindow(self.gradient_state, self.num_processes)
         self.prepared = Prepared(self.strategy.unwrap)
         self.engine = Engine(self.state, self.prepared, self.strategy, self.precision, self.window)
         self.checkpoints = Checkpoints(self.engine, self.project_configuration)
-        self._nominal: tuple[Any, int, float] = (None, 0, 1.0)  # a loader, micro-batches a window, its expected weight
-
-    # Scripts written for Accelerate read these lists.
-    _models, _optimizers, _schedulers = list_of("models"), list_of("optimizers"), list_of("schedulers")
-    _dataloaders, _custom_objects = list_of("dataloaders"), list_of("custom_objects")
+        self._weighted = WeightedBackward(self.engine)
 
     # -- settings ------------------------------------------------------------------------------------------------
 
@@ -206,178 +198,6 @@ class Accelerator(TrackingMethods, CheckpointMethods):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any optimizer was skipped because a gradient overflowed (fp16)."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size counts the samples of all ranks together."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads the data and sends the other ranks their batches."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the last round of batches is filled up, so that each rank gets as many."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even_batches: bool) -> None:
-        self.dataloader_config.even_batches = even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether seed and epoch determine the order of shuffled loaders: always `True`."""
-        return True
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether prepared loaders have a `state_dict`: always `True`."""
-        return True
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether copies of batches to the device are asynchronous."""
-        return self.dataloader_config.non_blocking
-
-    # -- prepare -------------------------------------------------------------------------------------------------
-
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Prepare models, optimizers, loaders and schedules, and return them in the order given.
-
-        Other objects come back unchanged.
-
-        Args:
-            *args: The objects to prepare, in any number and order.
-            device_placement: For each object, whether to move it to the device.
-        """
-        if device_placement is None:
-            device_placement = [None] * len(args)
-        elif not isinstance(device_placement, Sequence) or len(device_placement) != len(args):
-            raise ConfigurationError(
-                f"device_placement must be a list with one value for each of the {len(args)} objects "
-                f"(got {device_placement!r})."
-            )
-        self.prepared.check_new(args)
-        # Schedules come last: each one follows a prepared optimizer.
-        prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
-        prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) else v for v in prepared]
-        # In a world of one, a few foreign parameters are fine; with more ranks their gradients would not be reduced.
-        optimizers = [value for value in prepared if isinstance(value, AcceleratedOptimizer)]
-        self.prepared.check_models_of(optimizers, all_parameters=self.use_distributed)
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Move a model to the device, run its forward in the chosen precision, and share its gradients across ranks.
-
-        Args:
-            model: The model.
-            device_placement: Whether to move it to the device; by default the `Accelerator`'s setting.
-            evaluation_mode: You only evaluate the model, so its gradients need not be reduced.
-        """
-        self.prepared.check_new([model])
-        if self.verify_device_map(model) and self.use_distributed:
-            raise PreparationError(
-                "This model is spread over several devices (device_map), and with several ranks each rank needs a "
-                "copy on its own device. Load the model without device_map, or start a single process."
-            )
-        self.precision.check(model)
-        self.precision.cast(model)
-        if (self.device_placement if device_placement is None else device_placement) and not self.verify_device_map(
-            model
-        ):
-            model = self.strategy.place(model)
-        self.precision.wrap_forward(model)
-        model = self.strategy.distribute(model, evaluation_mode)
-        for optimizer in self.prepared.optimizers:
-            self.strategy.rebind_parameters(optimizer.optimizer)
-        # Compile the user's model inside DDP: torch splits its graph at DDP's buckets there too, and DDP's own
-        # Python, which does not compile, stays out of the graph.
-        compile_model(self.strategy.unwrap(model), self.state.dynamo_plugin)
-        self.prepared.models.append(model)
-        return model
-
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Wrap an optimizer so that it steps once per accumulation window."""
-        self.prepared.check_new([optimizer])
-        place = self.device_placement if device_placement is None else device_placement
-        self.strategy.rebind_parameters(optimizer)
-        prepared = AcceleratedOptimizer(optimizer, place, precision=self.precision, window=self.window)
-        self.prepared.optimizers.append(prepared)
-        return prepared
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Wrap a schedule so that it steps with its optimizer."""
-        # With split_batches, Accelerate steps them once an update as well.
-        differs = self.use_distributed and self.step_scheduler_with_optimizer and not self.split_batches
-        if differs and not self.scheduler_steps_per_process:
-            _logger.warning_once(
-                "Schedules step once per update, whatever the number of ranks. If your script multiplies warm-up and "
-                "total steps by the number of processes, as Accelerate requires, remove that factor, or give "
-                "Accelerator(scheduler_steps_per_process=True)."
-            )
-        return self.wrap_scheduler(scheduler)
-
-    def wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Wrap a schedule like `prepare_scheduler`, without its warning for scripts written for Accelerate."""
-        self.prepared.check_new([scheduler])
-        prepared = AcceleratedScheduler(
-            scheduler,
-            self.prepared.optimizers_of(scheduler),
-            self.step_scheduler_with_optimizer,
-            self.split_batches,
-            once_per_process=self.scheduler_steps_per_process,
-        )
-        self.prepared.schedulers.append(prepared)
-        return prepared
-
-    def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        """Wrap a loader so that this rank reads its share of the data, in an order that all ranks agree on."""
-        self.prepared.check_new([data_loader])
-        config = self.dataloader_config
-        prepared = prepare_data_loader(
-            data_loader,
-            self.device,
-            num_processes=self.num_processes,
-            process_index=self.process_index,
-            split_batches=config.split_batches,
-            put_on_device=self.device_placement if device_placement is None else device_placement,
-            rng_types=self.rng_types,
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
-            slice_fn_for_dispatch=slice_fn_for_dispatch,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            seed_each_sample=config.seed_each_sample,
-        )
-        self.prepared.dataloaders.append(prepared)
-        return prepared
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader whose next epoch skips the first `num_batches` batches; later epochs are whole."""
-        return skip_first_batches(dataloader, num_batches)
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the model is spread over several devices."""
-        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """Return the user's model inside a prepared one.
-
-        Args:
-            model: The prepared model.
-            keep_fp32_wrapper: Keep its forward in mixed precision.
-            keep_torch_compile: Keep it compiled; else return a view of it that runs eagerly, with the same weights and
-                modes, while the prepared model stays compiled.
-        """
-        return extract_model_from_parallel(self.strategy.unwrap(model), keep_fp32_wrapper, keep_torch_compile)
 
     # -- one update ----------------------------------------------------------------------------------------------
 
@@ -471,7 +291,7 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             return
         window = self.window
         if weight is not None:
-            self._weighted_backward(loss, weight, optimizer, kwargs)
+            self._weighted.run(loss, weight, optimizer, kwargs)
             return
         if len(self.prepared.optimizers) == 1 and window.has_weights(self.prepared.optimizers[0]):
             raise ConfigurationError(
@@ -563,7 +383,6 @@ class Accelerator(TrackingMethods, CheckpointMethods):
             undo_compilation(model)
             self.precision.unwrap_forward(self.strategy.unwrap(model))
         self.prepared.clear()
-        self._nominal = (None, 0, 1.0)
         self.window.reset()
         self.gradient_state.sync_gradients = True
         self.strategy.release()
@@ -584,74 +403,6 @@ class Accelerator(TrackingMethods, CheckpointMethods):
         finally:
             self._finish_trackers()
             self.state.destroy_process_group()
-
-    # -- private -------------------------------------------------------------------------------------------------
-
-    def _prepare_object(self, value: Any, device_placement: bool | None) -> Any:
-        if isinstance(value, DataLoader):
-            return self.prepare_data_loader(value, device_placement)
-        if isinstance(value, nn.Module):
-            return self.prepare_model(value, device_placement)
-        if isinstance(value, Optimizer):
-            return self.prepare_optimizer(value, device_placement)
-        return value
-
-    def _weighted_backward(self, loss: Tensor, weight: Any, optimizer: Any, kwargs: dict[str, Any]) -> None:
-        window = self.window
-        reduces = self.gradient_state.sync_gradients and not window.is_alone
-        share = self._share(optimizer)
-        before = share.local
-        share.local = before + _checked_weight(weight)
-        if reduces:
-            extra = () if window.message is None else window.message.to_floats()
-            self.strategy.send_with_gradients([share.local, *extra])
-        window.begin_backward()
-        try:
-            self.precision.backward(loss, window.is_fresh, share.nominal, **kwargs)
-        except BaseException:
-            # The script may retry with a smaller batch; the failed one must not count.
-            share.local = before
-            self.strategy.send_with_gradients([])
-            raise
-        if reduces:
-            share.total, *means = self.strategy.received_averages()
-            if window.message is not None:
-                window.message.receive(means)
-
-    def _share(self, optimizer: Any) -> Share:
-        optimizers = tuple(self.prepared.optimizers if optimizer is None else _listed(optimizer))
-        if optimizer is None and len(optimizers) != 1:
-            raise ConfigurationError(
-                f"backward(loss, weight=…) needs optimizer=: {len(optimizers)} optimizers are prepared. Call "
-                "backward(loss_sum, weight=n, optimizer=the_prepared_optimizer)."
-            )
-        for candidate in optimizers:
-            if not isinstance(candidate, AcceleratedOptimizer):
-                raise ConfigurationError(
-                    f"optimizer={type(candidate).__name__} is not prepared. Give the object that prepare() returned."
-                )
-        share = self.window.share_of(optimizers)
-        if share is None:
-            if len(self.prepared.optimizers) == 1 and optimizers[0].holds_gradients:
-                raise ConfigurationError(
-                    "backward got a loss with weight= in an update that has losses without. Give weight= with all "
-                    "losses of an update, or with none."
-                )
-            share = self.window.open_share(optimizers, self.nominal_weight())
-        return share
-
-    def nominal_weight(self) -> float:
-        """Return the nominal weight of a window: the divisor of this rank's weighted losses in `backward`.
-
-        The true weight of the window is known only at its end, and corrects the gradients then. A model that takes
-        `num_items_in_batch` gets this number.
-        """
-        loader, steps = self.gradient_state.active_dataloader, self.gradient_state.num_steps
-        if self._nominal[:2] != (loader, steps):  # else the last window's value holds
-            processes = self.group.size
-            batch = (getattr(loader, "total_batch_size", None) or processes) / processes
-            self._nominal = (loader, steps, batch * steps)
-        return self._nominal[2]
 
 
 class _MicroBatch:
@@ -705,19 +456,3 @@ def _nothing_to_differentiate(loss: Any) -> ConfigurationError:
         "This loss does not require gradients: the forward ran under torch.no_grad(), the loss was detached, or all "
         "parameters are frozen."
     )
-
-
-def _checked_weight(weight: Any) -> float | Tensor:
-    if type(weight) is float and 0 <= weight < float("inf"):  # first: by far the most frequent
-        return weight
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise ConfigurationError(f"weight must be one number (got a tensor of shape {tuple(weight.shape)}).")
-        if weight.device.type != "cpu":
-            return nan_if_negative(weight.detach().reshape(()).float())
-        weight = weight.item()
-        if weight != weight:
-            return weight
-    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) < float("inf"):
-        raise ConfigurationError(f"weight must be a finite number of at least 0 (got {weight!r}).")
-    return float(weight)

@@ -64,15 +64,16 @@ class GradientWindow:
 
     Args:
         state: The public state of gradient accumulation.
-        is_alone: Whether there is only one rank, whose weights need no reduction.
+        num_ranks: The world size; the weights of a single rank need no reduction.
 
     Attributes:
         message: What ranks tell each other with the weights of the next update; `None`: nothing else.
     """
 
-    def __init__(self, state: GradientState, is_alone: bool = True) -> None:
+    def __init__(self, state: GradientState, num_ranks: int = 1) -> None:
         self.state = state
-        self.is_alone = is_alone
+        self._num_ranks = num_ranks
+        self.is_alone = num_ranks == 1
         self.waits_for_all = False  # only the end of the data of all ranks ends a window early, not that of this rank
         self.reset()
 
@@ -91,6 +92,7 @@ class GradientWindow:
         self._counts: dict[Any, int] = {}
         self._beginnings: dict[Any, int] = {}
         self._shares: dict[tuple[Hashable, ...], Share] = {}
+        self._nominal: tuple[Any, int, float] = (None, 0, 1.0)  # of a loader and a number of micro-batches
 
     def state_dict(self, models: Sequence[Any], optimizers: Sequence[Hashable]) -> dict[str, Any]:
         """Return the state of the window, with models and optimizers as indices into the lists."""
@@ -190,7 +192,7 @@ class GradientWindow:
         (share,) = self._shares.values()
         return share
 
-    def open_share(self, optimizers: tuple[Hashable, ...], nominal_weight: float) -> Share:
+    def open_share(self, optimizers: tuple[Hashable, ...]) -> Share:
         """Start to sum the weights of the losses of `optimizers`."""
         for other in self._shares:
             if not set(other).isdisjoint(optimizers):
@@ -198,7 +200,7 @@ class GradientWindow:
                     "An optimizer takes part in weighted losses of different sets of optimizers within one update, so "
                     "its gradients have no single weight. Name the same optimizers in each backward(…, weight=…)."
                 )
-        share = self._shares[optimizers] = Share(nominal_weight)
+        share = self._shares[optimizers] = Share(self._nominal_weight())
         return share
 
     def factor(self, optimizer: Hashable) -> Weight:
@@ -224,6 +226,14 @@ class GradientWindow:
             share = self._shares.pop(optimizers)
             if remaining:
                 self._shares[remaining] = share
+
+    def _nominal_weight(self) -> float:
+        """Return the nominal weight of a window: the divisor of this rank's weighted losses in `backward`."""
+        loader, steps = self.state.active_dataloader, self.state.num_steps
+        if self._nominal[:2] != (loader, steps):  # otherwise the value of the last window still holds
+            batch = (getattr(loader, "total_batch_size", None) or self._num_ranks) / self._num_ranks
+            self._nominal = (loader, steps, batch * steps)
+        return self._nominal[2]
 
 
 def _indices(key: tuple[Any, ...], items: Sequence[Any]) -> list[int]:

@@ -166,7 +166,6 @@ def _engine_kept(accelerator: Accelerator) -> Generator[None]:
     window, precision = accelerator.window, accelerator.precision
     counts, scale = dict(vars(window)), precision.state_dict()
     settings = {name: getattr(accelerator, name) for name in ("gradient_accumulation_steps", "sync_gradients")}
-    nominal = accelerator._nominal
     window.reset()
     try:
         with accelerator.prepared.only_models():
@@ -176,7 +175,6 @@ def _engine_kept(accelerator: Accelerator) -> Generator[None]:
         precision.load_state_dict(scale)
         for name, value in settings.items():
             setattr(accelerator, name, value)
-        accelerator._nominal = nominal
 
 
 @contextmanager

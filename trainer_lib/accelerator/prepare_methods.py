@@ -1,0 +1,226 @@
+"""The `Accelerator`'s methods that prepare models, optimizers, schedules and loaders."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from trainer_lib.accelerator.collective_methods import CollectiveMethods
+from trainer_lib.accelerator.prepared import Prepared, list_of
+from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError
+from trainer_lib.logging import get_logger
+from trainer_lib.modules.compilation import compile_model
+from trainer_lib.modules.unwrapping import extract_model_from_parallel
+from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.options.data_options import DataLoaderConfiguration
+from trainer_lib.precision import FullPrecision
+from trainer_lib.scheduler import AcceleratedScheduler
+from trainer_lib.state.accumulation_window import GradientWindow
+from trainer_lib.strategies import Strategy
+
+_logger = get_logger(__name__)
+
+
+class PrepareMethods(CollectiveMethods):
+    """Methods of an `Accelerator` that prepare objects, and the settings that they follow."""
+
+    device_placement: bool
+    dataloader_config: DataLoaderConfiguration
+    rng_types: list[str] | None
+    step_scheduler_with_optimizer: bool
+    scheduler_steps_per_process: bool
+    prepared: Prepared
+    strategy: Strategy
+    precision: FullPrecision
+    window: GradientWindow
+
+    # Scripts written for Accelerate read these lists.
+    _models, _optimizers, _schedulers = list_of("models"), list_of("optimizers"), list_of("schedulers")
+    _dataloaders, _custom_objects = list_of("dataloaders"), list_of("custom_objects")
+
+    # -- settings ------------------------------------------------------------------------------------------------
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size counts the samples of all ranks together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads the data and sends the other ranks their batches."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round of batches is filled up, so that each rank gets as many."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether seed and epoch determine the order of shuffled loaders: always `True`."""
+        return True
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether prepared loaders have a `state_dict`: always `True`."""
+        return True
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies of batches to the device are asynchronous."""
+        return self.dataloader_config.non_blocking
+
+    # -- prepare -------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedules, and return them in the order given.
+
+        Other objects come back unchanged.
+
+        Args:
+            *args: The objects to prepare, in any number and order.
+            device_placement: For each object, whether to move it to the device.
+        """
+        if device_placement is None:
+            device_placement = [None] * len(args)
+        elif not isinstance(device_placement, Sequence) or len(device_placement) != len(args):
+            raise ConfigurationError(
+                f"device_placement must be a list with one value for each of the {len(args)} objects "
+                f"(got {device_placement!r})."
+            )
+        self.prepared.check_new(args)
+        # Schedules come last: each one follows a prepared optimizer.
+        prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
+        prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) else v for v in prepared]
+        # In a world of one, a few foreign parameters are fine; with more ranks their gradients would not be reduced.
+        optimizers = [value for value in prepared if isinstance(value, AcceleratedOptimizer)]
+        self.prepared.check_models_of(optimizers, all_parameters=self.use_distributed)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Move a model to the device, run its forward in the chosen precision, and share its gradients across ranks.
+
+        Args:
+            model: The model.
+            device_placement: Whether to move it to the device; by default the `Accelerator`'s setting.
+            evaluation_mode: You only evaluate the model, so its gradients need not be reduced.
+        """
+        self.prepared.check_new([model])
+        if self.verify_device_map(model) and self.use_distributed:
+            raise PreparationError(
+                "This model is spread over several devices (device_map), and with several ranks each rank needs a "
+                "copy on its own device. Load the model without device_map, or start a single process."
+            )
+        self.precision.check(model)
+        self.precision.cast(model)
+        if (self.device_placement if device_placement is None else device_placement) and not self.verify_device_map(
+            model
+        ):
+            model = self.strategy.place(model)
+        self.precision.wrap_forward(model)
+        model = self.strategy.distribute(model, evaluation_mode)
+        for optimizer in self.prepared.optimizers:
+            self.strategy.rebind_parameters(optimizer.optimizer)
+        # Compile the user's model inside DDP: torch splits its graph at DDP's buckets there too, and DDP's own
+        # Python, which does not compile, stays out of the graph.
+        compile_model(self.strategy.unwrap(model), self.state.dynamo_plugin)
+        self.prepared.models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Wrap an optimizer so that it steps once per accumulation window."""
+        self.prepared.check_new([optimizer])
+        place = self.device_placement if device_placement is None else device_placement
+        self.strategy.rebind_parameters(optimizer)
+        prepared = AcceleratedOptimizer(optimizer, place, precision=self.precision, window=self.window)
+        self.prepared.optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Wrap a schedule so that it steps with its optimizer."""
+        # With split_batches, Accelerate steps them once an update as well.
+        differs = self.use_distributed and self.step_scheduler_with_optimizer and not self.split_batches
+        if differs and not self.scheduler_steps_per_process:
+            _logger.warning_once(
+                "Schedules step once per update, whatever the number of ranks. If your script multiplies warm-up and "
+                "total steps by the number of processes, as Accelerate requires, remove that factor, or give "
+                "Accelerator(scheduler_steps_per_process=True)."
+            )
+        return self.wrap_scheduler(scheduler)
+
+    def wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Wrap a schedule like `prepare_scheduler`, without its warning for scripts written for Accelerate."""
+        self.prepared.check_new([scheduler])
+        prepared = AcceleratedScheduler(
+            scheduler,
+            self.prepared.optimizers_of(scheduler),
+            self.step_scheduler_with_optimizer,
+            self.split_batches,
+            once_per_process=self.scheduler_steps_per_process,
+        )
+        self.prepared.schedulers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Wrap a loader so that this rank reads its share of the data, in an order that all ranks agree on."""
+        self.prepared.check_new([data_loader])
+        config = self.dataloader_config
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            split_batches=config.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types,
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            seed_each_sample=config.seed_each_sample,
+        )
+        self.prepared.dataloaders.append(prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader whose next epoch skips the first `num_batches` batches; later epochs are whole."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model is spread over several devices."""
+        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's model inside a prepared one.
+
+        Args:
+            model: The prepared model.
+            keep_fp32_wrapper: Keep its forward in mixed precision.
+            keep_torch_compile: Keep it compiled; else return a view of it that runs eagerly, with the same weights and
+                modes, while the prepared model stays compiled.
+        """
+        return extract_model_from_parallel(self.strategy.unwrap(model), keep_fp32_wrapper, keep_torch_compile)
+
+    def _prepare_object(self, value: Any, device_placement: bool | None) -> Any:
+        if isinstance(value, DataLoader):
+            return self.prepare_data_loader(value, device_placement)
+        if isinstance(value, nn.Module):
+            return self.prepare_model(value, device_placement)
+        if isinstance(value, Optimizer):
+            return self.prepare_optimizer(value, device_placement)
+        return value
