@@ -8,8 +8,10 @@ import contextlib
 import itertools
 import os
 import sys
+import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -75,6 +77,10 @@ class ProcessGroup(Protocol):
         """
         ...
 
+    def noticed_after(self, seconds: float, notice: Callable[[], object]) -> AbstractContextManager[object]:
+        """Return a block of collectives; if it waits longer than this for other ranks, a thread calls `notice`."""
+        ...
+
     def another(self) -> "ProcessGroup":
         """Return a group of the same ranks, for messages of another thread. All ranks have to call this."""
         ...
@@ -128,6 +134,11 @@ class LoneProcess:
         """Return `True`."""
         del name, value, patience
         return True
+
+    def noticed_after(self, seconds: float, notice: Callable[[], object]) -> AbstractContextManager[object]:
+        """Return a block that waits for nobody."""
+        del seconds, notice
+        return contextlib.nullcontext()
 
     def another(self) -> "LoneProcess":
         """Return this group, which sends no messages."""
@@ -217,6 +228,17 @@ class TorchProcesses:
         except RuntimeError:  # the store is gone, with the process that serves it
             return False
         return answer == b"yes"
+
+    @contextlib.contextmanager
+    def noticed_after(self, seconds: float, notice: Callable[[], object]) -> Generator[None]:
+        """Call `notice` on a thread if the block takes longer than this."""
+        timer = threading.Timer(seconds, notice)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def another(self) -> ProcessGroup:
         """Return a group of the same ranks, with separate connections."""

@@ -311,7 +311,7 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
             learning_rate: The learning rate of this update.
         """
         lomo_backward(
-            self.prepared.optimizers, loss, learning_rate, self.num_processes, self.gradient_accumulation_steps
+            self.prepared.optimizers, loss, learning_rate, self.use_distributed, self.gradient_accumulation_steps
         )
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:

@@ -12,14 +12,14 @@ from trainer_lib.optimizer import AcceleratedOptimizer
 
 
 def lomo_backward(
-    optimizers: Sequence[AcceleratedOptimizer], loss: Tensor, learning_rate: float, num_processes: int, steps: int
+    optimizers: Sequence[AcceleratedOptimizer], loss: Tensor, learning_rate: float, has_other_ranks: bool, steps: int
 ) -> None:
     """Compute gradients and update the weights of the prepared LOMO optimizer one by one."""
     optimizer = _fused(optimizers)
     if isinstance(learning_rate, bool) or not isinstance(learning_rate, Real):
         raise ConfigurationError(f"learning_rate must be a number (got {learning_rate!r}).")
     for is_used, conflict in (
-        (num_processes > 1, "several ranks: each rank would update with its own gradients only"),
+        (has_other_ranks, "several ranks: each rank would update with its own gradients only"),
         (steps > 1, "gradient accumulation: it keeps no gradients to add to"),
         (optimizers[0].scaler is not None, "the loss scaler of fp16: it brings its own for models in fp16"),
     ):

@@ -1,8 +1,8 @@
 """Raise on all ranks what one rank raised, and check that all ranks do the same."""
 
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from trainer_lib.foundation.errors import (
@@ -155,10 +155,9 @@ def check_same_on_all_ranks(group: ProcessGroup, facts: Mapping[str, Any]) -> No
     Raises:
         DistributedOperationException: If one of them differs; on all ranks.
     """
-    if group.size == 1:
-        return
     by_rank = group.all_gather_objects(dict(facts))
-    different = [name for name, value in by_rank[0].items() if any(facts.get(name) != value for facts in by_rank)]
+    first, *others = by_rank
+    different = [name for name, value in first.items() if any(facts.get(name) != value for facts in others)]
     if different:
         lines = "".join(
             f"\n  {name}: " + ", ".join(f"{facts.get(name)} on rank {rank}" for rank, facts in enumerate(by_rank))
@@ -181,15 +180,8 @@ def gather_checked(
         doing: The call that this is part of, as the user knows it.
         error_class: What to raise if ranks are in different calls.
     """
-    if group.size == 1:
-        return [value]
-    warning = threading.Timer(PATIENCE, _warn_of_waiting, [group.rank, doing])
-    warning.daemon = True
-    warning.start()
-    try:
+    with group.noticed_after(PATIENCE, partial(_warn_of_waiting, group.rank, doing)):
         by_rank = group.all_gather_objects((doing, value))
-    finally:
-        warning.cancel()
     for rank, (other, _) in enumerate(by_rank):
         if other != doing:
             raise error_class(f"Rank {group.rank} is in {doing} and rank {rank} in {other}.")

@@ -120,13 +120,13 @@ class ProcessControl:
 
     def _part_of(self, inputs: Any, apply_padding: bool) -> Any:
         total = _common_length(inputs)
-        if self.num_processes == 1:
-            return inputs
         share, rest = divmod(total, self.num_processes)
         start = self.process_index * share + min(self.process_index, rest)
         indices = list(range(start, start + share + (self.process_index < rest)))
         if apply_padding and total:
             indices += [total - 1] * (share + (rest > 0) - len(indices))
+        if len(indices) == total:  # all of them, as they are
+            return inputs
         return _picked(inputs, indices)
 
     @contextmanager
