@@ -1,6 +1,5 @@
 """Translate the states of another library's checkpoint for the objects prepared here."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -180,7 +179,6 @@ def _schedule_state(part: Part, state: Any) -> Any:
 
 
 def _loader_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    current = loader.state_dict()
     batches = 0
     if state["part_of_pass"]:
         length = length_of(loader)
@@ -190,5 +188,4 @@ def _loader_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any]:
                 "samples come twice."
             )
         batches = round(state["part_of_pass"] * (length or 0))
-    position = min(batches * loader._reader.step, current.get("length") or math.inf)
-    return {**current, "epoch": state["epoch"], "position": int(position) if batches else 0, "bookmark": None}
+    return loader.state_at(state["epoch"], batches)

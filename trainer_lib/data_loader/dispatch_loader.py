@@ -50,8 +50,7 @@ class DataLoaderDispatcher(PreparedLoader):
             group: The ranks.
             slicing: How to cut the batches of the reader, if each is one for all ranks.
         """
-        loader = object.__new__(cls)
-        loader._set_up(reader, delivery, seed, group.size)
+        loader = cls._of(reader, delivery, seed, group.size)
         loader._group, loader._slicing = group, slicing
         return loader
 

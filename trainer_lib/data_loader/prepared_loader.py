@@ -1,10 +1,11 @@
 """The base of prepared loaders: the interface of the user's loader, its position, and the loop over batches."""
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader
@@ -59,6 +60,12 @@ class PreparedLoader(DataLoader[Any]):
     _reader: Reader
     _progress: Progress
 
+    @classmethod
+    def _of(cls, reader: Reader, delivery: Delivery, seed: int, processes: int) -> Self:
+        loader = object.__new__(cls)
+        loader._set_up(reader, delivery, seed, processes)
+        return loader
+
     def _set_up(self, reader: Reader, delivery: Delivery, seed: int, processes: int) -> None:
         """Initialize; torch's `__init__` would build another loader."""
         self._reader, self._delivery, self._seed, self._processes = reader, delivery, seed, processes
@@ -81,7 +88,7 @@ class PreparedLoader(DataLoader[Any]):
         place = self._starting_place()
         reading, ending = self._progress.begin(place, self._reader.bookmark_before), Ending()
         before = self.end_of_dataloader, self.others_read_on, self.remainder, self.rows
-        GradientState()._add_dataloader(self)
+        GradientState().add_dataloader(self)
         try:
             self._synchronize_generators(place)
             batches = self._read(place, ending)
@@ -95,7 +102,7 @@ class PreparedLoader(DataLoader[Any]):
             raise
         finally:
             # Also if a break or an exception ends the loop, which closes this generator.
-            GradientState()._remove_dataloader(self)
+            GradientState().remove_dataloader(self)
             self._progress.leave()
             self.end_of_dataloader, self.others_read_on, self.remainder, self.rows = before
 
@@ -315,6 +322,12 @@ class PreparedLoader(DataLoader[Any]):
         place = self._progress.where()
         position = {"epoch": place.epoch, "position": place.consumed, "seed": self._seed}
         return {**position, **self._reader.facts(), "bookmark": place.bookmark}
+
+    def state_at(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Return the `state_dict` after so many batches of an epoch."""
+        state = self.state_dict()
+        position = min(batches * self._reader.step, state.get("length") or math.inf)
+        return {**state, "epoch": epoch, "position": int(position) if batches else 0, "bookmark": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next pass at the position in `state_dict`, in the same order.

@@ -63,9 +63,7 @@ class DataLoaderShard(PreparedLoader):
     @classmethod
     def around(cls, reader: Reader, delivery: Delivery, seed: int, processes: int) -> "DataLoaderShard":
         """Return the loader for a reader of a user's loader."""
-        loader = object.__new__(cls)
-        loader._set_up(reader, delivery, seed, processes)
-        return loader
+        return cls._of(reader, delivery, seed, processes)
 
     def _read(self, place: LoaderPosition, ending: Ending) -> Iterator[Any]:
         return self._reader.open(place, self._seed, ending)

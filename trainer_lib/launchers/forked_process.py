@@ -20,8 +20,8 @@ from trainer_lib.state import AcceleratorState, GradientState, PartialState, is_
 
 def reset_states() -> None:
     """Reset rank, settings and gradient accumulation of this process, as if it had just started."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    AcceleratorState.reset(reset_partial_state=True)
+    GradientState.reset()
 
 
 def check_call(function: Any, args: Any) -> None:

@@ -161,14 +161,16 @@ class AcceleratorState(ProcessControl):
         self._environment.close()
 
     @staticmethod
-    def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the settings, and with `reset_partial_state` the world too; for tests."""
+    def reset(reset_partial_state: bool = False) -> None:
+        """Forget the settings, and with `reset_partial_state` the world too; for tests and forked processes."""
         if "_environment" in AcceleratorState._shared_state:
             AcceleratorState._shared_state["_environment"].close()
         AcceleratorState._shared_state.clear()
         AcceleratorState._living.clear()
         if reset_partial_state:
-            PartialState._reset_state()
+            PartialState.reset()
+
+    _reset_state = reset  # its name in Accelerate
 
     def _release_unused(self, asked: tuple[Any, ...]) -> None:
         """Release the settings if other ones are requested and no existing Accelerator uses them."""

@@ -107,10 +107,12 @@ class GradientState:
             f"Gradient accumulation plugin: {self.plugin.to_kwargs()}\n"
         )
 
-    def _add_dataloader(self, dataloader: ActiveLoader) -> None:
+    def add_dataloader(self, dataloader: ActiveLoader) -> None:
+        """Take note that a loader is being read, inside those that are being read already."""
         self._readers.append(dataloader)
 
-    def _remove_dataloader(self, dataloader: ActiveLoader) -> None:
+    def remove_dataloader(self, dataloader: ActiveLoader) -> None:
+        """Take note that a loader is no longer read."""
         # By identity, at any index: a loader whose loop was left is closed late. Only once, since two loops may read
         # it at the same time.
         for index in reversed(range(len(self._readers))):
@@ -119,6 +121,9 @@ class GradientState:
                 break
 
     @staticmethod
-    def _reset_state() -> None:
-        """Forget everything; for tests."""
+    def reset() -> None:
+        """Forget everything; for tests and forked processes."""
         GradientState._shared_state.clear()
+
+    # Their names in Accelerate.
+    _add_dataloader, _remove_dataloader, _reset_state = add_dataloader, remove_dataloader, reset

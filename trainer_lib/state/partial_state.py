@@ -96,9 +96,16 @@ class PartialState(ProcessControl):
         )
 
     @staticmethod
-    def _reset_state() -> None:
-        """Forget everything; for tests."""
+    def exists() -> bool:
+        """Whether there is a `PartialState`, without making one."""
+        return bool(PartialState._shared_state)
+
+    @staticmethod
+    def reset() -> None:
+        """Forget everything, as if the process had just started; for tests and forked processes."""
         PartialState._shared_state.clear()
+
+    _reset_state = reset  # its name in Accelerate
 
     def _start(self, cpu: bool, options: InitProcessGroupKwargs) -> None:
         world = environment.read_world()
@@ -143,7 +150,7 @@ def wait_for_everyone() -> None:
 
 def is_initialized() -> bool:
     """Whether a `PartialState` exists, without making one."""
-    return bool(PartialState._shared_state)
+    return PartialState.exists()
 
 
 def _process_group_options(kwargs: dict[str, Any]) -> InitProcessGroupKwargs:

@@ -102,7 +102,7 @@ class CheckpointUploader:
             if self._leads:
                 self._prepare_target(names)
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=UPLOAD_THREADS) as pool:
-            for name, checksum in zip(all_files, pool.map(self._send, all_files, all_files.values()), strict=True):
+            for name, checksum in zip(all_files, pool.map(self.send, all_files, all_files.values()), strict=True):
                 self._written[name] = checksum
                 self.finite.check(name, all_files[name])
 
@@ -123,7 +123,8 @@ class CheckpointUploader:
                 _debris.discard(self.target)
                 self._clear_up()
 
-    def _send(self, name: str, content: Content) -> str:
+    def send(self, name: str, content: Content) -> str:
+        """Write a file to its place, and return its checksum."""
         path = self.target / name
         try:
             return with_retries(str(path), lambda: content.write(path))

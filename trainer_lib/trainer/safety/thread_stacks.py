@@ -23,7 +23,7 @@ _SETTLED = 10  # looks at the same text, one after the other, after which it is 
 # By name: the loop imports what this module is part of.
 _STEP, _EPOCH, _READ = "TrainLoop.micro_batch", "TrainLoop.epoch", "PreparedLoader.__iter__"
 _WAIT_FOR_SAVE = BackgroundSaves.wait_until_released.__code__
-_WRITE_FILE = (CheckpointWriter.write.__code__, CheckpointUploader._send.__code__)
+_WRITE_FILE = (CheckpointWriter.write.__code__, CheckpointUploader.send.__code__)
 _COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/IPython/core/debugger.py")
