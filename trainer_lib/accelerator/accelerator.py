@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from trainer_lib.accelerator import construction
 from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
-from trainer_lib.accelerator.checkpoints import Checkpoints
+from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.accelerator.lomo import lomo_backward
 from trainer_lib.accelerator.prepare_methods import PrepareMethods

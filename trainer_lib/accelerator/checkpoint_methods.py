@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_lib.accelerator.checkpoints import Checkpoints, Facts, LoadHook, SaveHook
+from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, Facts, LoadHook, SaveHook
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
@@ -129,12 +129,10 @@ class CheckpointMethods(CollectiveMethods):
             >>> folder = accelerator.save_state("/tmp/training/step_100")
             >>> accelerator.load_state(folder)
         """
-        from trainer_lib.accelerator import save_load
+        from trainer_lib.accelerator.checkpoints.save_state import save
 
         return str(
-            save_load.save(
-                self.checkpoints, output_dir, safe_serialization, allow_pickle, background, save_model_func_kwargs
-            )
+            save(self.checkpoints, output_dir, safe_serialization, allow_pickle, background, save_model_func_kwargs)
         )
 
     def wait_for_save(self) -> None:
@@ -180,11 +178,9 @@ class CheckpointMethods(CollectiveMethods):
             CheckpointError: If the folder is missing, incomplete, damaged in any byte, or from another training.
             StateError: If a saved part does not fit the prepared object.
         """
-        from trainer_lib.accelerator import save_load
+        from trainer_lib.accelerator.checkpoints.load_state import load
 
-        save_load.load(
-            self.checkpoints, input_dir, load_kwargs, load_model_func_kwargs, allow_pickle, safe_serialization
-        )
+        load(self.checkpoints, input_dir, load_kwargs, load_model_func_kwargs, allow_pickle, safe_serialization)
 
     # -- a model alone -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer_lib.accelerator.derived_rng import DerivedGenerators
+from trainer_lib.accelerator.checkpoints.derived_rng import DerivedGenerators
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.checkpointing.format.layout import (
     CUSTOM_STATE_NAME,

@@ -1,4 +1,4 @@
-"""The checkpoints of an `Accelerator`: which rank writes, the registered hooks and facts, the background save."""
+"""What saving and loading share: the rank that leads, the project's folder, hooks and facts, the background save."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -9,7 +9,9 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.checkpointing.save.background import BackgroundSaves
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.collectives.agreement import gather_checked, raise_on_all_ranks
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnwritableError, unknown
 from trainer_lib.options.project_options import ProjectConfiguration
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
@@ -63,6 +65,33 @@ class Checkpoints:
         if not callable(facts):
             raise ConfigurationError(f"register_state_facts takes a function without arguments (got {facts!r}).")
         return _registered(self.facts, facts)
+
+    def leaders_choice(self, choose: Callable[[], AnyPath], operation: str) -> AnyPath:
+        """Return the path that the leader chooses; raise on all ranks if `choose` fails on one."""
+        with raise_on_all_ranks(self.engine.group, operation, CheckpointError):
+            try:
+                path = choose()
+            except OSError as error:
+                kind = CheckpointError if operation == "load_state" else UnwritableError
+                raise kind(f"{error.filename} cannot be read: {error.strerror}.") from error
+        return path_at(gather_checked(self.engine.group, str(path), operation, CheckpointError)[self.leader])
+
+    def project_folder(self, verb: str) -> AnyPath:
+        """Return the folder of automatic naming; raise if there is none."""
+        project = self.project
+        if not project.automatic_checkpoint_naming or project.project_dir is None:
+            raise ConfigurationError(
+                f"{verb}() needs a folder. Call {verb}(folder), or give Accelerator(project_config="
+                "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True))."
+            )
+        return path_at(project.project_dir).resolve()
+
+
+def check_names(arguments: Mapping[str, Any], known: tuple[str, ...], verb: str) -> None:
+    """Raise for an argument that a method does not take."""
+    for name in arguments:
+        if name not in known:
+            raise ConfigurationError(unknown(f"argument of {verb}", name, known))
 
 
 def _registered(hooks: dict[int, Any], hook: Any) -> RemovableHandle:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trainer_lib.accelerator.checkpoints import Checkpoints
+from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints
 from trainer_lib.checkpointing.format.manifest import REPORTED_FIELDS, Manifest, check_reported
 from trainer_lib.checkpointing.format.state_parts import Part, kinds_of
 from trainer_lib.foundation.errors import ConfigurationError, unknown
