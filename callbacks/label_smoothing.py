@@ -71,7 +71,7 @@ class LabelSmoothing(Modifier):
                 "tensor. If you override compute_loss, return the outputs too: return loss, outputs."
             )
         if run.trainer.loss_fn is None:
-            if run.trainer.is_shifted:
+            if run.is_shifted:
                 logits, targets = logits[:, :-1], targets[:, 1:]
             logits = logits.movedim(-1, 1)
         return logits, targets

@@ -33,7 +33,7 @@ class _Mixing(Modifier):
         self.alpha, self.num_classes = alpha, num_classes
 
     def on_fit_begin(self, run: Run) -> None:
-        if run.trainer.loss_fn is None and run.trainer.loses_by_default:
+        if run.trainer.loss_fn is None and not run.trainer.parts.loss.is_overridden:
             raise ConfigurationError(
                 f"{type(self).__name__} turns targets into class probabilities, which the model's own loss does not "
                 "take. Give Trainer(loss_fn=torch.nn.functional.cross_entropy)."

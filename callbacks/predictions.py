@@ -79,7 +79,7 @@ class Predictions(Callback):
         }
         columns = {column: values for column, values in columns.items() if column not in _NOT_SHOWN}
         decode = self._decode or _decoder(run)
-        is_shifted = bool(getattr(run.trainer, "is_shifted", False))
+        is_shifted = run.is_shifted
         ids = _sample_ids(run)
         rows = list[dict[str, Any]]()
         for index in range(min(map(len, columns.values()), default=0)):

@@ -37,7 +37,7 @@ class SAM(Modifier):
 
     def on_fit_begin(self, run: Run) -> None:
         trainer = run.trainer
-        if trainer.has_own_step or len(run.optimizers) > 1:
+        if trainer.parts.loss.has_own_step or len(run.optimizers) > 1:
             raise ConfigurationError(
                 "SAM calls compute_loss twice per batch and supports one optimizer. With your own training_step or "
                 "several optimizers, implement SAM in training_step."
@@ -103,7 +103,7 @@ class SAM(Modifier):
                     for model in models:
                         local.enter_context(run.accelerator.strategy.no_sync(model))
                 run.batch = batch
-                result = trainer.changed_loss(trainer.as_result(trainer.compute_loss(run.model, batch), batch))
+                result = trainer.parts.loss.of(run.model, batch)
                 (result.loss * weight / divisor).backward()
         run.batch, run.loss_sum, run.weight, run.outputs = state
 

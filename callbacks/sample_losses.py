@@ -102,7 +102,7 @@ class SampleLosses(Callback):
         outputs = run.outputs if named is None else named.get("logits")
         if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor):
             raise ConfigurationError(f"SampleLosses needs outputs and targets in one tensor each. {_FIX}")
-        if getattr(run.trainer, "is_shifted", False):  # a causal language model: each token predicts the next
+        if run.is_shifted:  # a causal language model: each token predicts the next
             outputs, targets = outputs[:, :-1], targets[:, 1:]
         return mean_of_each(self._compare(outputs, targets), targets)
 

@@ -99,7 +99,7 @@ def _recompute_statistics(run: Run, layers: list[_BatchNorm]) -> None:
     for model in models:
         model.train()
     model_or_models: Any = run.modules if len(models) > 1 else models[0]
-    loader, batches = trainer._prepared_for_evaluation(trainer.train_dataloader()), 0
+    loader, batches = trainer.parts.evaluator.prepared(trainer.train_dataloader()), 0
     loader.even_batches = False  # no repeated samples
     for batch in loader:
         trainer.compute_loss(model_or_models, batch)

@@ -39,7 +39,8 @@ class Notes(list[Any]):
 def cells(show: Predictions, tokenizer: Any = None, is_shifted: bool = False, **parts: Any) -> tuple[Any, Any]:
     """Return columns and rows of an evaluation of one batch."""
     notes = Notes()
-    run = Run(trainer=SimpleNamespace(events=notes, processing_class=tokenizer, is_shifted=is_shifted), **parts)
+    shift = SimpleNamespace(answer=is_shifted)
+    run = Run(trainer=SimpleNamespace(events=notes, processing_class=tokenizer, label_shift=shift), **parts)
     show.on_evaluate_set_begin(run, "", 1)
     show.on_evaluate_batch_end(run)  # of one that was left before its end
     show.on_evaluate_set_begin(run, "", 1)

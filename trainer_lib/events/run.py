@@ -89,6 +89,12 @@ class Run:
         }
 
     @property
+    def is_shifted(self) -> bool:
+        """Whether the model compares each position with the label of the next; known after the first batch."""
+        shift = getattr(self.trainer, "label_shift", None)
+        return shift is not None and shift.answer
+
+    @property
     def trained_parameters(self) -> list[Tensor]:
         """The parameters of all optimizers."""
         groups = (group for optimizer in self.optimizers.values() for group in optimizer.param_groups)

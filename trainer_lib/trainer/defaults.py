@@ -1,8 +1,8 @@
 """Default implementations of the methods that a `Trainer`'s subclass can override."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,38 +14,23 @@ from trainer_lib.callbacks.gc_interval import GarbageSchedule
 from trainer_lib.callbacks.learning_rate import LearningRateMonitor
 from trainer_lib.callbacks.progress import ProgressBar
 from trainer_lib.callbacks.throughput import Throughput
-from trainer_lib.data_loader import prepare_data_loader
-from trainer_lib.data_loader.prepare import has_indices
 from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.lengths import length_of
-from trainer_lib.foundation.metric_names import greater_is_better_for
-from trainer_lib.logging import get_logger
 from trainer_lib.progress import is_live
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.data import dataloaders
 from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.data.unused_columns import DropUnusedColumns, used_columns
 from trainer_lib.trainer.evaluation.generation import generate_step
-from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.loss_result import Weight
 from trainer_lib.trainer.losses.model_io import predictions_of, targets_of
-from trainer_lib.trainer.metrics.metric_spec import as_metrics
 from trainer_lib.trainer.optim.optimizers import build_optimizer
 from trainer_lib.trainer.optim.parameter_groups import group_parameters
 from trainer_lib.trainer.optim.schedules import build_schedule
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
-
-_logger = get_logger(__name__)
-
-
-class Measures(NamedTuple):
-    """The metrics of an evaluation set."""
-
-    metrics: Mapping[str, Metric]
-    compute: Callable[..., Any] | None
+from trainer_lib.trainer.prepared_models import PreparedModels
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 
 def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:
@@ -79,9 +64,18 @@ def _reporting(args: TrainingArguments, given: Sequence[Callback]) -> list[Callb
     return list(made)
 
 
-def optimizers(trainer: "Trainer") -> Optimizer | dict[str, Optimizer]:
+def prepare_models(trainer: TrainerInterface) -> PreparedModels:
+    """Return the prepared models of a trainer; the first call prepares them."""
+    models = trainer.parts.models
+    if not models.are_prepared:
+        models.prepare(trainer.model, trainer.args, trainer.accelerator)
+        trainer.run.model = models.model_or_models
+    return models
+
+
+def optimizers(trainer: TrainerInterface) -> Optimizer | dict[str, Optimizer]:
     """Return the given optimizers, made from the parameters if functions are given, or those the arguments name."""
-    bare = {name: trainer.accelerator.unwrap_model(model) for name, model in trainer.prepared_by_name().items()}
+    bare = {name: trainer.accelerator.unwrap_model(model) for name, model in prepare_models(trainer).named.items()}
     given = trainer.optimizer
     if isinstance(given, Mapping):
         unknown_names = [name for name in given if name not in bare]
@@ -101,7 +95,7 @@ def optimizers(trainer: "Trainer") -> Optimizer | dict[str, Optimizer]:
     return {name: _optimizer(trainer, None, model) for name, model in bare.items()}
 
 
-def _optimizer(trainer: "Trainer", given: Any, model: nn.Module | None) -> Optimizer:
+def _optimizer(trainer: TrainerInterface, given: Any, model: nn.Module | None) -> Optimizer:
     if isinstance(given, Optimizer):
         return given
     assert model is not None  # what is to be made has a model
@@ -122,7 +116,7 @@ def _optimizer(trainer: "Trainer", given: Any, model: nn.Module | None) -> Optim
     )
 
 
-def scheduler(trainer: "Trainer", name: str, optimizer: Optimizer, total_steps: int | None) -> Any:
+def scheduler(trainer: TrainerInterface, name: str, optimizer: Optimizer, total_steps: int | None) -> Any:
     """Return the given schedule, made for the optimizer if a function is given, or the one that the arguments name."""
     args, given = trainer.args, trainer.scheduler
     if isinstance(given, Mapping):
@@ -137,9 +131,9 @@ def scheduler(trainer: "Trainer", name: str, optimizer: Optimizer, total_steps: 
             )
         return made
     options = dict(args.lr_scheduler_kwargs)
-    if args.lr_scheduler == "plateau" and "mode" not in options and trainer.default_metric is not None:
-        is_more = greater_is_better_for(trainer.default_metric, args.greater_is_better)
-        options["mode"] = "max" if is_more else "min"
+    evaluation = trainer.parts.evaluation
+    if args.lr_scheduler == "plateau" and "mode" not in options and evaluation.best_metric is not None:
+        options["mode"] = "max" if evaluation.greater_is_better else "min"
     return build_schedule(
         args.lr_scheduler,
         optimizer,
@@ -149,7 +143,7 @@ def scheduler(trainer: "Trainer", name: str, optimizer: Optimizer, total_steps: 
     )
 
 
-def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
+def train_loader(trainer: TrainerInterface, dataset: Any) -> DataLoader[Any]:
     """Return the loader of the training data."""
     args = trainer.args
     return dataloaders.train_loader(
@@ -169,7 +163,7 @@ def train_loader(trainer: "Trainer", dataset: Any) -> DataLoader[Any]:
     )
 
 
-def eval_loader(trainer: "Trainer", dataset: Any, option: str = "eval_dataset") -> DataLoader[Any]:
+def eval_loader(trainer: TrainerInterface, dataset: Any, option: str = "eval_dataset") -> DataLoader[Any]:
     """Return the loader of evaluation data, which errors call `option`."""
     args = trainer.args
     return dataloaders.eval_loader(
@@ -183,13 +177,13 @@ def eval_loader(trainer: "Trainer", dataset: Any, option: str = "eval_dataset") 
     )
 
 
-def _collate_fn(trainer: "Trainer") -> Any:
+def _collate_fn(trainer: TrainerInterface) -> Any:
     if not trainer.args.remove_unused_columns:
         return trainer.collate_fn
     return DropUnusedColumns(dataloaders.collator(trainer.collate_fn, trainer.processing_class), used_columns(trainer))
 
 
-def _reading(trainer: "Trainer") -> dict[str, Any]:
+def _reading(trainer: TrainerInterface) -> dict[str, Any]:
     args = trainer.args
     return {
         "num_processes": trainer.accelerator.num_processes,
@@ -200,94 +194,43 @@ def _reading(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def prepared_for_evaluation(trainer: "Trainer", loader: DataLoader[Any]) -> Any:
-    """Return a loader that is sharded across ranks and not saved in checkpoints."""
-    accelerator = trainer.accelerator
-    prepared = prepare_data_loader(
-        loader,
-        accelerator.device,
-        num_processes=accelerator.num_processes,
-        process_index=accelerator.process_index,
-        put_on_device=True,
-        even_batches=True,
-        non_blocking=accelerator.non_blocking,
-        seed_each_sample=accelerator.dataloader_config.seed_each_sample and has_indices(loader),
-    )
-    prepared.trim_repeats()  # which are not counted
-    prepared.keep_last()
-    if left_out := dataloaders.dropped_samples(loader):
-        _logger.warning_once(
-            "A DataLoader given to evaluate or predict on has drop_last=True, which would leave out its last %d "
-            "samples. They are evaluated too, so that numbers do not depend on the batch size and the number of "
-            "processes. For fewer samples give limit_eval_batches or a smaller dataset.",
-            left_out,
-        )
-    return prepared
-
-
-def evaluation_output(trainer: "Trainer", model: Any, batch: Any) -> EvaluationOutput:
+def evaluation_output(trainer: TrainerInterface, model: Any, batch: Any) -> EvaluationOutput:
     """Return loss, predictions and labels of a batch."""
     if trainer.args.predict_with_generate:
         return _generated(trainer, model, batch)
     labels = targets_of(batch, trainer.args.label_names)
-    if trainer.loses_by_default:
-        outputs, value = trainer.objective.evaluate(model, batch)
+    loss = trainer.parts.loss
+    if loss.is_overridden:
+        value = trainer.compute_loss(model, batch)
+    else:
+        outputs, value = loss.evaluate(model, batch)
         if value is None:  # nothing to compare with
             return EvaluationOutput(predictions=predictions_of(outputs), labels=labels)
-    else:
-        value = trainer.compute_loss(model, batch)
-    result = trainer.as_result(value, batch)
+    result = loss.as_result(value, batch)
     weight = 0.0 if result.weight is None else result.weight
     return EvaluationOutput(
         loss_sum=result.loss, weight=weight, predictions=predictions_of(result.outputs), labels=labels
     )
 
 
-def _generated(trainer: "Trainer", model: Any, batch: Any) -> EvaluationOutput:
+def _generated(trainer: TrainerInterface, model: Any, batch: Any) -> EvaluationOutput:
     bare = trainer.accelerator.unwrap_model(model)
 
     def loss_of(_: Any, named: Any) -> tuple[Tensor, Weight]:
-        result = trainer.as_result(trainer.compute_loss(model, named), named)
+        result = trainer.parts.loss.as_result(trainer.compute_loss(model, named), named)
         return result.loss, 0.0 if result.weight is None else result.weight
 
     return generate_step(
         bare,
         batch,
-        {**(trainer.args.generation_kwargs or {}), **trainer._generation_options},
+        {**(trainer.args.generation_kwargs or {}), **trainer.parts.generation_options},
         trainer.processing_class,
         loss_of=loss_of,
         in_lockstep=trainer.accelerator.strategy.needs_lockstep and trainer.accelerator.num_processes > 1,
     )
 
 
-def measures(names: Sequence[str], metrics: Any, compute_metrics: Any) -> dict[str, Measures]:
-    """Return the metrics of each set, and under "" those of any other set.
-
-    Raises:
-        ConfigurationError: If metrics are given for an unknown set, or a metric is invalid.
-    """
-    if isinstance(compute_metrics, Mapping):
-        foreign = [name for name in compute_metrics if name not in names]
-        if foreign:
-            raise ConfigurationError(
-                f"compute_metrics is given for a set {foreign[0]!r}, and the sets are {', '.join(names) or 'none'}."
-                f"{did_you_mean(foreign[0], names)}"
-            )
-    elif compute_metrics is not None and not callable(compute_metrics):
-        raise ConfigurationError(f"compute_metrics must be a function, got a {type(compute_metrics).__name__}.")
-    differs = _is_by_set(metrics, names)
-    of_all = as_metrics(None if differs else metrics)
-    by_name = compute_metrics if isinstance(compute_metrics, Mapping) else dict.fromkeys(("", *names), compute_metrics)
-    return {
-        name: Measures(as_metrics(metrics.get(name)) if differs else of_all, by_name.get(name)) for name in ("", *names)
-    }
-
-
-def _is_by_set(metrics: Any, names: Sequence[str]) -> bool:
-    return isinstance(metrics, Mapping) and bool(metrics) and names != [""] and set(metrics) <= set(names)
-
-
-def run_fingerprint(trainer: "Trainer") -> dict[str, Any]:
+def run_fingerprint(trainer: TrainerInterface) -> dict[str, Any]:
     """Return the models and the data of a run, which `resume="auto"` compares."""
     named: dict[str, nn.Module] = (
         {"model": trainer.model} if isinstance(trainer.model, nn.Module) else dict(trainer.model)

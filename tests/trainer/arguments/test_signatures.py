@@ -66,4 +66,5 @@ def test_the_annotation_of_predict_names_its_result() -> None:
 def test_completion_offers_public_methods_only() -> None:
     offered = dir(trainer())
     assert {"fit", "evaluate", "predict", "compute_loss", "train_dataloader", "state", "args"} <= set(offered)
-    assert not {"prepare_models", "as_result", "weighs_nothing", "guard", "averages"} & set(offered)
+    assert {"search", "preview", "save_model", "push_to_hub", "export", "unwrapped_model"} <= set(offered)
+    assert not {"prepare_models", "as_result", "weighs_nothing", "guard", "averages", "is_rehearsing"} & set(offered)

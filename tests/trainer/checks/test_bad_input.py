@@ -442,7 +442,7 @@ def test_what_can_be_known_before_is_said_before_the_model_is_touched(case: str)
     assert isinstance(model_trainer.model, nn.Module)
     touched, weights = Touched(model_trainer.model), copy.deepcopy(model_trainer.model.state_dict())
     refused(error, words, model_trainer.fit)
-    assert model_trainer.prepared is None
+    assert model_trainer.run.model is None
     assert steps.count == 0
     if case != "a model without values":
         touched.check(weights)
@@ -844,7 +844,7 @@ def test_evaluate_says_what_it_was_given() -> None:
     refused(ConfigurationError, "evaluate(dataset)['b'] is empty", lambda: trainer().evaluate({"b": []}))
     refused(ConfigurationError, "prefix must be a text…(got 3)", lambda: trainer().evaluate(DATA, prefix=3))
     refused(ConfigurationError, "trainer.eval_dataset['alpha']", lambda: several.evaluate("alhpa"))
-    assert several.prepared is None
+    assert several.run.model is None
 
 
 def test_evaluation_steps_return_what_evaluations_take() -> None:
@@ -860,7 +860,7 @@ def test_predict_says_what_it_was_given_and_needs_no_labels(tmp_path: Path) -> N
     model_trainer = trainer(Head())
     refused(ConfigurationError, "predict() needs data", lambda: model_trainer.predict(None))
     refused(ConfigurationError, "predict(dataset) is empty", lambda: model_trainer.predict(INPUTS[:0]))
-    assert model_trainer.prepared is None
+    assert model_trainer.run.model is None
     assert model_trainer.predict({"x": INPUTS}).predictions.shape == (16, 2)
     assert model_trainer.predict(INPUTS).predictions.shape == (16, 2)
     (tmp_path / "there").write_text("mine")
@@ -876,7 +876,7 @@ def test_fit_takes_no_data_and_knows_what_resume_may_be(tmp_path: Path) -> None:
     refused(ConfigurationError, 'resume="auto"', lambda: model_trainer.fit(resume=True))
     refused(ConfigurationError, "'atuo'…Did you mean 'auto'", lambda: model_trainer.fit(resume="atuo"))
     refused(ConfigurationError, "Give output_dir", lambda: trainer().fit(resume="auto"))
-    assert model_trainer.prepared is None
+    assert model_trainer.run.model is None
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

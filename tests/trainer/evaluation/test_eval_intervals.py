@@ -185,7 +185,7 @@ def test_a_stop_by_one_set_still_evaluates_the_others_once() -> None:
 
 def test_without_a_metric_the_best_is_that_of_the_first_set_with_an_interval() -> None:
     model_trainer = trainer(arguments(eval_every={"dev": "never", "test": 5}), eval_dataset=SETS)
-    assert model_trainer.default_metric == "eval_test_loss"
+    assert model_trainer.parts.evaluation.best_metric == "eval_test_loss"
 
 
 def test_a_misspelt_metric_is_named_at_the_first_evaluation_of_its_set() -> None:

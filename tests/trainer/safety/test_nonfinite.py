@@ -290,7 +290,7 @@ def test_all_processes_hear_whose_samples_they_were(how: str) -> None:
 
 def losses_of(trainer: Trainer) -> list[float]:
     """Return the losses that a spike is measured by."""
-    guard: Any = trainer._guard
+    guard: Any = trainer.parts.guard
     return [round(loss, 4) for loss in guard.state_dict()["losses"]]
 
 
@@ -381,7 +381,7 @@ def test_gradients_whose_squares_overflow_are_finite(shards: bool, processes: in
         options: dict[str, Any] = {"fsdp": plugin()} if shards else {}
         one = prepared(model=Sloped(slope), points=points(), max_grad_norm=0.1, callbacks=[Norms()], **options)
         one.fit()
-        weights = one.accelerator.get_state_dict(one.prepared)
+        weights = one.accelerator.get_state_dict(one.run.model)
         return weights, norms[:-1]
 
     def both() -> None:

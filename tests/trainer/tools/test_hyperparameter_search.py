@@ -18,7 +18,7 @@ from trainer_lib import ConfigurationError, Interrupted, MissingPackageError, Tr
 from trainer_lib.callbacks import EarlyStopping
 from trainer_lib.events import Callback, Run
 from trainer_lib.processes.exit_codes import by_signal
-from trainer_lib.trainer import trainer as trainer_module
+from trainer_lib.trainer.fit import fit_run
 
 optuna: Any = pytest.importorskip("optuna")
 
@@ -162,7 +162,7 @@ class Interrupts(Callback):
 
 @pytest.mark.parametrize("is_notebook", [True, False])
 def test_who_interrupts_a_trial_ends_the_search(monkeypatch: pytest.MonkeyPatch, is_notebook: bool) -> None:
-    monkeypatch.setattr(trainer_module, "is_interactive", lambda: is_notebook)
+    monkeypatch.setattr(fit_run, "is_interactive", lambda: is_notebook)
     model_trainer = made(callbacks=[Interrupts()])
     before = [weight.clone() for weight in model_trainer.model.parameters()]  # type: ignore[union-attr]
     study = optuna.create_study()

@@ -17,6 +17,7 @@ from trainer_lib import ConfigurationError, Modifier, Trainer, set_seed
 from trainer_lib.callbacks import EMA, LiveControl, Mixup
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.imports import is_package_available
+from trainer_lib.trainer.defaults import prepare_models
 
 Use = Callable[[Trainer], Any]
 
@@ -106,7 +107,7 @@ def state(model_trainer: Trainer) -> dict[str, Any]:
         "optimizer": None if given is None else repr(given.state_dict()),
         "rate": None if given is None else float(given.param_groups[0]["lr"]),
         "generators": (torch.get_rng_state(), random.getstate(), repr(np.random.get_state())),
-        "attributes": {n: v for n, v in vars(model_trainer).items() if n not in ("prepared", "_evaluator", "run")},
+        "attributes": {n: v for n, v in vars(model_trainer).items() if n != "run"},
         "callbacks": [(callback, dict(vars(callback))) for callback in model_trainer.events],
         "heard": Writes.steps,
         "engine": [len(engine._optimizers), len(engine._schedulers), len(engine._dataloaders)],
@@ -195,7 +196,7 @@ def test_processes_leave_all_as_it_was(names: list[str], tmp_path: Path) -> None
         outcomes: list[Any] = []
         for use in (repr, *(tools(n=1)[name] for name in names)):
             model_trainer = made(tmp_path)
-            model_trainer.prepare_models()
+            prepare_models(model_trainer)
             before = state(model_trainer)
             use(model_trainer)
             assert_same(state(model_trainer), before)
@@ -217,7 +218,7 @@ def test_sharded_models_keep_their_shards() -> None:
             model_trainer = made(args={"fsdp": True, "max_steps": 3, "eval_every": "never"}, callbacks=[EMA(0.9)])
             tool(model_trainer)
             history = outcome(model_trainer)["history"]
-            weights = model_trainer.accelerator.get_state_dict(model_trainer.prepared)
+            weights = model_trainer.accelerator.get_state_dict(model_trainer.parts.models.listed[0])
             outcomes.append([history, {name: weight.clone() for name, weight in weights.items()}])
             model_trainer.accelerator.free_memory()
         return outcomes

@@ -1,6 +1,6 @@
 """Finished runs: whether their last checkpoint still exists, which weights they ended with, and how to load them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer_lib.events import Control, Modifier, RunState
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
@@ -12,9 +12,7 @@ from trainer_lib.trainer.fit.session import FitSession
 from trainer_lib.trainer.optim import optimizer_modes
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.safety.signals import Signals
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _logger = get_logger(__name__)
 
@@ -55,7 +53,7 @@ def describe_other_runs(found: list[FoundRun], fingerprint: dict[str, Any]) -> s
     return " ".join([begins, *lines[:_SHOWN], *more])
 
 
-def load_finished(trainer: "Trainer", run: RunFolder, checkpoint: AnyPath | None) -> FitResult:
+def load_finished(trainer: TrainerInterface, run: RunFolder, checkpoint: AnyPath | None) -> FitResult:
     """Load the weights that a finished run ended with, and return its result. It writes nothing."""
     facts = run.facts
     state = {**facts["state"], "checkpoints": _entries(run)}

@@ -2,15 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer_lib.events import Run
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 
-def manifest_facts(trainer: "Trainer", run: Run, reasons: Collection[str]) -> dict[str, Any]:
+def manifest_facts(trainer: TrainerInterface, run: Run, reasons: Collection[str]) -> dict[str, Any]:
     """Return the facts, as `register_state_facts` takes them.
 
     Args:
@@ -25,7 +23,7 @@ def manifest_facts(trainer: "Trainer", run: Run, reasons: Collection[str]) -> di
         "step": state.step,
         "epoch": state.epochs,
         "samples": state.samples,
-        "items": None if trainer.has_own_step else state.items + trainer.averages.items,
+        "items": None if trainer.parts.loss.has_own_step else state.items + trainer.parts.means.items,
         "arguments": run.args.to_dict(unwritable="leave out"),
         "reasons": sorted(reasons) or ["asked"],
         "metrics": numeric_metrics(at_step[-1]["metrics"]) if at_step else {},

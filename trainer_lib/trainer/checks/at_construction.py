@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,15 +15,15 @@ from trainer_lib.trainer.checks.foreign_calls import check_overrides
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, RENAMED
 from trainer_lib.trainer.huggingface.callback_adapter import adapt_callback, is_transformers_kind
 from trainer_lib.trainer.losses.loss_result import summed
+from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.deadline import check_ahead
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _NO_NAME = (
     "accelerator must be a trainer_lib.Accelerator, got a str. The Trainer finds the machine's accelerator by itself; "
     "TrainingArguments(use_cpu=True) trains on the CPU."
 )
+
 _VERBS = {
     "compute_loss": ("model", "batch"),
     "training_step": ("model", "batch"),
@@ -36,11 +36,11 @@ _VERBS = {
 }
 
 
-def check(trainer: "Trainer", base: "type[Trainer]") -> None:
+def check(trainer: TrainerInterface, base: type) -> None:
     """Check the arguments, except those that a subclass of `base` handles itself by overriding a method."""
     check_verbs(trainer)
     check_overrides(trainer, base, _VERBS, inspect.signature(base).parameters)
-    if trainer.loss_fn is not None and trainer.loses_by_default:
+    if trainer.loss_fn is not None and not is_overridden(type(trainer), "compute_loss"):
         check_loss_function(trainer.loss_fn)
     check_collate(trainer.collate_fn)
     check_processing_class(trainer.processing_class)
@@ -49,7 +49,7 @@ def check(trainer: "Trainer", base: "type[Trainer]") -> None:
     check_ahead(trainer.args.deadline)
 
 
-def check_verbs(trainer: "Trainer") -> None:
+def check_verbs(trainer: TrainerInterface) -> None:
     """Check that methods of a subclass accept the arguments they are called with."""
     for verb, arguments in _VERBS.items():
         if (problem := cannot_take(getattr(trainer, verb), *arguments)) is not None:

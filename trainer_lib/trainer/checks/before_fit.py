@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -25,19 +25,19 @@ from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
 from trainer_lib.trainer.evaluation.eval_sets import check_has_interval, check_intervals, named_sets
 from trainer_lib.trainer.evaluation.outputs import Metric
 from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, ObjectMetric
+from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.bad_samples import check_can_leave_out
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 # Arguments that may differ between ranks.
 _MAY_DIFFER = frozenset(
     {"output_dir", "run_name", "progress_bar", "num_workers", "prefetch_factor", "persistent_workers"}
 )
+
 _SHOWN = 8
 
 
-def check(trainer: "Trainer") -> None:
+def check(trainer: TrainerInterface) -> None:
     """Check everything that is known before data is read and the model is prepared; one rank's error raises on all.
 
     Raises:
@@ -63,7 +63,7 @@ def checked_loader(verb: str, loader: Any) -> DataLoader[Any]:
     return loader
 
 
-def train_loader(trainer: "Trainer") -> DataLoader[Any]:
+def train_loader(trainer: TrainerInterface) -> DataLoader[Any]:
     """Return the loader of the training data, if all ranks have one with the same number of samples."""
     group = trainer.accelerator.group
     with raise_on_all_ranks(group, "train_dataloader"):
@@ -88,7 +88,7 @@ def check_order(group: ProcessGroup, loader: PreparedLoader) -> None:
         check_same_on_all_ranks(group, {"the samples that an epoch begins with": first and first[:_SHOWN]})
 
 
-def eval_loaders(trainer: "Trainer", data: Any, option: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
+def eval_loaders(trainer: TrainerInterface, data: Any, option: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
     """Return the loaders of evaluation sets, if all ranks have them.
 
     Args:
@@ -141,7 +141,7 @@ def checked_schedule(schedule: Any, optimizer: Optimizer) -> Any:
     return schedule
 
 
-def _check(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
+def _check(trainer: TrainerInterface) -> dict[str, DataLoader[Any]]:
     """Check on this rank, and return the loaders of the evaluation sets, by the names that errors call them."""
     if trainer.train_dataset is None and not _has_own(trainer, "train_dataloader"):
         raise ConfigurationError("fit() needs data: Trainer(train_dataset=…), or override train_dataloader().")
@@ -161,10 +161,14 @@ def _check(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def _check_models(trainer: "Trainer") -> None:
+def _check_models(trainer: TrainerInterface) -> None:
     trained = 0
     for model in _models(trainer):
-        if trainer.loses_by_default and type(model).forward is nn.Module.forward and "forward" not in vars(model):
+        if (
+            not trainer.parts.loss.is_overridden
+            and type(model).forward is nn.Module.forward
+            and "forward" not in vars(model)
+        ):
             raise ConfigurationError(
                 f"{type(model).__name__} has no forward, so it cannot be called. Derive a class with one, or override "
                 "compute_loss(model, batch)."
@@ -195,10 +199,10 @@ def _check_models(trainer: "Trainer") -> None:
         )
 
 
-def _check_optimizer(trainer: "Trainer") -> None:
+def _check_optimizer(trainer: TrainerInterface) -> None:
     model_parameters = {id(parameter) for model in _models(trainer) for parameter in model.parameters()}
     given = trainer.optimizer
-    prepared = trainer.prepared is not None  # preparing may have replaced the parameters
+    prepared = trainer.parts.models.are_prepared  # preparing may have replaced the parameters
     for optimizer in given.values() if isinstance(given, Mapping) else [given]:
         if not isinstance(optimizer, Optimizer) or prepared or _has_own(trainer, "configure_optimizer"):
             continue
@@ -211,7 +215,7 @@ def _check_optimizer(trainer: "Trainer") -> None:
             )
 
 
-def _check_folder(trainer: "Trainer") -> None:
+def _check_folder(trainer: TrainerInterface) -> None:
     args = trainer.args
     savers = [type(callback).__name__ for callback in trainer.events if callback.saves_checkpoints]
     if args.output_dir is None and not args.dry_run and savers:
@@ -223,7 +227,7 @@ def _check_folder(trainer: "Trainer") -> None:
 # -- the evaluation --------------------------------------------------------------------------------------------------
 
 
-def _check_evaluation(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
+def _check_evaluation(trainer: TrainerInterface) -> dict[str, DataLoader[Any]]:
     if trainer.eval_dataset is not None:
         check_intervals(trainer)
     if _has_own(trainer, "evaluate"):
@@ -236,7 +240,7 @@ def _check_evaluation(trainer: "Trainer") -> dict[str, DataLoader[Any]]:
     return {f"eval_dataset[{name!r}]" if name else "eval_dataset": loader for name, loader in loaders.items()}
 
 
-def _loaders(trainer: "Trainer", data: Any, option: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
+def _loaders(trainer: TrainerInterface, data: Any, option: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
     known = trainer.eval_dataset
     if isinstance(data, str) and isinstance(known, Mapping):
         near = data if data in known else (get_close_matches(data, list(known), n=1) or [next(iter(known))])[0]
@@ -256,7 +260,7 @@ def _loaders(trainer: "Trainer", data: Any, option: str, is_one: bool = False) -
     return loaders
 
 
-def _check_not_asked_for(trainer: "Trainer") -> None:
+def _check_not_asked_for(trainer: TrainerInterface) -> None:
     args, asked = trainer.args, None
     if args.validation_split is not None and trainer.train_dataset is None:
         raise ConfigurationError(
@@ -287,7 +291,7 @@ def _check_not_asked_for(trainer: "Trainer") -> None:
         )
 
 
-def _check_best(trainer: "Trainer") -> None:
+def _check_best(trainer: TrainerInterface) -> None:
     """Check the metric names that arguments and callbacks refer to, as far as the names are known before training."""
     monitored = [
         (metric, f"{type(callback).__name__}(metric={metric!r})", callback.needs_evaluation)
@@ -295,8 +299,8 @@ def _check_best(trainer: "Trainer") -> None:
         if (metric := callback.monitored_metric) is not None
     ]
     asked = [(metric, option) for metric, option, needs_evaluation in monitored if needs_evaluation]
-    if trainer.args.metric_for_best is not None and trainer.default_metric is not None:
-        asked.append((trainer.default_metric, f"metric_for_best={trainer.args.metric_for_best!r}"))
+    if trainer.args.metric_for_best is not None and trainer.parts.evaluation.best_metric is not None:
+        asked.append((trainer.parts.evaluation.best_metric, f"metric_for_best={trainer.args.metric_for_best!r}"))
     for name, option in asked + [
         (metric, option) for metric, option, needs_evaluation in monitored if not needs_evaluation
     ]:
@@ -310,13 +314,13 @@ def _check_best(trainer: "Trainer") -> None:
             )
 
 
-def _metric_names(trainer: "Trainer") -> tuple[list[str], list[str]]:
+def _metric_names(trainer: TrainerInterface) -> tuple[list[str], list[str]]:
     """Return the names of metrics, and the prefixes of those whose full names are not known yet."""
     known: list[str] = []
     stems: list[str] = []
     for name in named_sets(trainer, trainer.eval_dataset):
         stem = f"eval_{name}" if name else "eval"
-        measures = trainer.measures.get(name, trainer.measures[""])
+        measures = trainer.parts.evaluation.measures(name)
         known += [f"{stem}_loss", *(f"{stem}_{metric}" for metric in measures.metrics)]
         stems += [
             f"{stem}_{metric_name}_" for metric_name, metric in measures.metrics.items() if _may_be_several(metric)
@@ -349,7 +353,7 @@ def _is_foreign(thing: Any) -> bool:
 # -- the other ranks -------------------------------------------------------------------------------------------------
 
 
-def _facts(trainer: "Trainer") -> dict[str, Any]:
+def _facts(trainer: TrainerInterface) -> dict[str, Any]:
     args = trainer.args
     facts: dict[str, Any] = {
         "the models": [
@@ -388,12 +392,10 @@ def _samples(data: Any) -> int | None:
     return length_of(dataset)
 
 
-def _models(trainer: "Trainer") -> list[nn.Module]:
+def _models(trainer: TrainerInterface) -> list[nn.Module]:
     return [trainer.model] if isinstance(trainer.model, nn.Module) else list(trainer.model.values())
 
 
-def _has_own(trainer: "Trainer", verb: str) -> bool:
+def _has_own(trainer: TrainerInterface, verb: str) -> bool:
     """Whether the trainer's class overrides a method."""
-    from trainer_lib.trainer.trainer import Trainer
-
-    return getattr(type(trainer), verb) is not getattr(Trainer, verb)
+    return is_overridden(type(trainer), verb)

@@ -2,19 +2,17 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _LABELS = ("label", "label_ids", "labels")
 
 
-def used_columns(trainer: "Trainer") -> frozenset[str]:
+def used_columns(trainer: TrainerInterface) -> frozenset[str]:
     """Return the names of the arguments of the model's forward, and of labels."""
     models = [trainer.model] if isinstance(trainer.model, nn.Module) else trainer.model.values()
     names = {name for model in models for name in inspect.signature(_without_adapter(model).forward).parameters}

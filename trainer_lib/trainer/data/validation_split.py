@@ -1,6 +1,6 @@
 """Rows of the training data held out for evaluation: the same for all seeds, on all ranks and after a resume."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, Subset
@@ -8,14 +8,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.trainer.data.datasets import as_dataset
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _SEED = 0  # not the run's seed: runs with different seeds evaluate on the same rows
 
 
-def split_for(trainer: "Trainer") -> tuple[Any, Any]:
+def split_for(trainer: TrainerInterface) -> tuple[Any, Any]:
     """Return the rows that a trainer trains on and the rows that it evaluates on, by `validation_split`.
 
     Raises:

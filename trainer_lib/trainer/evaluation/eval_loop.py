@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.collectives.object_collectives import gather_per_rank
@@ -18,6 +19,7 @@ from trainer_lib.foundation.errors import (
 )
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.trainer.evaluation.eval_batches import EvalBatches, Step
+from trainer_lib.trainer.evaluation.eval_loaders import prepared_for_evaluation
 from trainer_lib.trainer.evaluation.eval_mode import eval_mode
 from trainer_lib.trainer.evaluation.gather_batches import BatchGatherer
 from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationInterrupted
@@ -73,6 +75,10 @@ class Evaluator:
         self._accelerator, self._dispatcher = accelerator, dispatcher
         in_lockstep = accelerator.strategy.needs_lockstep and accelerator.group.size > 1
         self._batches = EvalBatches(dispatcher, step, in_lockstep)
+
+    def prepared(self, loader: DataLoader[Any]) -> PreparedLoader:
+        """Return a loader that is sharded across ranks and not saved in checkpoints."""
+        return prepared_for_evaluation(self._accelerator, loader)
 
     def evaluate(
         self, run: Run, model: Models, sets: Mapping[str, EvaluationSet], prefix: str, over_sets: Sequence[str] = ()

@@ -1,27 +1,41 @@
 """The sets to evaluate on, by name: what a dict given as `eval_dataset` means."""
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, cast
 
 import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_lib.data_loader.readers.probe import samples_at
+from trainer_lib.events import Run
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.metric_names import sets_of_metric
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+
+class EvaluatedTrainer(Protocol):
+    """What a trainer says about its evaluation sets."""
+
+    model: nn.Module | Mapping[str, nn.Module]
+    args: TrainingArguments
+    run: Run
+    train_dataset: Any
+    eval_dataset: Any
+
+    @property
+    def evaluate(self) -> Callable[..., dict[str, float]]:
+        """Evaluates a dataset, or several by name."""
+        ...
 
 
 class ChosenSets(dict[str, Any]):
     """Some of the sets by name, which `named_sets` returns unchanged: this dict is never one set of columns."""
 
 
-def sets_at_intervals(trainer: "Trainer") -> list[str]:
+def sets_at_intervals(trainer: EvaluatedTrainer) -> list[str]:
     """Return the names of the sets that are evaluated at intervals: all, or those with an interval in `eval_every`."""
     names, intervals = list(named_sets(trainer, trainer.eval_dataset)), trainer.args.eval_intervals
     if trainer.args.eval_interval is None:
@@ -29,14 +43,14 @@ def sets_at_intervals(trainer: "Trainer") -> list[str]:
     return [name for name in names if not intervals or intervals.get(name) is not None]
 
 
-def metrics_over_sets(trainer: "Trainer") -> list[str]:
+def metrics_over_sets(trainer: EvaluatedTrainer) -> list[str]:
     """Return the metrics to average over the sets; none in an evaluation of only some of the sets."""
     name = (trainer.args.metric_for_best or "").removeprefix("eval_")
     needs_mean = name.startswith("mean_") and all(trainer.run.eval_sets.values())
     return [name.removeprefix("mean_")] if needs_mean else []
 
 
-def check_intervals(trainer: "Trainer") -> None:
+def check_intervals(trainer: EvaluatedTrainer) -> None:
     """Check that `eval_every`, if it is a dict, names all evaluation sets and no others.
 
     Raises:
@@ -72,7 +86,7 @@ def check_intervals(trainer: "Trainer") -> None:
         ) from None
 
 
-def check_has_interval(trainer: "Trainer", metric: str, option: str) -> None:
+def check_has_interval(trainer: EvaluatedTrainer, metric: str, option: str) -> None:
     """Check that the sets of a metric are evaluated at intervals.
 
     Raises:
@@ -87,7 +101,7 @@ def check_has_interval(trainer: "Trainer", metric: str, option: str) -> None:
             )
 
 
-def named_sets(trainer: "Trainer", given: Any, option: str = "eval_dataset") -> dict[str, Any]:
+def named_sets(trainer: EvaluatedTrainer, given: Any, option: str = "eval_dataset") -> dict[str, Any]:
     """Return datasets by name; a single one has the name "".
 
     A dict of arrays is one set of columns, or several sets of rows. The training data decides which.
@@ -127,7 +141,7 @@ def named_sets(trainer: "Trainer", given: Any, option: str = "eval_dataset") -> 
     return dict(sets)
 
 
-def _is_one_set(trainer: "Trainer", given: Mapping[Any, Any], option: str) -> bool:
+def _is_one_set(trainer: EvaluatedTrainer, given: Mapping[Any, Any], option: str) -> bool:
     if not all(isinstance(value, (Tensor, np.ndarray, list, tuple)) for value in given.values()):
         return False
     has_arrays = all(isinstance(value, (Tensor, np.ndarray)) for value in given.values())

@@ -25,6 +25,8 @@ class FitContext:
         named_models: The prepared models by name; a single one is called "".
         means: The means that the next log takes.
         folder: The run's folder; `None`: nothing is written.
+        has_own_step: Whether the user overrides `training_step`.
+        in_sandbox: Whether a tool, such as the learning-rate finder, trains.
     """
 
     run: Run
@@ -34,6 +36,8 @@ class FitContext:
     named_models: Mapping[str, nn.Module]
     means: RunningMeans
     folder: RunFolder | None
+    has_own_step: bool = False
+    in_sandbox: bool = False
 
     @property
     def models(self) -> Sequence[nn.Module]:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainer_lib.callbacks.jsonl import JsonlLog
 from trainer_lib.events import Best, Run, RunState
@@ -33,6 +34,7 @@ from trainer_lib.processes.exit_codes import Interruption
 from trainer_lib.runs import HISTORY_FILE, IDENTITY_FILE, RunFolder
 from trainer_lib.runs.run_lease import Lease
 from trainer_lib.seeding import set_seed
+from trainer_lib.trainer import defaults
 from trainer_lib.trainer.checkpoints import resume_arguments, run_records
 from trainer_lib.trainer.checkpoints.manifest_facts import manifest_facts
 from trainer_lib.trainer.checkpoints.peft import PeftCheckpoints
@@ -60,9 +62,7 @@ from trainer_lib.trainer.safety.micro_batching import MicroBatching
 from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 from trainer_lib.trainer.safety.nonfinite_report import NonFiniteReport
 from trainer_lib.trainer.safety.signals import Signals
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _logger = get_logger(__name__)
 
@@ -96,7 +96,7 @@ class FitSession:
     """
 
     def __init__(
-        self, trainer: "Trainer", folder: RunFolder | None, signals: Signals, lease: Lease | None = None
+        self, trainer: TrainerInterface, folder: RunFolder | None, signals: Signals, lease: Lease | None = None
     ) -> None:
         self.signals, self.lease = signals, lease or Lease(None)
         self.interruption: Interruption | None = None
@@ -114,7 +114,7 @@ class FitSession:
         if args.seed is not None:
             set_seed(args.seed)
         loader = before_fit.train_loader(trainer)
-        self.models: list[nn.Module] = trainer.prepare_models()
+        self.models = defaults.prepare_models(trainer).listed
         self.loader: Any = accelerator.prepare_data_loader(loader)
         self.loader.trim_repeats()
         before_fit.check_order(accelerator.group, self.loader)
@@ -128,14 +128,14 @@ class FitSession:
         self.schedule_length = args.schedule_steps or state.max_steps
         self.saved_state: Mapping[str, Any] = {}  # of the checkpoint that the run resumes from
         self.changed: Mapping[str, resume_arguments.Difference] = {}  # the arguments that are others than it has
-        schedulers = trainer.make_schedulers(optimizers, self.schedule_length)
+        schedulers = _schedulers(trainer, optimizers, self.schedule_length)
         self.run = Run(
             trainer=trainer,
             args=args,
             state=state,
             control=signals.control,
             accelerator=accelerator,
-            model=trainer.prepared,
+            model=trainer.parts.models.model_or_models,
             optimizers=prepared,
             schedulers={name: accelerator.wrap_scheduler(one) for name, one in schedulers.items()},
             folder=None if folder is None else folder.here,
@@ -143,12 +143,20 @@ class FitSession:
         self.metric_schedulers = [each for each in self.run.schedulers.values() if is_metric_driven(each)]
         self.step_schedulers = [each for each in self.run.schedulers.values() if moves_each_update(each)]
         self.context = context = FitContext(
-            self.run, accelerator, self.events, self.loader, trainer.prepared_by_name(), trainer.averages, folder
+            run=self.run,
+            accelerator=accelerator,
+            events=self.events,
+            loader=self.loader,
+            named_models=trainer.parts.models.named,
+            means=trainer.parts.means,
+            folder=folder,
+            has_own_step=trainer.parts.loss.has_own_step,
+            in_sandbox=trainer.parts.in_sandbox,
         )
         self.guard = NonFiniteGuard(context, NonFiniteReport(context, self._loss_again), self._can_rewind)
         self._watching = ExitStack()
         self.bad_samples = BadSamples(context)
-        self.micro_batching = MicroBatching(context, self.guard, trainer)
+        self.micro_batching = MicroBatching(context, self.guard, trainer.training_step)
         accelerator.register_for_checkpointing(_Saved(self))
         accelerator.checkpoints.infinite_buffers = _infinite_buffers(trainer)
         adapters = PeftCheckpoints(accelerator)
@@ -167,7 +175,7 @@ class FitSession:
     @property
     def has_own_step(self) -> bool:
         """Whether the user overrides `training_step`."""
-        return self.trainer.has_own_step
+        return self.context.has_own_step
 
     @property
     def evaluates(self) -> bool:
@@ -211,7 +219,7 @@ class FitSession:
             set_seed(args.seed, device_specific=True)  # dropout draws something else on each process
         if checkpoint is not None:
             self.load(checkpoint)
-        if self.trainer.default_metric is not None:  # known before it is too late
+        if self.trainer.parts.evaluation.best_metric is not None:  # known before it is too late
             self._is_better(0.0, 0.0)
         run.state.status, run.state.reason = "running", None
         self._begin_counting()
@@ -235,7 +243,7 @@ class FitSession:
         args = self.trainer.args
         self._begin_counting_tokens()
         by_set = {} if self.trainer.eval_dataset is None else args.eval_intervals
-        every = None if by_set else self.trainer.evaluation_interval
+        every = None if by_set else self.trainer.parts.evaluation.interval
         intervals = {"log": args.log_interval, "evaluate": every, "save": args.save_interval}
         self._began = time.monotonic()
         self.deadline = self._deadline()
@@ -269,9 +277,9 @@ class FitSession:
         self.add_elapsed_time()
         self.guard.flush()
         self.sync_findings()
-        values = self.trainer.averages.collect()
-        state.items += self.trainer.averages.items
-        if "loss" in self.trainer.averages.weightless:
+        values = self.trainer.parts.means.collect()
+        state.items += self.trainer.parts.means.items
+        if "loss" in self.trainer.parts.means.weightless:
             _logger.warning_once(
                 "Nothing in the batches since the last log counts for the loss, so that nothing is learned from them: "
                 "all labels are ignored (-100), or num_items and weight are 0."
@@ -332,7 +340,7 @@ class FitSession:
             self.deadline.end_evaluation(self._began - began)
         self._note_evaluated(chosen, metrics)
         state.history.append({"step": state.step, "epoch": state.epochs, **metrics})
-        name = self.trainer.default_metric
+        name = self.trainer.parts.evaluation.best_metric
         if name is None:
             return True
         if not metrics:
@@ -453,7 +461,7 @@ class FitSession:
 
     def best_of(self, checkpoints: Iterable[Mapping[str, Any]]) -> Best | None:
         """Return the best evaluation of those that good checkpoints were saved with; `None` without one."""
-        best, name = None, self.trainer.default_metric
+        best, name = None, self.trainer.parts.evaluation.best_metric
         if name is None:
             return None
         for entry in checkpoints:
@@ -568,7 +576,7 @@ class FitSession:
         self.log()
         run.control.sync_across_ranks(self.context.group)  # requests of the last step, which no gradients took along
         reason = run.control.reason
-        if trainer.evaluation_interval is not None and not self._evaluate_the_rest():
+        if trainer.parts.evaluation.interval is not None and not self._evaluate_the_rest():
             self.forget_save()  # which does not know what asked for the end
             self.interrupt({"stop": reason} if reason else {})
             return
@@ -643,7 +651,7 @@ class FitSession:
     def _loss_again(self) -> LossResult:
         """Compute the loss of the last batch once more, to report where NaN or Inf comes from."""
         trainer, run = self.trainer, self.run
-        return trainer.as_result(trainer.compute_loss(run.model, run.batch), run.batch)
+        return trainer.parts.loss.as_result(trainer.compute_loss(run.model, run.batch), run.batch)
 
     def _good_checkpoints(self) -> list[dict[str, Any]]:
         return [entry for entry in self.run.state.checkpoints if not entry.get("nonfinite")]
@@ -676,7 +684,7 @@ class FitSession:
         fresh.apply(changed, moved, length != saved["steps_per_epoch"])
 
     def _forget_best_of_another_metric(self, changed: Collection[str]) -> None:
-        state, metric = self.run.state, self.trainer.default_metric
+        state, metric = self.run.state, self.trainer.parts.evaluation.best_metric
         if state.best is None or metric is None:
             return
         if state.best.metric != metric or "greater_is_better" in changed:
@@ -689,7 +697,7 @@ class FitSession:
             state.best = None
 
     def _is_better(self, value: float, than: float) -> bool:
-        args, name = self.trainer.args, self.trainer.default_metric
+        args, name = self.trainer.args, self.trainer.parts.evaluation.best_metric
         return value > than if greater_is_better_for(name or "", args.greater_is_better) else value < than
 
     def _tell_running(self, folder: RunFolder, is_new: bool) -> None:
@@ -742,7 +750,7 @@ class _Saved:
         return {
             "run": session.run.state.state_dict(),
             "callbacks": session.events.state_dict(),
-            "averages": session.trainer.averages.state_dict(),
+            "averages": session.trainer.parts.means.state_dict(),
             "guard": session.guard.state_dict(),
             "bad_samples": session.bad_samples.state_dict(),
             "splitting": session.micro_batching.state_dict(),
@@ -756,7 +764,7 @@ class _Saved:
         self._session.saved_state = state["run"]
         self._session.run.state.load_state_dict(state["run"])
         self._session.events.load_state_dict(state["callbacks"])
-        self._session.trainer.averages.load_state_dict(state["averages"])
+        self._session.trainer.parts.means.load_state_dict(state["averages"])
         self._session.owed = dict(state.get("owed", {}))
         self._session.run.control.sets_due.update(state.get("sets_due", ()))
         if "evaluated" in state:
@@ -768,12 +776,30 @@ class _Saved:
         self._session.micro_batching.load_state_dict(state.get("splitting", {}))
 
 
-def _infinite_buffers(trainer: "Trainer") -> frozenset[str]:
+def _infinite_buffers(trainer: TrainerInterface) -> frozenset[str]:
     """Return the buffers that a model begins with infinities in, such as masks of attention."""
-    models = trainer.prepare_models()
-    buffers = [pair for model in models for pair in trainer.accelerator.unwrap_model(model).named_buffers()]
+    buffers = [
+        pair
+        for model in trainer.parts.models.listed
+        for pair in trainer.accelerator.unwrap_model(model).named_buffers()
+    ]
     floats = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point() and not buffer.is_meta]
     return frozenset(canonical_name(name) for name, buffer in floats if bool(torch.isinf(buffer).any()))
+
+
+def _schedulers(
+    trainer: TrainerInterface, optimizers: Mapping[str, Optimizer], total_steps: int | None
+) -> dict[str, Any]:
+    """Return the schedules, by the names of their optimizers."""
+    before_fit.check_schedule_names(trainer.scheduler, optimizers)
+    schedules = {
+        name: trainer.configure_scheduler(optimizer, total_steps, name) for name, optimizer in optimizers.items()
+    }
+    return {
+        name: before_fit.checked_schedule(schedule, optimizers[name])
+        for name, schedule in schedules.items()
+        if schedule is not None
+    }
 
 
 def _named(verb: str, value: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def banner(session: "FitSession", columns: int | None = None) -> str:
         "batch": _batch(session),
         "length": _length(session),
         "optimizer": _optimizers(session),
-        "loss": session.trainer.describe_loss(),
+        "loss": session.trainer.parts.loss.describe(),
         "evaluation": _evaluation(session),
         "output": _output(session),
         **_resume(session),
@@ -57,7 +57,7 @@ def _wrapped(label: str, line: str, columns: int | None) -> str:
 def show(session: "FitSession") -> None:
     """Write the banner, on the main process; a rehearsal has none, and neither has a run that nothing shows."""
     shows = any(callback.is_display for callback in session.events)
-    if session.run.is_main_process and shows and not session.trainer.is_rehearsing:
+    if session.run.is_main_process and shows and not session.trainer.parts.in_sandbox:
         file = sys.stdout if is_interactive() else sys.stderr  # which notebooks show in red
         columns = shutil.get_terminal_size().columns if file.isatty() else None
         file.write(banner(session, columns))
@@ -130,17 +130,17 @@ def _clipping(session: "FitSession") -> str:
     norm = session.trainer.args.max_grad_norm
     if norm is None:
         return ""
-    unless = ", unless training_step steps the optimizer itself" if session.trainer.has_own_step else ""
+    unless = ", unless training_step steps the optimizer itself" if session.trainer.parts.loss.has_own_step else ""
     return f", gradients clipped to a norm of {norm:g}{unless}"
 
 
 def _evaluation(session: "FitSession") -> str:
-    trainer = session.trainer
-    if trainer.evaluation_interval is None:
+    trainer, plan = session.trainer, session.trainer.parts.evaluation
+    if plan.interval is None:
         return "none"
     by_set = trainer.args.eval_intervals.items()
     told = [f"{name} {'never' if every is None else f'every {_interval(every)}'}" for name, every in by_set]
-    return f"{', '.join(told) or f'every {_interval(trainer.evaluation_interval)}'}, best by {trainer.default_metric}"
+    return f"{', '.join(told) or f'every {_interval(plan.interval)}'}, best by {plan.best_metric}"
 
 
 def _output(session: "FitSession") -> str:

@@ -114,7 +114,11 @@ def _intervals(run: Run) -> dict[str, Any]:
     from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
     ours, values = run.args, dict[str, Any]()
-    intervals = {"logging": ours.log_interval, "eval": run.trainer.evaluation_interval, "save": ours.save_interval}
+    intervals = {
+        "logging": ours.log_interval,
+        "eval": run.trainer.parts.evaluation.interval,
+        "save": ours.save_interval,
+    }
     for name, interval in intervals.items():
         strategy = "no" if interval is None else "epoch" if interval.unit == "epochs" else "steps"
         values[f"{name}_strategy"] = (SaveStrategy if name == "save" else IntervalStrategy)(strategy)
@@ -123,7 +127,7 @@ def _intervals(run: Run) -> dict[str, Any]:
 
 
 def _of_metric(run: Run) -> dict[str, Any]:
-    metric: str | None = run.trainer.default_metric
+    metric: str | None = run.trainer.parts.evaluation.best_metric
     if metric is None:
         return {"metric_for_best_model": None, "greater_is_better": None}
     is_more = greater_is_better_for(metric, run.args.greater_is_better)

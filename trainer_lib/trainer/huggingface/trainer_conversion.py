@@ -11,6 +11,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.huggingface.callback_adapter import is_transformers_kind
+from trainer_lib.trainer.overridable import is_overridden
 
 _logger = get_logger(__name__)
 
@@ -83,7 +84,7 @@ def _check(foreign: Any, ours: type, given: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"{kind.__name__} has no model: it makes it by model_init, for each search. Make one.")
     _check_methods(kind, ours)
     for name, (option, verb, instead) in _OTHER_CALLS.items():
-        if getattr(foreign, name, None) is not None and option not in given and not _has_own(ours, verb):
+        if getattr(foreign, name, None) is not None and option not in given and not is_overridden(ours, verb):
             raise ConfigurationError(f"{kind.__name__} has {name}, which is called in another way here: {instead}.")
 
 
@@ -93,7 +94,7 @@ def _check_methods(kind: type, ours: type) -> None:
 
     own = [cls for cls in kind.__mro__ if not cls.__module__.startswith("transformers.")]
     changed = [name for cls in own for name in vars(cls) if callable(getattr(Theirs, name, None)) and name[:2] != "__"]
-    missing = [name for name in changed if name in _VERBS and not _has_own(ours, _VERBS[name])]
+    missing = [name for name in changed if name in _VERBS and not is_overridden(ours, _VERBS[name])]
     if missing:
         raise ConfigurationError(
             f"{kind.__name__} overrides {', '.join(missing)}, which is called in another way here. Derive a class from "
@@ -106,12 +107,6 @@ def _check_methods(kind: type, ours: type) -> None:
             kind.__name__,
             ", ".join(unknown),
         )
-
-
-def _has_own(ours: type, verb: str) -> bool:
-    from trainer_lib.trainer.trainer import Trainer
-
-    return getattr(ours, verb) is not getattr(Trainer, verb)
 
 
 def _model(foreign: Any) -> Any:

@@ -49,4 +49,4 @@ class TrainingMetrics(Callback):
         output = EvaluationOutput(run.loss_sum, run.weight, predictions_of(run.outputs), labels)
         for metric in self._metrics:
             for name, (total, weight) in metric.measured(output).items():
-                run.trainer.averages.add_sum(name, total, weight)
+                run.trainer.parts.means.add_sum(name, total, weight)

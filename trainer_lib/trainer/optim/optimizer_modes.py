@@ -2,16 +2,13 @@
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from trainer_lib.events import Dispatcher, Run
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.strategies.grad_norm import local_values
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
 
 
 def train(optimizers: Iterable[AcceleratedOptimizer]) -> None:
@@ -45,9 +42,9 @@ def evaluating(optimizers: Iterable[AcceleratedOptimizer]) -> Generator[None]:
 
 
 @contextmanager
-def weights_in_use(trainer: "Trainer") -> Generator[None]:
+def weights_in_use(run: Run, events: Dispatcher) -> Generator[None]:
     """Return a context in which a model has the weights to save and export."""
-    with evaluating(trainer.run.optimizers.values()), trainer.events.eval_weights(trainer.run):
+    with evaluating(run.optimizers.values()), events.eval_weights(run):
         yield
 
 

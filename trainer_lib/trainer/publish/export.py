@@ -16,13 +16,13 @@ from trainer_lib.foundation.errors import ConfigurationError, PreparationError, 
 from trainer_lib.foundation.imports import require
 from trainer_lib.foundation.pytree import map_tensors, send_to_device, slice_tensors, tensors
 from trainer_lib.modules.forwards import unwrap_forward
+from trainer_lib.trainer.defaults import prepare_models
 from trainer_lib.trainer.evaluation.eval_sets import named_sets
 from trainer_lib.trainer.optim.optimizer_modes import weights_in_use
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-
-    from trainer_lib.trainer.trainer import Trainer
 
 _ENDINGS = {".pt2": "torch", ".onnx": "onnx"}
 _ROWS = 2  # a program that is traced with one sample accepts only one sample
@@ -36,17 +36,17 @@ class _Call(NamedTuple):
     named: dict[str, Any]
 
 
-def export(trainer: "Trainer", path: AnyPath, format: str | None, example: Any, dynamic: Sequence[int]) -> None:
+def export(trainer: TrainerInterface, path: AnyPath, format: str | None, example: Any, dynamic: Sequence[int]) -> None:
     """Export the model of a trainer; see `Trainer.export`."""
     write = _WRITERS[_format(path, format)]
     if not isinstance(trainer.model, nn.Module):
         raise ConfigurationError(f"There are {len(trainer.model)} models. Export each by a Trainer of its own.")
     group = trainer.accelerator.group
-    trainer.prepare_models()
+    prepare_models(trainer)
     with raise_on_all_ranks(group, "export"):
         _refuse_shards(trainer.unwrapped_model)
     # The weights on all processes: each puts an average in place.
-    with weights_in_use(trainer), raise_on_all_ranks(group, "export"):
+    with weights_in_use(trainer.run, trainer.events), raise_on_all_ranks(group, "export"):
         if trainer.accelerator.is_main_process:
             call = _call(_first_inputs(trainer) if example is None else example, is_batch_dynamic=0 in dynamic)
             program = _program(_bare_copy(trainer), call, dynamic)
@@ -78,9 +78,9 @@ def _refuse_shards(model: nn.Module) -> None:
             )
 
 
-def _bare_copy(trainer: "Trainer") -> nn.Module:
+def _bare_copy(trainer: TrainerInterface) -> nn.Module:
     """Return an unwrapped copy of the model, on the CPU and in evaluation mode."""
-    prepared = trainer.prepare_models()[0]
+    prepared = trainer.parts.models.listed[0]
     model: Any = copy.deepcopy(trainer.accelerator.unwrap_model(prepared, keep_torch_compile=False)).cpu()
     unwrap_forward(model)
     if hasattr(getattr(model, "config", None), "use_cache"):
@@ -88,7 +88,7 @@ def _bare_copy(trainer: "Trainer") -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _first_inputs(trainer: "Trainer") -> Any:
+def _first_inputs(trainer: TrainerInterface) -> Any:
     """Return the inputs of the first batch, without its targets."""
     if trainer.eval_dataset is None and trainer.train_dataset is None:
         raise ConfigurationError("export needs to know what the model is called with: export(path, example=inputs).")

@@ -5,16 +5,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trainer_lib.collectives.agreement import raise_on_all_ranks, run_on_main_process
 from trainer_lib.filesystem.remote_paths import PAUSES
 from trainer_lib.foundation.errors import ConfigurationError, HubError, unknown
 from trainer_lib.foundation.imports import require
+from trainer_lib.trainer.defaults import prepare_models
 from trainer_lib.trainer.publish.model_card import check_repository
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _T = TypeVar("_T")
 
@@ -33,7 +32,7 @@ class Commit(NamedTuple):
 
 
 def push_to_hub(
-    trainer: "Trainer", repo_id: str, commit: Commit, token: str | None, card: str | None, about: dict[str, Any]
+    trainer: TrainerInterface, repo_id: str, commit: Commit, token: str | None, card: str | None, about: dict[str, Any]
 ) -> str:
     """Push the model of a trainer; see `Trainer.push_to_hub`."""
     check_repository(repo_id)
@@ -47,7 +46,7 @@ def push_to_hub(
         if name not in known:
             raise ConfigurationError(unknown("argument of model_card", name, known))
     group, is_main = trainer.accelerator.group, trainer.accelerator.is_main_process
-    trainer.prepare_models()
+    prepare_models(trainer)
     # What may fail comes first: the card, the token, the owner, the network.
     with raise_on_all_ranks(group, "push_to_hub"):
         text = card or trainer.model_card(**{"name": repo_id.rpartition("/")[2], **about})

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from torch import nn
@@ -16,10 +16,9 @@ from torch import nn
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking.secrets import masked
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.defaults import prepare_models
 from trainer_lib.trainer.evaluation.eval_sets import named_sets
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "safetensors")
 # Arguments that describe the machine more than the model.
@@ -29,6 +28,7 @@ _OF_THE_MACHINE = frozenset(
         *("use_cpu", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers"),
     }
 )
+
 _EVALUATIONS = 20  # rows in the table; of more evaluations, it shows some spread over the run
 # Tasks by the suffix of a transformers model's class.
 _TASKS = {
@@ -51,7 +51,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def model_card(
-    trainer: "Trainer",
+    trainer: TrainerInterface,
     *,
     name: str | None = None,
     license: str | None = None,
@@ -63,7 +63,7 @@ def model_card(
 ) -> str:
     """Return the model card of a trainer; see `Trainer.model_card`."""
     bare: dict[str, nn.Module] = {
-        key: trainer.accelerator.unwrap_model(model) for key, model in trainer.prepared_by_name().items()
+        key: trainer.accelerator.unwrap_model(model) for key, model in prepare_models(trainer).named.items()
     }
     first = next(iter(bare.values()))
     known = [datasets] if isinstance(datasets, str) else list(datasets or _datasets_of(trainer))
@@ -123,7 +123,7 @@ def _inner_name(model: Any) -> str:
     return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
 
 
-def _datasets_of(trainer: "Trainer") -> list[str]:
+def _datasets_of(trainer: TrainerInterface) -> list[str]:
     """Return the Hub names of the training data, if the dataset records them."""
     info = getattr(trainer.train_dataset, "info", None)
     given = getattr(info, "dataset_name", None) or getattr(info, "builder_name", None)
@@ -135,16 +135,16 @@ def _datasets_of(trainer: "Trainer") -> list[str]:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def _metrics(trainer: "Trainer") -> dict[str, float]:
+def _metrics(trainer: TrainerInterface) -> dict[str, float]:
     """Return the metrics of the model's weights: the last ones, or those of the best checkpoint if it was loaded."""
-    state = trainer.state
+    state = trainer.run.state
     if not (trainer.args.load_best_at_end and state.best is not None and state.has_ended):
         return dict(trainer.run.metrics)
     of_best = [entry for entry in state.history if entry["step"] == state.best.step and state.best.metric in entry]
     return {key: value for key, value in of_best[-1].items() if key.startswith("eval_")} if of_best else {}
 
 
-def _results(trainer: "Trainer", metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:
+def _results(trainer: TrainerInterface, metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:
     """Return all metrics except losses: the set, the metric, the value."""
     sets = [] if trainer.eval_dataset is None else [name for name in named_sets(trainer, trainer.eval_dataset) if name]
     results: list[tuple[str, str, float]] = []
@@ -158,7 +158,7 @@ def _results(trainer: "Trainer", metrics: Mapping[str, float]) -> list[tuple[str
 
 
 def _index(
-    trainer: "Trainer", name: str, task: str | None, datasets: Sequence[str], metrics: Mapping[str, float]
+    trainer: TrainerInterface, name: str, task: str | None, datasets: Sequence[str], metrics: Mapping[str, float]
 ) -> list[dict[str, Any]] | None:
     """Return the results in the Hub's format, which needs the task and the dataset."""
     results = _results(trainer, metrics)
@@ -186,7 +186,7 @@ def _index(
 
 
 def _summary(
-    trainer: "Trainer", models: Mapping[str, nn.Module], base_model: str | None, datasets: Sequence[str]
+    trainer: TrainerInterface, models: Mapping[str, nn.Module], base_model: str | None, datasets: Sequence[str]
 ) -> str:
     kinds = " and ".join(
         f"`{type(model).__name__}` of {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
@@ -194,7 +194,7 @@ def _summary(
     )
     base = "" if base_model is None else f", from [{base_model}](https://huggingface.co/{base_model})"
     data = f" on {', '.join(datasets)}" if datasets else ""
-    state = trainer.state
+    state = trainer.run.state
     if state.status == "new":
         return f"A {kinds}{base}.\n"
     end = "" if state.reason is None else f" It ended early: {state.reason}."
@@ -210,23 +210,23 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
-def _devices(trainer: "Trainer") -> str:
+def _devices(trainer: TrainerInterface) -> str:
     accelerator = trainer.accelerator
     plural = "process" if accelerator.num_processes == 1 else "processes"
     precision = {"no": "full precision"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     return f"{accelerator.num_processes} {plural} ({accelerator.device.type}, {precision})"
 
 
-def _figures(trainer: "Trainer", metrics: Mapping[str, float]) -> str:
-    losses = [entry["loss"] for entry in trainer.state.history if "loss" in entry]
+def _figures(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
+    losses = [entry["loss"] for entry in trainer.run.state.history if "loss" in entry]
     rows = {**({"training loss": losses[-1]} if losses else {}), **metrics}
     if not rows:
         return ""
     return "## Results\n\n" + _table(["metric", "value"], [[key, _number(value)] for key, value in rows.items()])
 
 
-def _evaluations(trainer: "Trainer") -> str:
-    found = [entry for entry in trainer.state.history if any(key.startswith("eval_") for key in entry)]
+def _evaluations(trainer: TrainerInterface) -> str:
+    found = [entry for entry in trainer.run.state.history if any(key.startswith("eval_") for key in entry)]
     if len(found) < 2:
         return ""
     if len(found) > _EVALUATIONS:
@@ -238,7 +238,7 @@ def _evaluations(trainer: "Trainer") -> str:
     return "## Evaluations\n\n" + _table(["step", "epoch", *names], rows)
 
 
-def _arguments(trainer: "Trainer") -> str:
+def _arguments(trainer: TrainerInterface) -> str:
     args = trainer.args
     usual = TrainingArguments().to_dict()
     given = masked(args.to_dict(unwritable="leave out"))

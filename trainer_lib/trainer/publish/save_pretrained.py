@@ -3,19 +3,17 @@
 import inspect
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 ARGUMENTS_FILE = "training_arguments.json"
 
 
-def save_model(trainer: "Trainer", folder: AnyPath) -> None:
+def save_model(trainer: TrainerInterface, folder: AnyPath) -> None:
     """Save the model of a trainer, or each of its models in a folder of its name."""
     if isinstance(folder, RemotePath):
         with tempfile.TemporaryDirectory(prefix="trainer_lib-") as here:
@@ -26,9 +24,8 @@ def save_model(trainer: "Trainer", folder: AnyPath) -> None:
                         (folder / path.relative_to(here)).put(path)
         trainer.accelerator.wait_for_everyone()
         return
-    accelerator, prepared = trainer.accelerator, trainer.prepared
-    named: dict[str, Any] = prepared if isinstance(prepared, dict) else {"": prepared}
-    for name, model in named.items():
+    accelerator = trainer.accelerator
+    for name, model in trainer.parts.models.named.items():
         target = folder / name
         bare: Any = accelerator.unwrap_model(model)
         if not hasattr(bare, "save_pretrained"):
@@ -44,7 +41,7 @@ def save_model(trainer: "Trainer", folder: AnyPath) -> None:
     accelerator.wait_for_everyone()
 
 
-def write_companion_files(trainer: "Trainer", folder: Path) -> None:
+def write_companion_files(trainer: TrainerInterface, folder: Path) -> None:
     """Write the files that make a checkpoint self-contained: arguments, model configuration, processor."""
     trainer.args.to_file(folder / ARGUMENTS_FILE, unwritable="leave out")
     beside: list[Any] = [getattr(trainer.unwrapped_model, "config", None), trainer.processing_class]

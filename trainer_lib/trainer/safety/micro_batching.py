@@ -4,9 +4,9 @@ Ranks send nothing while they compute a window, so one that runs out of memory c
 wait where gradients are reduced.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError, UnsupportedError
@@ -21,20 +21,7 @@ from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 
 _logger = get_logger(__name__)
 
-
-class StepMaker(Protocol):
-    """What of a trainer is needed."""
-
-    is_rehearsing: bool
-
-    @property
-    def has_own_step(self) -> bool:
-        """Whether the user overrides `training_step`."""
-        ...
-
-    def training_step(self, model: Any, batch: Any) -> LossResult | None:
-        """Compute the gradients of a batch."""
-        ...
+TrainingStep = Callable[[Any, Any], LossResult | None]
 
 
 class _Taken(NamedTuple):
@@ -51,15 +38,15 @@ class MicroBatching:
     Args:
         context: What is trained.
         guard: The guard of the updates.
-        trainer: Whose `training_step` computes a batch.
+        training_step: Computes the gradients of a batch.
 
     Attributes:
         is_on: Whether `per_device_train_batch_size="auto"` asks for it.
         size: How many rows fit, as far as is known; `None`: all did so far.
     """
 
-    def __init__(self, context: FitContext, guard: NonFiniteGuard, trainer: StepMaker) -> None:
-        self._context, self._guard, self._trainer = context, guard, trainer
+    def __init__(self, context: FitContext, guard: NonFiniteGuard, training_step: TrainingStep) -> None:
+        self._context, self._guard, self._training_step = context, guard, training_step
         run = context.run
         self._accelerator, self._events = context.accelerator, context.events
         self._strategy, self._window = run.accelerator.strategy, run.accelerator.window
@@ -136,7 +123,7 @@ class MicroBatching:
             return self._summed([self._step(model, take_rows(batch, at, min(at + size, rows), rows)) for at in cuts])
 
     def _step(self, model: Any, batch: Any) -> LossResult:
-        result = self._trainer.training_step(model, batch)
+        result = self._training_step(model, batch)
         self._window.is_fresh = False
         assert result is not None  # since no subclass has a step of its own
         return result
@@ -210,7 +197,7 @@ class MicroBatching:
         while size >= tried:
             size = -(-size // 2)
         self.size = size
-        if not self._trainer.is_rehearsing:
+        if not self._context.in_sandbox:
             _logger.warning(
                 "In step %d %d samples at once did not fit into memory of process %d. From now on batches are computed "
                 "in parts of %d; each update is that of the whole batch as before.",
@@ -226,7 +213,7 @@ class MicroBatching:
 
     def _check(self) -> None:
         args = self._context.run.args
-        if self._trainer.has_own_step:
+        if self._context.has_own_step:
             raise ConfigurationError(
                 'per_device_train_batch_size="auto" computes a batch in several parts, and what your training_step '
                 "does besides would be done for each. Override compute_loss instead, or give a number."

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -14,15 +14,15 @@ from trainer_lib.options.base import check_count
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.value_types import AUTO
 from trainer_lib.trainer.data.datasets import as_dataset
+from trainer_lib.trainer.fit.fit_run import fit
+from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.tools.sandbox import check_can_sandbox, short_sandbox
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _TOOL = "find_batch_size"
 
 
-def find_batch_size(trainer: "Trainer", largest: int, updates: int) -> int:
+def find_batch_size(trainer: TrainerInterface, largest: int, updates: int) -> int:
     """Find the batch size; see `Trainer.find_batch_size`."""
     check_count("largest", largest)
     check_count(
@@ -41,10 +41,8 @@ def find_batch_size(trainer: "Trainer", largest: int, updates: int) -> int:
     return fits
 
 
-def _fitting(trainer: "Trainer", size: int, updates: int) -> int:
+def _fitting(trainer: TrainerInterface, size: int, updates: int) -> int:
     """Train with batches of a size, and return how many of their samples fit at once on all ranks."""
-    from trainer_lib.trainer.trainer import Trainer
-
     args, watch = trainer.args, _Watch(size)
     accumulates = args.global_batch_size is not None or (args.gradient_accumulation_steps or 1) > 1
     changes: dict[str, Any] = {
@@ -58,7 +56,7 @@ def _fitting(trainer: "Trainer", size: int, updates: int) -> int:
     }
     with short_sandbox(trainer, _TOOL, [watch], takes_part=lambda callback: not callback.saves_memory, **changes):
         vars(trainer)["train_dataloader"] = _loader(trainer, size)
-        Trainer.fit(trainer)
+        fit(trainer)
     # Free the memory of this size before the next. A CPU has enough, and collects cycles by itself.
     clear_device_cache(garbage_collection=trainer.accelerator.device.type != "cpu")
     return min(trainer.accelerator.group.all_gather_objects(watch.fits))
@@ -75,7 +73,7 @@ class _Watch(Callback):
         self.fits = batch_size
 
 
-def _loader(trainer: "Trainer", size: int) -> Callable[[], DataLoader[Any]]:
+def _loader(trainer: TrainerInterface, size: int) -> Callable[[], DataLoader[Any]]:
     """Return a `train_dataloader` with a given batch size instead of the arguments' one."""
 
     def train_dataloader() -> DataLoader[Any]:
@@ -89,15 +87,13 @@ def _loader(trainer: "Trainer", size: int) -> Callable[[], DataLoader[Any]]:
     return train_dataloader
 
 
-def _check(trainer: "Trainer") -> None:
-    from trainer_lib.trainer.trainer import Trainer
-
-    if isinstance(trainer.train_dataset, DataLoader) or type(trainer).train_dataloader is not Trainer.train_dataloader:
+def _check(trainer: TrainerInterface) -> None:
+    if isinstance(trainer.train_dataset, DataLoader) or is_overridden(type(trainer), "train_dataloader"):
         raise ConfigurationError(
             f"{_TOOL}() makes batches of several sizes, but a DataLoader has its batch size already. Give the dataset: "
             "Trainer(train_dataset=…)."
         )
-    if trainer.has_own_step:
+    if trainer.parts.loss.has_own_step:
         raise ConfigurationError(
             f"{_TOOL}() splits batches that do not fit, so training_step would run once for each part. Override "
             "compute_loss instead."

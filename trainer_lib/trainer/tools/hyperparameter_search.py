@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -26,9 +26,7 @@ from trainer_lib.options.base import check_count
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.tools.sandbox import check_can_sandbox, copy_callbacks, sandbox
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _TOOL = "search"
 _FOLDER = "search"  # in output_dir, so that resume does not find the trials
@@ -83,14 +81,14 @@ class SearchResult:
 
 
 def search(
-    trainer: "Trainer", space: Space, n: int, metric: str | None, greater_is_better: bool | None, study: Any
+    trainer: TrainerInterface, space: Space, n: int, metric: str | None, greater_is_better: bool | None, study: Any
 ) -> SearchResult:
     """Search; see `Trainer.search`."""
     check_count("n", n)
     check_can_sandbox(trainer, _TOOL)
     _check(trainer, metric)
     if metric is None:
-        metric, greater_is_better = trainer.default_metric, trainer.args.greater_is_better
+        metric, greater_is_better = trainer.parts.evaluation.best_metric, trainer.args.greater_is_better
     assert metric is not None  # as there is an evaluation set
     is_more = greater_is_better_for(metric, greater_is_better)
     full = metric if metric.startswith("eval_") else f"eval_{metric}"
@@ -117,7 +115,7 @@ class _Searching:
         study: An existing study; `None`: a new one.
     """
 
-    def __init__(self, trainer: "Trainer", space: Space, metric: str, is_more: bool, study: Any) -> None:
+    def __init__(self, trainer: TrainerInterface, space: Space, metric: str, is_more: bool, study: Any) -> None:
         self._trainer, self._group = trainer, trainer.accelerator.group
         self._metric, self._is_more = metric, is_more
         self._leads = self._group.rank == 0
@@ -209,7 +207,7 @@ def _optuna() -> Any:
         return executor.submit(require, "optuna", "search").result()
 
 
-def _study(trainer: "Trainer", is_more: bool, given: Any) -> Any:
+def _study(trainer: TrainerInterface, is_more: bool, given: Any) -> Any:
     optuna = _optuna()
     direction = "maximize" if is_more else "minimize"
     if given is None:
@@ -298,7 +296,9 @@ class _Trial:
         is_interrupted: Whether a signal or a deadline ended it.
     """
 
-    def __init__(self, trainer: "Trainer", number: int, params: Mapping[str, Any], reporting: "_Reporting") -> None:
+    def __init__(
+        self, trainer: TrainerInterface, number: int, params: Mapping[str, Any], reporting: "_Reporting"
+    ) -> None:
         self._trainer, self._number, self._params, self._reporting = trainer, number, params, reporting
         self.value: float | None = None
         self.failure: str | None = None
@@ -375,8 +375,8 @@ class _Reporting(Callback):
             run.control.reason = f"the trial was pruned at {self.metric} = {value:.6g}"
 
 
-def _check(trainer: "Trainer", metric: str | None) -> None:
-    if trainer.evaluation_interval is None:
+def _check(trainer: TrainerInterface, metric: str | None) -> None:
+    if trainer.parts.evaluation.interval is None:
         given = "" if metric is None else f"metric={metric!r}: "
         raise ConfigurationError(
             f"{given}{_TOOL}() needs evaluations, but there are none. Give Trainer(eval_dataset=…), and leave out "

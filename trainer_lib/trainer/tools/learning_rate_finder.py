@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -12,10 +12,9 @@ from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, NonFiniteError
 from trainer_lib.foundation.imports import require
 from trainer_lib.options.base import check_count, check_positive
+from trainer_lib.trainer.fit.fit_run import fit
 from trainer_lib.trainer.tools.sandbox import short_sandbox
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _TOOL = "find_learning_rate"
 _FEWEST = 10  # updates, for a slope to be meaningful
@@ -92,19 +91,17 @@ class LearningRateSweep:
         return f"learning rate {self.suggestion:.3g}: the steepest fall of the loss in {over}{end}"
 
 
-def find_learning_rate(trainer: "Trainer", lowest: float, highest: float, updates: int) -> LearningRateSweep:
+def find_learning_rate(trainer: TrainerInterface, lowest: float, highest: float, updates: int) -> LearningRateSweep:
     """Sweep learning rates; see `Trainer.find_learning_rate`."""
     check_positive("lowest", lowest)
     check_positive("highest", highest)
     check_count("updates", updates, at_least=_FEWEST)
     if lowest >= highest:
         raise ConfigurationError(f"lowest={lowest} must be below highest={highest}.")
-    from trainer_lib.trainer.trainer import Trainer
-
     sweep = _Sweep(np.geomspace(lowest, highest, updates).tolist())
     with short_sandbox(trainer, _TOOL, [sweep], max_steps=updates):
         try:
-            Trainer.fit(trainer)
+            fit(trainer)
         except NonFiniteError:
             if not sweep.losses:  # the learning rate did not cause it
                 raise
@@ -113,7 +110,7 @@ def find_learning_rate(trainer: "Trainer", lowest: float, highest: float, update
         own_step = f"{type(trainer).__name__}.training_step returns none: return its LossResult"
         raise ConfigurationError(
             f"{_TOOL}() needs the loss, but "
-            f"{own_step if trainer.has_own_step else 'all labels in the batches are ignored'}."
+            f"{own_step if trainer.parts.loss.has_own_step else 'all labels in the batches are ignored'}."
         )
     return LearningRateSweep(rates=sweep.used, losses=sweep.losses, has_diverged=sweep.has_diverged)
 

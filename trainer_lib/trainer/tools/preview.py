@@ -4,7 +4,7 @@ import base64
 import html
 import io
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from trainer_lib.trainer.fit.session import FitSession
 from trainer_lib.trainer.fit.train_loop import TrainLoop, Update
 from trainer_lib.trainer.safety.signals import Signals
 from trainer_lib.trainer.tools.sandbox import short_sandbox
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _TOOL = "preview"
 _TEXTS, _LETTERS = 2, 200  # rows that are shown as text, and the characters of each
@@ -119,7 +117,7 @@ class Preview:
         return "".join(parts)
 
 
-def preview(trainer: "Trainer", batches: int) -> Preview:
+def preview(trainer: TrainerInterface, batches: int) -> Preview:
     """Preview batches; see `Trainer.preview`."""
     check_count("batches", batches)
     with short_sandbox(trainer, _TOOL, max_steps=batches):
@@ -172,7 +170,7 @@ class _Looking(TrainLoop):
 # -- the description of a batch ---------------------------------------------------------------------------------------
 
 
-def _view_of(batch: Any, trainer: "Trainer") -> BatchView:
+def _view_of(batch: Any, trainer: TrainerInterface) -> BatchView:
     leaves = [(_readable(name), leaf) for name, leaf in named_leaves(batch, is_leaf=holds_rows)]
     return BatchView(
         rows=count_rows(batch),

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,13 @@ from trainer_lib.accelerator import Accelerator
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.evaluation.eval_loop import Evaluator
+from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.module_buffers import Buffers
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer import Trainer
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 # The arguments of a short sandbox, which only makes updates.
 _SHORT: Mapping[str, Any] = {
@@ -50,7 +50,7 @@ _SHORT: Mapping[str, Any] = {
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def check_can_sandbox(trainer: "Trainer", tool: str) -> None:
+def check_can_sandbox(trainer: TrainerInterface, tool: str) -> None:
     """Check that a tool can train in a sandbox.
 
     Raises:
@@ -59,7 +59,7 @@ def check_can_sandbox(trainer: "Trainer", tool: str) -> None:
     if trainer.run.state.status == "running":
         raise ConfigurationError(f"{tool}() cannot run while fit() is in progress. Call it before or after fit().")
     data = trainer.train_dataset
-    if data is None and type(trainer).train_dataloader is _trainer_class().train_dataloader:
+    if data is None and not is_overridden(type(trainer), "train_dataloader"):
         raise ConfigurationError(f"{tool}() needs data: Trainer(train_dataset=…), or override train_dataloader().")
     dataset = data.dataset if isinstance(data, DataLoader) else data
     if hasattr(type(dataset), "__next__"):
@@ -70,7 +70,9 @@ def check_can_sandbox(trainer: "Trainer", tool: str) -> None:
 
 
 @contextmanager
-def sandbox(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks: Sequence[Callback]) -> Generator[None]:
+def sandbox(
+    trainer: TrainerInterface, tool: str, args: TrainingArguments, callbacks: Sequence[Callback]
+) -> Generator[None]:
     """Return a context in which `fit` trains in a sandbox and leaves no trace.
 
     Afterwards weights, running statistics, gradients, optimizers, the accelerator, random generators and the trainer's
@@ -88,19 +90,24 @@ def sandbox(trainer: "Trainer", tool: str, args: TrainingArguments, callbacks: S
     accelerator = trainer.accelerator
     with ExitStack() as stack:
         stack.enter_context(preserved_generators(accelerator.device))
-        trainer.prepare_models()
+        defaults.prepare_models(trainer)
         stack.enter_context(_engine_kept(accelerator))
         stack.enter_context(_models_kept(trainer))
         stack.enter_context(_optimizers_kept(trainer))
-        trainer.is_rehearsing, trainer._has_fitted = True, False  # so that fit uses the prepared models
         trainer.args, trainer.events = args, Dispatcher(callbacks)
-        trainer._evaluator = Evaluator(accelerator, trainer.events, trainer.evaluation_step)
+        trainer.parts = dataclasses.replace(
+            trainer.parts,
+            loss=copy.copy(trainer.parts.loss),
+            evaluator=Evaluator(accelerator, trainer.events, trainer.evaluation_step),
+            has_fitted=False,  # so that fit uses the prepared models
+            in_sandbox=True,
+        )
         yield
 
 
 @contextmanager
 def short_sandbox(
-    trainer: "Trainer",
+    trainer: TrainerInterface,
     tool: str,
     listening: Sequence[Callback] = (),
     takes_part: Callable[[Callback], bool] = lambda callback: True,
@@ -126,7 +133,7 @@ def short_sandbox(
         yield
 
 
-def copy_callbacks(trainer: "Trainer", tool: str, callbacks: Iterable[Callback]) -> list[Callback]:
+def copy_callbacks(trainer: TrainerInterface, tool: str, callbacks: Iterable[Callback]) -> list[Callback]:
     """Return copies of callbacks that refer to the same trainer, models and data.
 
     Raises:
@@ -145,12 +152,6 @@ def copy_callbacks(trainer: "Trainer", tool: str, callbacks: Iterable[Callback])
                 f"{error}. Give it a __deepcopy__."
             ) from error
     return copied
-
-
-def _trainer_class() -> "type[Trainer]":
-    from trainer_lib.trainer.trainer import Trainer
-
-    return Trainer
 
 
 def _no_schedule(*arguments: Any, **named: Any) -> None:
@@ -178,11 +179,13 @@ def _engine_kept(accelerator: Accelerator) -> Generator[None]:
 
 
 @contextmanager
-def _models_kept(trainer: "Trainer") -> Generator[None]:
+def _models_kept(trainer: TrainerInterface) -> Generator[None]:
     """Restore the models: weights, gradients, running statistics, modes, and plain attributes of modules."""
     accelerator = trainer.accelerator
-    prepared = trainer.prepare_models()
-    modules = [*prepared, *(value for value in vars(trainer).values() if isinstance(value, nn.Module))]
+    modules = [
+        *trainer.parts.models.listed,
+        *(value for value in vars(trainer).values() if isinstance(value, nn.Module)),
+    ]
     bare = [accelerator.strategy.bare(module) for module in modules]
     weights = [_Weight(parameter) for parameter in _parameters(trainer, modules)]
     buffers = Buffers(bare)
@@ -199,7 +202,7 @@ def _models_kept(trainer: "Trainer") -> Generator[None]:
             vars(module).update(plain)
 
 
-def _parameters(trainer: "Trainer", modules: Iterable[nn.Module]) -> list[Any]:
+def _parameters(trainer: TrainerInterface, modules: Iterable[nn.Module]) -> list[Any]:
     """Return each parameter once; for a sharded model its shard, even if a forward left it unsharded."""
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     return list(trainer.accelerator.strategy.current_parameters(parameters.values()))
@@ -234,7 +237,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 @contextmanager
-def _optimizers_kept(trainer: "Trainer") -> Generator[None]:
+def _optimizers_kept(trainer: TrainerInterface) -> Generator[None]:
     """Restore optimizers, including those that existed before, and the trainer's attributes."""
     before = dict(vars(trainer))
     kept: list[_Optimizer] = []

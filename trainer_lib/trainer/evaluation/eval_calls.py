@@ -1,0 +1,74 @@
+"""What `Trainer.evaluate` and `Trainer.predict` do: loaders and metrics of the sets, then the evaluation loop."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from trainer_lib.filesystem.remote_paths import local_path
+from trainer_lib.foundation.error_values import shown
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
+from trainer_lib.trainer.checks import before_fit
+from trainer_lib.trainer.defaults import prepare_models
+from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED, EvaluationSet
+from trainer_lib.trainer.evaluation.eval_sets import metrics_over_sets
+from trainer_lib.trainer.evaluation.prediction_results import Predictions
+from trainer_lib.trainer.safety.bad_samples import leave_out_while_evaluating
+from trainer_lib.trainer.trainer_interface import TrainerInterface, TrainerParts
+
+_logger = get_logger(__name__)
+
+
+def evaluate(trainer: TrainerInterface, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
+    """Evaluate; see `Trainer.evaluate`."""
+    if not isinstance(prefix, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"prefix must be a text, the prefix of the metrics' names (got {shown(prefix)}).")
+    is_default = dataset is None
+    data, label = (trainer.eval_dataset, "eval_dataset") if is_default else (dataset, "evaluate(dataset)")
+    if data is None:
+        raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
+    loaders = before_fit.eval_loaders(trainer, data, label)
+    models, evaluator = prepare_models(trainer), trainer.parts.evaluator
+    sets = {name: _set(trainer, name, loader) for name, loader in loaders.items()}
+    with _generating(trainer.parts, generation):
+        over_sets = metrics_over_sets(trainer)
+        metrics = evaluator.evaluate(trainer.run, models.model_or_models, sets, prefix, over_sets)
+    if not metrics:
+        _logger.warning_once(NOTHING_MEASURED)
+    return metrics
+
+
+def predict(
+    trainer: TrainerInterface, dataset: Any, to: str | Path | None, prefix: str, generation: Mapping[str, Any]
+) -> Predictions:
+    """Predict; see `Trainer.predict`."""
+    if dataset is None:
+        raise ConfigurationError("predict() needs data: predict(dataset).")
+    (loader,) = before_fit.eval_loaders(trainer, dataset, "predict(dataset)", is_one=True).values()
+    models, evaluator = prepare_models(trainer), trainer.parts.evaluator
+    prepared = evaluator.prepared(loader)
+    target = None if to is None else local_path(to, "predict(to=…)")
+    _, compute_metrics = trainer.parts.evaluation.measures("")
+    with _generating(trainer.parts, generation):
+        return evaluator.predict(
+            trainer.run, models.model_or_models, prepared, to=target, prefix=prefix, compute_metrics=compute_metrics
+        )
+
+
+def _set(trainer: TrainerInterface, name: str, loader: DataLoader[Any]) -> EvaluationSet:
+    metrics, compute_metrics = trainer.parts.evaluation.measures(name)
+    prepared = trainer.parts.evaluator.prepared(loader)
+    leave_out_while_evaluating(trainer.args, prepared, trainer.accelerator.group)
+    return EvaluationSet(loader=prepared, metrics=metrics, compute_metrics=compute_metrics)
+
+
+@contextmanager
+def _generating(parts: TrainerParts, options: Mapping[str, Any]) -> Generator[None]:
+    parts.generation_options = options
+    try:
+        yield
+    finally:
+        parts.generation_options = {}

@@ -1,0 +1,83 @@
+"""What `Trainer.fit` does: find where to begin, train, and end the run, whatever happens."""
+
+from trainer_lib.events import Control
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.processes.exit_codes import Interrupted, is_interactive
+from trainer_lib.runs.run_lease import Lease
+from trainer_lib.trainer import defaults
+from trainer_lib.trainer.arguments.rules import CHECKS
+from trainer_lib.trainer.checkpoints.finished_runs import load_finished
+from trainer_lib.trainer.checkpoints.resume import ResumePoint, find_resume_point
+from trainer_lib.trainer.checks import before_fit
+from trainer_lib.trainer.evaluation.eval_loop import Evaluator
+from trainer_lib.trainer.fit.build_accelerator import numerics
+from trainer_lib.trainer.fit.session import FitSession
+from trainer_lib.trainer.fit.train_loop import TrainLoop
+from trainer_lib.trainer.prepared_models import PreparedModels
+from trainer_lib.trainer.result import FitResult
+from trainer_lib.trainer.safety.signals import Signals
+from trainer_lib.trainer.trainer_interface import TrainerInterface
+
+
+def fit(trainer: TrainerInterface, resume: str | AnyPath | None = None) -> FitResult:
+    """Train; see `Trainer.fit`."""
+    before_fit.check(trainer)
+    args = trainer.args
+    resume_point, lease = find_resume_point(
+        args.output_folder,
+        args.run_name,
+        str(args.resume) if resume is None else str(CHECKS["resume"]("resume", resume)),
+        trainer.accelerator.group,
+        defaults.run_fingerprint(trainer),
+    )
+    with lease, numerics(args):
+        _begin(trainer, resume_point)
+        if resume_point.is_finished and resume_point.folder is not None:
+            return load_finished(trainer, resume_point.folder, resume_point.checkpoint)
+        return _train(trainer, resume_point, lease)
+
+
+def _begin(trainer: TrainerInterface, resume_point: ResumePoint) -> None:
+    parts = trainer.parts
+    parts.run_folder = None if resume_point.folder is None else resume_point.folder.path
+    if parts.has_fitted:  # a second fit keeps the weights and resets everything else
+        trainer.accelerator.free_memory()
+        parts.models = PreparedModels()
+        parts.evaluator = Evaluator(trainer.accelerator, trainer.events, trainer.evaluation_step)
+    parts.has_fitted = True
+    parts.means.clear()
+
+
+def _train(trainer: TrainerInterface, resume_point: ResumePoint, lease: Lease) -> FitResult:
+    signals = Signals(trainer.args.stop_signals, Control(), trainer.accelerator.is_main_process)
+    with signals:
+        session = FitSession(trainer, resume_point.folder, signals, lease)
+        trainer.run = session.run
+        trainer.parts.guard = session.guard if session.guard.reads_losses else None
+        status = "failed"
+        try:
+            session.begin(resume_point.checkpoint)
+            TrainLoop(session).train()
+            if session.interruption is None:
+                session.finish()
+            status = session.run.state.status
+        except KeyboardInterrupt:
+            status = "interrupted"
+            session.saves.close()  # first, so that on_interrupt sees all checkpoints
+            trainer.events.fire("on_interrupt", session.run)
+            raise
+        except BaseException as error:
+            session.saves.close()
+            trainer.events.fire("on_exception", session.run, error)
+            raise
+        finally:
+            session.close(status)
+    result = session.result()
+    if session.interruption is not None and not is_interactive():
+        session.leave_together()
+        signals.hand_on()
+        raise Interrupted(session.interruption, result)
+    signals.hand_on()
+    if result.status == "unsaved":
+        raise session.saves.unsaved_error(result)
+    return result

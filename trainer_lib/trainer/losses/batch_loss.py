@@ -1,0 +1,138 @@
+"""The loss of a batch as a sum with its weight, whatever the model, a loss function or `compute_loss` returns."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from trainer_lib.accelerator import Accelerator
+from trainer_lib.events import Dispatcher, Run
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.losses.loss_checks import check_loss, check_weight
+from trainer_lib.trainer.losses.loss_result import LossResult, Weight, sum_from_mean
+from trainer_lib.trainer.losses.mean_check import MeanCheck
+from trainer_lib.trainer.losses.model_io import is_scalar
+from trainer_lib.trainer.losses.objectives import LossFunction, ModelLoss, Objective
+from trainer_lib.trainer.overridable import is_overridden
+
+
+class LossMethods(Protocol):
+    """What a trainer says about its loss."""
+
+    model: nn.Module | Mapping[str, nn.Module]
+    args: TrainingArguments
+    accelerator: Accelerator
+    events: Dispatcher
+    run: Run
+    loss_fn: Callable[[Any, Any], Any] | None
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The user's model."""
+        ...
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        """Return the loss of a batch: a mean, `(mean, outputs)`, or a `LossResult`."""
+        ...
+
+    def num_items(self, batch: Any) -> Weight:
+        """Return the number of items in the mean loss of a batch."""
+        ...
+
+
+class BatchLoss:
+    """The loss of a batch.
+
+    Args:
+        trainer: The methods and the model that compute it.
+    """
+
+    def __init__(self, trainer: LossMethods) -> None:
+        self._trainer = trainer
+        self._objective: Objective | None = None
+        self._has_checked = False
+
+    @property
+    def is_overridden(self) -> bool:
+        """Whether a subclass overrides `compute_loss`."""
+        return is_overridden(type(self._trainer), "compute_loss")
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether a subclass overrides `training_step`."""
+        return is_overridden(type(self._trainer), "training_step")
+
+    def by_default(self, model: Any, batch: Any) -> LossResult:
+        """Return the loss of a batch as computed unless a subclass overrides `compute_loss`."""
+        return (self._objective or self._made_objective())(model, batch)
+
+    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
+        """Return the outputs of a model, and the loss by default if the batch allows it."""
+        return (self._objective or self._made_objective()).evaluate(model, batch)
+
+    def of(self, model: Any, batch: Any) -> LossResult:
+        """Return the loss of a training batch, as changed by callbacks in `on_loss`."""
+        return self.changed(self.as_result(self._trainer.compute_loss(model, batch), batch))
+
+    def as_result(self, value: Any, batch: Any) -> LossResult:
+        """Return the value of `compute_loss` as a sum with its weight."""
+        if type(value) is LossResult:
+            if not self._has_checked:
+                check_loss(value.loss, "compute_loss")
+                self._has_checked = True
+            if value.weight is not None:
+                return value
+            weight = self._items(batch)
+            return value._replace(loss=sum_from_mean(value.loss, weight), weight=weight)
+        parts: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        loss, outputs = parts
+        if not is_scalar(loss):
+            check_loss(loss, "compute_loss")
+        weight = self._items(batch)
+        return LossResult(sum_from_mean(loss, weight), weight, outputs)
+
+    def changed(self, result: LossResult) -> LossResult:
+        """Return a training loss as changed by callbacks in `on_loss`."""
+        run = self._trainer.run
+        run.loss_sum, run.outputs = result.loss, result.outputs
+        run.weight = 0.0 if result.weight is None else result.weight  # `as_result` has set it
+        self._trainer.events.fire("on_loss", run)
+        return result._replace(loss=run.loss_sum, weight=run.weight)
+
+    def describe(self) -> str:
+        """Return, in a few words, which items the mean loss counts."""
+        kind = type(self._trainer)
+        overridden = [method for method in ("training_step", "compute_loss") if is_overridden(kind, method)]
+        if overridden or not isinstance(self._trainer.model, nn.Module):
+            return f"as {kind.__name__}.{overridden[0] if overridden else 'training_step'} returns it"
+        return (self._objective or self._made_objective()).describe()
+
+    def _items(self, batch: Any) -> Weight:
+        weight = self._trainer.num_items(batch)
+        if not isinstance(weight, Tensor) or weight.ndim:
+            check_weight(weight, "The value that num_items returns")
+        return weight
+
+    def _made_objective(self) -> Objective:
+        trainer = self._trainer
+        if not isinstance(trainer.model, nn.Module):
+            raise ConfigurationError(
+                f"The trainer has {len(trainer.model)} models and cannot tell which of them computes the loss. "
+                "Override training_step(models, batch) or compute_loss(models, batch)."
+            )
+        bare, label_names = trainer.unwrapped_model, trainer.args.label_names
+        check = MeanCheck(bare, trainer.num_items, label_names, self._needs_mean_check)
+        if trainer.loss_fn is None:
+            self._objective = ModelLoss(bare, trainer.num_items, check)
+            return self._objective
+        if isinstance(trainer.loss_fn, nn.Module):
+            trainer.loss_fn.to(trainer.accelerator.device)
+        self._objective = LossFunction(trainer.loss_fn, bare, label_names, check)
+        return self._objective
+
+    def _needs_mean_check(self) -> bool:
+        accelerator = self._trainer.accelerator
+        batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
+        # The check runs the model, which ranks of a sharded model would all have to do equally often.
+        return batches > 1 and not accelerator.strategy.needs_lockstep

@@ -1,0 +1,127 @@
+"""What the rooms know of a `Trainer`: what it is given, what it is made of, and the methods that users override."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainer_lib.accelerator import Accelerator
+from trainer_lib.events import Dispatcher, Run
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.evaluation.eval_loop import Evaluator
+from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
+from trainer_lib.trainer.fit.running_means import RunningMeans
+from trainer_lib.trainer.losses.batch_loss import BatchLoss
+from trainer_lib.trainer.losses.loss_result import LossResult, Weight
+from trainer_lib.trainer.prepared_models import PreparedModels
+from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
+
+
+@dataclass
+class TrainerParts:
+    """What a trainer is made of.
+
+    Attributes:
+        loss: The loss of a batch.
+        evaluation: What is evaluated.
+        evaluator: Evaluates and predicts.
+        means: The means that the next log shows.
+        models: The prepared models.
+        guard: The guard of the current run; `None` unless it reads losses.
+        run_folder: The folder of the last run; `None` without one.
+        generation_options: The arguments of `generate` in the current evaluation or prediction.
+        has_fitted: Whether `fit` was called.
+        in_sandbox: Whether a tool, such as the learning-rate finder, trains.
+    """
+
+    loss: BatchLoss
+    evaluation: EvaluationPlan
+    evaluator: Evaluator
+    means: RunningMeans
+    models: PreparedModels = field(default_factory=PreparedModels)
+    guard: NonFiniteGuard | None = None
+    run_folder: AnyPath | None = None
+    generation_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    has_fitted: bool = False
+    in_sandbox: bool = False
+
+
+class TrainerInterface(Protocol):
+    """A `Trainer`, for modules that it imports."""
+
+    model: nn.Module | Mapping[str, nn.Module]
+    args: TrainingArguments
+    train_dataset: Any
+    eval_dataset: Any
+    loss_fn: Callable[[Any, Any], Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    processing_class: Any
+    metrics: Any
+    compute_metrics: Callable[[Any], Mapping[str, float]] | None
+    optimizer: Any
+    scheduler: Any
+    accelerator: Accelerator
+    events: Dispatcher
+    run: Run
+    parts: TrainerParts
+
+    @property
+    def fit(self) -> Callable[..., Any]:
+        """Trains."""
+        ...
+
+    @property
+    def evaluate(self) -> Callable[..., dict[str, float]]:
+        """Evaluates a dataset, or several by name."""
+        ...
+
+    @property
+    def unwrapped_model(self) -> nn.Module:
+        """The user's model; the first if there are several."""
+        ...
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        """Return the loss of a batch."""
+        ...
+
+    def training_step(self, model: Any, batch: Any) -> LossResult | None:
+        """Compute the gradients of a batch."""
+        ...
+
+    def evaluation_step(self, model: Any, batch: Any) -> EvaluationOutput:
+        """Return the loss, predictions and labels of a batch."""
+        ...
+
+    def num_items(self, batch: Any) -> Weight:
+        """Return the number of items in the mean loss of a batch."""
+        ...
+
+    def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:
+        """Return the optimizer, or several by name."""
+        ...
+
+    def configure_scheduler(self, optimizer: Optimizer, total_steps: int | None, name: str = "default") -> Any:
+        """Return the schedule of an optimizer, or `None`."""
+        ...
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the training data."""
+        ...
+
+    def eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
+        """Return the loader of evaluation data."""
+        ...
+
+    @property
+    def model_card(self) -> Callable[..., str]:
+        """Makes the model card."""
+        ...
+
+    def save_model(self, output_dir: str | AnyPath | None = None) -> None:
+        """Save the model."""
+        ...
