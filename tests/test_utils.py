@@ -19,4 +19,4 @@ def test_the_names_are_the_librarys_own_objects() -> None:
 def test_an_unknown_name_offers_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"has no attribute 'gahter'. Did you mean 'gather'?"):
         trainer_lib.utils.gahter  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
-    assert not hasattr(trainer_lib.utils, "DeepSpeedPlugin")
+    assert not hasattr(trainer_lib.utils, "gahter")

@@ -1,4 +1,11 @@
 from trainer_lib.accelerator import Accelerator as Accelerator
+from trainer_lib.big_modeling import cpu_offload as cpu_offload
+from trainer_lib.big_modeling import cpu_offload_with_hook as cpu_offload_with_hook
+from trainer_lib.big_modeling import disk_offload as disk_offload
+from trainer_lib.big_modeling import dispatch_model as dispatch_model
+from trainer_lib.big_modeling import init_empty_weights as init_empty_weights
+from trainer_lib.big_modeling import init_on_device as init_on_device
+from trainer_lib.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from trainer_lib.checkpointing.model_weights import load_checkpoint_in_model as load_checkpoint_in_model
 from trainer_lib.data_loader import skip_first_batches as skip_first_batches
 from trainer_lib.events import Callback as Callback
@@ -18,6 +25,8 @@ from trainer_lib.foundation.errors import TrainerLibError as TrainerLibError
 from trainer_lib.foundation.errors import UnsavedError as UnsavedError
 from trainer_lib.foundation.errors import UnsupportedError as UnsupportedError
 from trainer_lib.foundation.errors import WorldError as WorldError
+from trainer_lib.foundation.imports import is_rich_available as is_rich_available
+from trainer_lib.inference import prepare_pippy as prepare_pippy
 from trainer_lib.launchers import debug_launcher as debug_launcher
 from trainer_lib.launchers import notebook_launcher as notebook_launcher
 from trainer_lib.local_sgd import LocalSGD as LocalSGD
@@ -28,6 +37,7 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin as TorchDynamo
 from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
+from trainer_lib.options.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from trainer_lib.options.enums import DistributedType as DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
@@ -37,6 +47,7 @@ from trainer_lib.options.project_options import ProjectConfiguration as ProjectC
 from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
 from trainer_lib.processes.exit_codes import Interrupted as Interrupted
 from trainer_lib.seeding import set_seed as set_seed
+from trainer_lib.seeding import synchronize_rng_states as synchronize_rng_states
 from trainer_lib.sklearn import TrainerClassifier as TrainerClassifier
 from trainer_lib.sklearn import TrainerRegressor as TrainerRegressor
 from trainer_lib.state import AcceleratorState as AcceleratorState
@@ -52,6 +63,8 @@ from trainer_lib.trainer.optim.layerwise_lr import layerwise_learning_rates as l
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup as ParameterGroup
 from trainer_lib.trainer.result import FitResult as FitResult
 from trainer_lib.trainer.trainer import Trainer as Trainer
+from trainer_lib.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
+from trainer_lib.utils.modeling import infer_auto_device_map as infer_auto_device_map
 
 __version__: str
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import StateError
+from trainer_lib.foundation.pytree import send_to_device
 from trainer_lib.precision.autocast import ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.accumulation_window import GradientWindow
@@ -245,3 +246,8 @@ class AcceleratedOptimizer(Optimizer):
         if self.has_modes:
             getattr(self.optimizer, mode)()
             self._last_mode = mode
+
+
+def move_to_device(state: Any, device: Any) -> Any:
+    """Return the state of an optimizer with its tensors on a device."""
+    return send_to_device(state, device)

@@ -19,7 +19,7 @@ from no_such_module import gone as gone
 
 __version__: str
 """
-LAZY_PACKAGES = ["", ".callbacks", ".launchers", ".tracking", ".utils"]
+LAZY_PACKAGES = ["", ".accelerator", ".callbacks", ".checkpointing", ".launchers", ".tracking", ".utils"]
 
 
 @pytest.fixture
@@ -42,6 +42,22 @@ def test_a_name_is_resolved_once(package: ModuleType) -> None:
 
 def test_the_stub_lists_the_names(package: ModuleType) -> None:
     assert dir(package) == package.__all__ == ["dumps", "gone", "loads"]
+
+
+def test_a_star_stands_for_the_public_names_of_a_module_without_importing_it(tmp_path: Path) -> None:
+    (tmp_path / "__init__.pyi").write_text("from starred.part import *\n")
+    (tmp_path / "part.py").write_text(
+        "from json import dumps as dumps\nfrom json import loads\n\nLIMIT: int = 3\n_PRIVATE = 4\n"
+        "Alias = loads\n\ndef function(): ...\n\nclass Kind: ...\n"
+    )
+    get, names, _ = lazy_names("starred", str(tmp_path / "__init__.py"))
+    assert names() == ["Alias", "Kind", "LIMIT", "dumps", "function"]
+    sys.modules["starred"] = ModuleType("starred")
+    assert get("dumps") is importlib.import_module("json").dumps
+    assert "starred.part" not in sys.modules
+    with pytest.raises(ModuleNotFoundError, match="starred"):  # a definition needs its module
+        get("Kind")
+    del sys.modules["starred"]
 
 
 def test_an_unknown_name_is_an_attribute_error_with_the_nearest(package: ModuleType) -> None:

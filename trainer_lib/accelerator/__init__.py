@@ -1,5 +1,5 @@
 """`Accelerator` and its parts."""
 
-from trainer_lib.accelerator.accelerator import Accelerator
+from trainer_lib.foundation.lazy_imports import lazy_names
 
-__all__ = ["Accelerator"]
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,5 +1,6 @@
 """Checks that all ranks pass the same structure, shapes and types to a collective."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -106,3 +107,30 @@ def _shown(layout: Layout, indices: Sequence[int]) -> str:
 def _named_ranks(shown: Sequence[str], text: str) -> str:
     ranks = [str(rank) for rank, other in enumerate(shown) if other == text]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a collective of your own so that, in debug mode, it raises unless all ranks pass the same structure.
+
+    The tensors are its first argument, or the argument `tensor`.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        verify(function.__name__, kwargs["tensor"] if "tensor" in kwargs else args[0])
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that calls collectives so that their errors name it too."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            raise DistributedOperationException(f"A collective in {function.__name__} failed: {error}") from error
+
+    return named

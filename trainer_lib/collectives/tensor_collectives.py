@@ -10,6 +10,7 @@ from torch import Tensor
 from trainer_lib.collectives.shape_check import Leaf, check_layouts, layout, verify, whole, without_sizes
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
 from trainer_lib.foundation.pytree import leaves, map_tensors
+from trainer_lib.options.accelerate_constants import TENSOR_TYPE_TO_INT
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
 
@@ -113,18 +114,29 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
         tensor([1.5000])
     """
     state = PartialState()
-    offers = state.group.all_gather_objects(None if tensor is None else (tensor.shape, tensor.dtype))
-    source = next((rank for rank, offer in enumerate(offers) if offer is not None), None)
-    if source is None:
-        raise DistributedOperationException(
-            "copy_tensor_to_devices got no tensor on any rank. Pass a tensor on one rank."
-        )
+    source, shape, dtype = _first_offer("copy_tensor_to_devices", tensor)
     if state.group.rank == source and tensor is not None:
         copied = tensor.detach().to(state.device, copy=True)
     else:
-        shape, dtype = offers[source]
         copied = torch.empty(shape, dtype=dtype, device=state.device)
     return state.group.broadcast(copied, source)
+
+
+def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, int]:
+    """Return the shape (as a column) and the number of the type of the first rank's tensor; others pass `None`.
+
+    The numbers are those of `TENSOR_TYPE_TO_INT` in `trainer_lib.utils.operations`.
+    """
+    _, shape, dtype = _first_offer("gather_tensor_shape", tensor)
+    return torch.tensor(shape, dtype=torch.int, device=PartialState().device).unsqueeze(1), TENSOR_TYPE_TO_INT[dtype]
+
+
+def _first_offer(operation: str, tensor: Tensor | None) -> tuple[int, torch.Size, torch.dtype]:
+    offers = PartialState().group.all_gather_objects(None if tensor is None else (tensor.shape, tensor.dtype))
+    source = next((rank for rank, offer in enumerate(offers) if offer is not None), None)
+    if source is None:
+        raise DistributedOperationException(f"{operation} got no tensor on any rank. Pass a tensor on one rank.")
+    return source, *offers[source]
 
 
 def _group(operation: str, tree: Any, compared: Callable[[Leaf], Hashable] = whole) -> ProcessGroup:

@@ -4,13 +4,19 @@ from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
 from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
 from trainer_lib.data_loader.order.samplers import SeedableRandomSampler, SkipBatchSampler
 from trainer_lib.data_loader.prepare import get_sampler, prepare_data_loader, skip_first_batches
+from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.data_loader.readers.iterable_shard import IterableDatasetShard
 from trainer_lib.data_loader.shard_loader import DataLoaderShard, SkipDataLoader
 
+# Accelerate's base classes of prepared loaders, which scripts ask for.
+DataLoaderAdapter = DataLoaderStateMixin = PreparedLoader
+
 __all__ = [
     "BatchSamplerShard",
+    "DataLoaderAdapter",
     "DataLoaderDispatcher",
     "DataLoaderShard",
+    "DataLoaderStateMixin",
     "IterableDatasetShard",
     "SeedableRandomSampler",
     "SkipBatchSampler",

@@ -244,6 +244,20 @@ def job_end_time() -> float | None:
     return float(end_time) if end_time.isdigit() and int(end_time) else None  # 0: a job without a limit
 
 
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Return the lines `KEY=VALUE` of variables, but of none that is empty or has a space, ";", "<", ">" or newline."""
+    forbidden = set("; \n<>")
+    return [
+        f"{key}={value}\n" for key, value in current_env.items() if key and value and not forbidden & {*key, *value}
+    ]
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str | Path) -> str:
+    """Return the paths in a variable, separated by colons, with one more at the end; the variable does not change."""
+    paths = [path for path in os.environ.get(env_var_name, "").split(":") if path]
+    return ":".join([*paths, str(path_to_add)])
+
+
 def set_variables(variables: Mapping[str, str]) -> None:
     """Set variables for the rest of this process, as a launcher does in those it forks."""
     os.environ.update(variables)

@@ -5,8 +5,10 @@ import importlib
 import importlib.metadata
 import importlib.util
 import operator
+import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from packaging.version import Version, parse
 
@@ -79,6 +81,16 @@ def is_torch_version(operation: str, version: str) -> bool:
     return compare_versions("torch", operation, version)
 
 
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of the libraries that this process has imported.
+
+    Example:
+        >>> are_libraries_initialized("torch", "no_such_library")
+        ['torch']
+    """
+    return [name for name in library_names if name in sys.modules]
+
+
 def _package(module: str, distribution: str | None = None) -> Callable[[], bool]:
     def is_available() -> bool:
         return is_package_available(module, distribution)
@@ -107,6 +119,7 @@ is_comet_ml_available = _package("comet_ml")
 is_datasets_available = _package("datasets")
 is_deepspeed_available = _package("deepspeed", "deepspeed")
 is_dvclive_available = _package("dvclive")
+is_import_timer_available = _package("import_timer")
 is_lomo_available = _package("lomo_optim")
 is_matplotlib_available = _package("matplotlib")
 is_megatron_lm_available = _package("megatron")
@@ -125,6 +138,7 @@ is_timm_available = _package("timm")
 is_torchao_available = _package("torchao")
 is_torchdata_available = _package("torchdata")
 is_torchvision_available = _package("torchvision")
+is_tqdm_available = _package("tqdm")
 is_trackio_available = _package("trackio")
 is_transformer_engine_available = _package("transformer_engine")
 is_transformers_available = _package("transformers")
@@ -191,3 +205,82 @@ def is_fp16_available() -> bool:
 def is_torchdata_stateful_dataloader_available() -> bool:
     """Whether torchdata's StatefulDataLoader is installed."""
     return is_torchdata_available() and is_package_available("torchdata.stateful_dataloader")
+
+
+USE_TORCH_XLA = False  # this version does not use torch_xla
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Whether numpy's version is at least `min_version`."""
+    return compare_versions("numpy", ">=", min_version)
+
+
+def is_torch_distributed_available() -> bool:
+    """Whether this torch was built with torch.distributed."""
+    import torch
+
+    return torch.distributed.is_available()
+
+
+def is_xccl_available() -> bool:
+    """Whether torch has a backend for collectives between XPUs."""
+    import torch
+
+    return torch.distributed.is_xccl_available() and is_xpu_available()
+
+
+def is_pippy_available() -> bool:
+    """Whether torch has pipelines (`torch.distributed.pipelining`): True for every supported version."""
+    return is_torch_distributed_available()
+
+
+def is_8bit_bnb_available() -> bool:
+    """Whether bitsandbytes is installed and has layers of 8 bits."""
+    return is_bnb_available("0.37.2")
+
+
+def is_4bit_bnb_available() -> bool:
+    """Whether bitsandbytes is installed and has layers of 4 bits."""
+    return is_bnb_available("0.39.0")
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Whether bitsandbytes is installed and runs on other devices than CUDA's."""
+    return is_bnb_available("0.46.0")
+
+
+def is_fp8_available() -> bool:
+    """Whether a package for fp8 is installed; this version uses none of them."""
+    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Whether Transformer Engine is installed, and this GPU computes with its MXFP8 (Blackwell and later)."""
+    import torch
+
+    return is_transformer_engine_available() and is_cuda_available() and torch.cuda.get_device_capability() >= (10, 0)
+
+
+def is_habana_gaudi1() -> bool:
+    """Whether the device is a Gaudi of the first generation, which this version does not know."""
+    return False
+
+
+def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function to raise unless DeepSpeed is installed."""
+    return _requiring(func, "deepspeed", is_deepspeed_available)
+
+
+def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function to raise unless torchao is installed."""
+    return _requiring(func, "torchao", is_torchao_available)
+
+
+def _requiring(func: Callable[..., Any], package: str, is_available: Callable[[], bool]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not is_available():
+            raise MissingPackageError(f"{func.__name__} needs {package}, which is not installed. Install it.")
+        return func(*args, **kwargs)
+
+    return checked

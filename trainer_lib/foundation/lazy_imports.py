@@ -2,7 +2,7 @@
 
 import ast
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     """Return `__getattr__`, `__dir__` and `__all__` of a package whose names are imported when they are first used.
 
     The names and their modules are the lines `from module import Name as Name` of `__init__.pyi`, which type checkers
-    read as well.
+    read as well. `from package.part import *` stands for the public names of a module of the package: those it imports
+    come from where it imports them, without the module itself.
 
     Args:
         package: The package's `__name__`.
         file: The package's `__file__`; the stub lies beside it.
     """
-    modules = _imports_of_stub(Path(file).with_suffix(".pyi"))
+    modules = dict(_imports_of_stub(package, Path(file)))
 
     def get(name: str) -> Any:
         if name not in modules:
@@ -32,7 +33,37 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     return get, lambda: sorted(modules), sorted(modules)
 
 
-def _imports_of_stub(stub: Path) -> dict[str, str]:
-    statements = ast.parse(stub.read_text(encoding="utf-8")).body
-    imports = [statement for statement in statements if isinstance(statement, ast.ImportFrom) and statement.module]
-    return {alias.name: str(statement.module) for statement in imports for alias in statement.names}
+def _imports_of_stub(package: str, file: Path) -> Iterator[tuple[str, str]]:
+    for statement in _statements(file.with_suffix(".pyi")):
+        for name, module in _imports(statement):
+            if name == "*":
+                yield from _names_of_part(module, file.with_name(f"{module.removeprefix(f'{package}.')}.py"))
+            else:
+                yield name, module
+
+
+def _names_of_part(module: str, file: Path) -> Iterator[tuple[str, str]]:
+    for statement in _statements(file):
+        yield from _imports(statement)
+        yield from ((name, module) for name in _definitions(statement) if not name.startswith("_"))
+
+
+def _imports(statement: ast.stmt) -> Iterator[tuple[str, str]]:
+    """Yield the names that a statement re-exports (`from module import Name as Name`, or `*`), with their module."""
+    if isinstance(statement, ast.ImportFrom) and statement.module:
+        for alias in statement.names:
+            if alias.name == "*" or alias.asname == alias.name:
+                yield alias.name, statement.module
+
+
+def _definitions(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return [statement.name]
+    if isinstance(statement, ast.AnnAssign):
+        return [statement.target.id] if isinstance(statement.target, ast.Name) else []
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _statements(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8")).body

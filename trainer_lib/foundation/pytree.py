@@ -27,6 +27,11 @@ def is_torch_tensor(tensor: Any) -> bool:
     return isinstance(tensor, Tensor)
 
 
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Whether `tensor` is a tensor on an XPU."""
+    return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
+
+
 def is_tensor_information(tensor_info: Any) -> bool:
     """Whether `tensor_info` stands for a tensor."""
     return isinstance(tensor_info, TensorInformation)
@@ -229,6 +234,11 @@ def slice_tensors(
 def get_data_structure(data: Any) -> Any:
     """Return `data` with a `TensorInformation` in place of each tensor."""
     return map_tensors(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """Return `data` with the list of its sizes in place of each tensor."""
+    return map_tensors(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:

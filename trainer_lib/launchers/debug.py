@@ -6,6 +6,7 @@ from typing import Any
 from trainer_lib.launchers.fork import run_forked
 from trainer_lib.launchers.process_failures import ProcessFailedError
 from trainer_lib.processes.exit_codes import reason_of
+from trainer_lib.state.partial_state import PartialState
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
@@ -29,3 +30,8 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         if reason_of(error.exit_code) is None:
             raise
         raise SystemExit(error.exit_code) from error
+
+
+def test_launch() -> None:
+    """Raise unless this process can form the world that its launcher describes."""
+    PartialState()

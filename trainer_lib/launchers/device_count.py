@@ -7,6 +7,7 @@ import torch
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.options.enums import DistributedType
 
 # The variables that restrict a process to some devices, by device type.
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -41,6 +42,17 @@ def visible_devices(ids: str) -> dict[str, str]:
     if not all(part.strip() for part in ids.split(",")):
         raise ConfigurationError(f"--gpu_ids must be a list such as 0,1, or all (got {ids!r}).")
     return {_VISIBLE[kind]: ids.replace(" ", "")}
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return the type of this machine's devices ("cuda", …, or "cpu") and the kind of a world of several of them.
+
+    Example:
+        >>> get_current_device_type()  # doctest: +SKIP
+        ('cuda', 'MULTI_GPU')
+    """
+    kind = _kind() or "cpu"
+    return kind, str(DistributedType.of_device(kind))
 
 
 def forks_are_poisoned() -> bool:

@@ -1,6 +1,8 @@
-"""Find the repeated blocks of a model, such as the layers of a transformer."""
+"""Find modules of a model: its repeated blocks, such as the layers of a transformer, and all, the innermost first."""
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -34,3 +36,35 @@ def _collect(module: nn.Module, prefix: str, blocks: dict[str, nn.Module]) -> No
             blocks[prefix + name] = child
         else:
             blocks.update(inside)
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the class of this name of a module or a module inside it; `None` if there is none."""
+    return next((type(inside) for inside in module.modules() if type(inside).__name__ == name), None)
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Return the modules of a model, each after those inside it; the model is the last.
+
+    Args:
+        model: The model.
+        return_fqns: Whether to return pairs of a name and a module.
+    """
+    modules = list(_bottom_up(model, ""))
+    return modules if return_fqns else [module for _, module in modules]
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether a module is a `ModuleList` of modules of one class."""
+    return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether a module or one inside it is a `ModuleList` of modules of one class."""
+    return any(is_repeated_blocks(inside) for inside in module.modules())
+
+
+def _bottom_up(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module

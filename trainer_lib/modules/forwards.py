@@ -1,10 +1,13 @@
-"""Wrap a module's forward in place, and restore it."""
+"""Wrap a module's forward in place, restore it, and convert its outputs to fp32."""
 
 from collections.abc import Callable
+from functools import update_wrapper, wraps
 from types import MethodType
 from typing import Any
 
 from torch import nn
+
+from trainer_lib.foundation.pytree import convert_to_fp32
 
 Forward = Callable[..., Any]
 
@@ -49,5 +52,37 @@ def _unbound(original: Forward, model: nn.Module) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         del self
         return original(*args, **kwargs)
+
+    return forward
+
+
+class ConvertOutputsToFp32:
+    """A forward whose 16-bit outputs are converted to fp32.
+
+    Args:
+        model_forward: The forward.
+    """
+
+    def __init__(self, model_forward: Forward) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the forward in fp32."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+
+def convert_outputs_to_fp32(model_forward: Forward) -> Forward:
+    """Return a function that calls the forward and converts its 16-bit outputs to fp32.
+
+    Example:
+        >>> convert_outputs_to_fp32(torch.nn.Linear(2, 1).bfloat16())(torch.ones(1, 2).bfloat16()).dtype
+        torch.float32
+    """
+    converted = ConvertOutputsToFp32(model_forward)
+
+    @wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converted(*args, **kwargs)
 
     return forward

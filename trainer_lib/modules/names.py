@@ -1,5 +1,8 @@
 """Names of a model's tensors and classes without the prefixes that wrappers add."""
 
+from collections.abc import Mapping
+from typing import Any
+
 # The attributes in which torch's wrappers hold the wrapped module.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -12,6 +15,11 @@ def canonical_name(name: str) -> str:
         'layers.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dict with canonical names as its keys."""
+    return {canonical_name(name): value for name, value in named_params.items()}
 
 
 def class_name(value: object) -> str:

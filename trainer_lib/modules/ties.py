@@ -20,6 +20,14 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether a model of transformers says in its configuration that some of its weights are tied."""
+    config = getattr(model, "config", None)
+    ties_embeddings = getattr(config, "tie_word_embeddings", False) and hasattr(model, "get_output_embeddings")
+    ties_halves = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    return bool(ties_embeddings or ties_halves or any(hasattr(module, "_tie_weights") for module in model.modules()))
+
+
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
     """Tie each group of names to one parameter again: the first that is not on the meta device."""
     for names in tied_params:

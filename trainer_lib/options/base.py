@@ -11,12 +11,14 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 
 
-class _ContainsValues(EnumMeta):
+class EnumWithContains(EnumMeta):
+    """The class of enums for which `text in Enum` asks for the text of a member."""
+
     def __contains__(cls, item: object) -> bool:
         return item in cls.list()  # type: ignore[attr-defined]
 
 
-class BaseEnum(StrEnum, metaclass=_ContainsValues):
+class BaseEnum(StrEnum, metaclass=EnumWithContains):
     """An enum whose members equal their text: `DistributedType.NO == "NO"`, and `"NO" in DistributedType`."""
 
     @classmethod

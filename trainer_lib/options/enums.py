@@ -1,5 +1,7 @@
 """Enums of world types, precisions and random generators."""
 
+from enum import Enum
+
 from trainer_lib.options.base import BaseEnum
 
 
@@ -92,6 +94,7 @@ class LoggerType(BaseEnum):
     """The trackers with the names that Accelerate uses; this library has others too."""
 
     ALL = "all"
+    AIM = "aim"
     CLEARML = "clearml"
     COMETML = "comet_ml"
     DVCLIVE = "dvclive"
@@ -100,3 +103,35 @@ class LoggerType(BaseEnum):
     TENSORBOARD = "tensorboard"
     TRACKIO = "trackio"
     WANDB = "wandb"
+
+
+class ComputeEnvironment(BaseEnum):
+    """Where Accelerate's launcher starts processes."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class SageMakerDistributedType(BaseEnum):
+    """The kinds of worlds on SageMaker."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"
+
+
+class FP8BackendType(BaseEnum):
+    """The packages that train in fp8; this version uses none of them."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
+class CustomDtype(Enum):
+    """Types of fewer than 8 bits, or of 8 that torch does not have, for the sizes of quantized models."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +16,7 @@ from trainer_lib.modules import forwards
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.precision.base import FullPrecision, differentiate
 from trainer_lib.precision.scaler import LossScaler
+from trainer_lib.state.accelerator_state import AcceleratorState
 
 
 class Autocast(FullPrecision):
@@ -136,3 +137,19 @@ def _under(precision: Autocast, original: Callable[..., Any]) -> Callable[..., A
         return convert_to_fp32(outputs)
 
     return forward
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Return an autocast context of the precision in `AcceleratorState`, for loops without an Accelerator.
+
+    Args:
+        native_amp: Whether to use autocast at all; otherwise the context does nothing.
+        autocast_kwargs: The options of autocast.
+    """
+    state = AcceleratorState()
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(state.mixed_precision)
+    if not native_amp or dtype is None:
+        return nullcontext()
+    return Autocast(state.mixed_precision, dtype, state.device.type, autocast_kwargs or AutocastKwargs()).autocast()

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_lib.options.enums import DistributedType
+from trainer_lib.state.partial_state import PartialState
+
 
 class LossScaler(torch.amp.GradScaler):
     """Calls torch's scaler separately for shards and for whole gradients, since it does not take both at once."""
@@ -27,3 +30,19 @@ class LossScaler(torch.amp.GradScaler):
             for device, flag in flags.items():
                 overflows[device] = torch.maximum(overflows[device], flag) if device in overflows else flag
         return overflows
+
+
+def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a loss scaler for this rank's device, for loops that scale the loss of fp16 themselves.
+
+    Args:
+        distributed_type: Accepted for compatibility: one scaler is for all kinds of worlds.
+        **kwargs: Arguments of `torch.amp.GradScaler`.
+    """
+    del distributed_type
+    return LossScaler(PartialState().device.type, **kwargs)
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """Return a loss scaler for sharded models; see `get_grad_scaler`."""
+    return get_grad_scaler(**kwargs)

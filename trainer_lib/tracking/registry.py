@@ -3,10 +3,11 @@
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, unknown
+from trainer_lib.foundation.missing_features import AIM, missing_class
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
 
@@ -101,8 +102,7 @@ def tracker_class(name: Any) -> type[GeneralTracker]:
     if name in _registered:
         return _registered[name]
     if name in _BUILT_IN:
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        built_in: type[BuiltInTracker] = getattr(importlib.import_module(module), attribute)
+        built_in = _built_in(name)
         if not built_in.is_installed():
             raise MissingPackageError(
                 f"The tracker {name} needs the package {built_in.module}, which is not installed. Install it with "
@@ -185,6 +185,11 @@ def names_of(trackers: Sequence[str | GeneralTracker]) -> list[str]:
     return [item if isinstance(item, str) else str(getattr(item, "name", type(item).__name__)) for item in trackers]
 
 
+def _built_in(name: str) -> type[BuiltInTracker]:
+    module, _, attribute = _BUILT_IN[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def _is_installed(name: str) -> bool:
     try:
         tracker_class(name)
@@ -200,3 +205,21 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 def _path(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
+
+
+class _TrackerClasses(Mapping[str, type[Any]]):
+    """The classes of the trackers by name, imported when they are looked up."""
+
+    def __getitem__(self, name: str) -> type[Any]:
+        name = str(getattr(name, "value", name))
+        return AimTracker if name == "aim" else _built_in(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["aim", *_BUILT_IN])
+
+    def __len__(self) -> int:
+        return 1 + len(_BUILT_IN)
+
+
+AimTracker = missing_class("AimTracker", AIM)
+LOGGER_TYPE_TO_CLASS: Mapping[str, type[Any]] = _TrackerClasses()

@@ -1,153 +1,31 @@
-from trainer_lib.checkpointing.format.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
-from trainer_lib.checkpointing.format.layout import RNG_STATE_NAME as RNG_STATE_NAME
-from trainer_lib.checkpointing.format.layout import SAMPLER_NAME as SAMPLER_NAME
-from trainer_lib.checkpointing.format.layout import SCALER_NAME as SCALER_NAME
-from trainer_lib.checkpointing.format.layout import SCHEDULER_NAME as SCHEDULER_NAME
-from trainer_lib.checkpointing.model_weights import load_checkpoint_in_model as load_checkpoint_in_model
-from trainer_lib.checkpointing.save.torch_save import load as load
-from trainer_lib.checkpointing.save.torch_save import save as save
-from trainer_lib.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
-from trainer_lib.collectives import TensorInformation as TensorInformation
-from trainer_lib.collectives import broadcast as broadcast
-from trainer_lib.collectives import broadcast_object_list as broadcast_object_list
-from trainer_lib.collectives import concatenate as concatenate
-from trainer_lib.collectives import convert_to_fp32 as convert_to_fp32
-from trainer_lib.collectives import copy_tensor_to_devices as copy_tensor_to_devices
-from trainer_lib.collectives import find_batch_size as find_batch_size
-from trainer_lib.collectives import find_device as find_device
-from trainer_lib.collectives import gather as gather
-from trainer_lib.collectives import gather_object as gather_object
-from trainer_lib.collectives import get_data_structure as get_data_structure
-from trainer_lib.collectives import honor_type as honor_type
-from trainer_lib.collectives import ignorant_find_batch_size as ignorant_find_batch_size
-from trainer_lib.collectives import initialize_tensors as initialize_tensors
-from trainer_lib.collectives import is_namedtuple as is_namedtuple
-from trainer_lib.collectives import is_tensor_information as is_tensor_information
-from trainer_lib.collectives import is_torch_tensor as is_torch_tensor
-from trainer_lib.collectives import listify as listify
-from trainer_lib.collectives import pad_across_processes as pad_across_processes
-from trainer_lib.collectives import pad_input_tensors as pad_input_tensors
-from trainer_lib.collectives import recursively_apply as recursively_apply
-from trainer_lib.collectives import reduce as reduce
-from trainer_lib.collectives import send_to_device as send_to_device
-from trainer_lib.collectives import slice_tensors as slice_tensors
-from trainer_lib.foundation.byte_sizes import convert_bytes as convert_bytes
-from trainer_lib.foundation.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
-from trainer_lib.foundation.compat import get_pretty_name as get_pretty_name
-from trainer_lib.foundation.compat import merge_dicts as merge_dicts
-from trainer_lib.foundation.compat import recursive_getattr as recursive_getattr
-from trainer_lib.foundation.environment import clear_environment as clear_environment
-from trainer_lib.foundation.environment import (
-    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
-)
-from trainer_lib.foundation.environment import (
-    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
-)
-from trainer_lib.foundation.environment import get_int_from_env as get_int_from_env
-from trainer_lib.foundation.environment import parse_choice_from_env as parse_choice_from_env
-from trainer_lib.foundation.environment import parse_flag_from_env as parse_flag_from_env
-from trainer_lib.foundation.environment import patch_environment as patch_environment
-from trainer_lib.foundation.environment import purge_accelerate_environment as purge_accelerate_environment
-from trainer_lib.foundation.environment import str_to_bool as str_to_bool
-from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
-from trainer_lib.foundation.imports import compare_versions as compare_versions
-from trainer_lib.foundation.imports import is_aim_available as is_aim_available
-from trainer_lib.foundation.imports import is_amdsmi_available as is_amdsmi_available
-from trainer_lib.foundation.imports import is_bf16_available as is_bf16_available
-from trainer_lib.foundation.imports import is_bnb_available as is_bnb_available
-from trainer_lib.foundation.imports import is_boto3_available as is_boto3_available
-from trainer_lib.foundation.imports import is_clearml_available as is_clearml_available
-from trainer_lib.foundation.imports import is_comet_ml_available as is_comet_ml_available
-from trainer_lib.foundation.imports import is_cuda_available as is_cuda_available
-from trainer_lib.foundation.imports import is_datasets_available as is_datasets_available
-from trainer_lib.foundation.imports import is_deepspeed_available as is_deepspeed_available
-from trainer_lib.foundation.imports import is_dvclive_available as is_dvclive_available
-from trainer_lib.foundation.imports import is_fp16_available as is_fp16_available
-from trainer_lib.foundation.imports import is_hpu_available as is_hpu_available
-from trainer_lib.foundation.imports import is_lomo_available as is_lomo_available
-from trainer_lib.foundation.imports import is_matplotlib_available as is_matplotlib_available
-from trainer_lib.foundation.imports import is_megatron_lm_available as is_megatron_lm_available
-from trainer_lib.foundation.imports import is_mlflow_available as is_mlflow_available
-from trainer_lib.foundation.imports import is_mlu_available as is_mlu_available
-from trainer_lib.foundation.imports import is_mps_available as is_mps_available
-from trainer_lib.foundation.imports import is_msamp_available as is_msamp_available
-from trainer_lib.foundation.imports import is_musa_available as is_musa_available
-from trainer_lib.foundation.imports import is_neuron_available as is_neuron_available
-from trainer_lib.foundation.imports import is_npu_available as is_npu_available
-from trainer_lib.foundation.imports import is_pandas_available as is_pandas_available
-from trainer_lib.foundation.imports import is_peft_available as is_peft_available
-from trainer_lib.foundation.imports import is_pynvml_available as is_pynvml_available
-from trainer_lib.foundation.imports import is_pytest_available as is_pytest_available
-from trainer_lib.foundation.imports import is_rich_available as is_rich_available
-from trainer_lib.foundation.imports import is_rocm_available as is_rocm_available
-from trainer_lib.foundation.imports import is_sagemaker_available as is_sagemaker_available
-from trainer_lib.foundation.imports import is_schedulefree_available as is_schedulefree_available
-from trainer_lib.foundation.imports import is_sdaa_available as is_sdaa_available
-from trainer_lib.foundation.imports import is_swanlab_available as is_swanlab_available
-from trainer_lib.foundation.imports import is_tensorboard_available as is_tensorboard_available
-from trainer_lib.foundation.imports import is_timm_available as is_timm_available
-from trainer_lib.foundation.imports import is_torch_version as is_torch_version
-from trainer_lib.foundation.imports import is_torch_xla_available as is_torch_xla_available
-from trainer_lib.foundation.imports import is_torchao_available as is_torchao_available
-from trainer_lib.foundation.imports import is_torchdata_available as is_torchdata_available
-from trainer_lib.foundation.imports import (
-    is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
-)
-from trainer_lib.foundation.imports import is_torchvision_available as is_torchvision_available
-from trainer_lib.foundation.imports import is_trackio_available as is_trackio_available
-from trainer_lib.foundation.imports import is_transformer_engine_available as is_transformer_engine_available
-from trainer_lib.foundation.imports import is_transformers_available as is_transformers_available
-from trainer_lib.foundation.imports import is_triton_available as is_triton_available
-from trainer_lib.foundation.imports import is_wandb_available as is_wandb_available
-from trainer_lib.foundation.imports import is_weights_only_available as is_weights_only_available
-from trainer_lib.foundation.imports import is_xpu_available as is_xpu_available
 from trainer_lib.memory import MemoryUse as MemoryUse
 from trainer_lib.memory import PeakMemory as PeakMemory
-from trainer_lib.memory import clear_device_cache as clear_device_cache
-from trainer_lib.memory import find_executable_batch_size as find_executable_batch_size
-from trainer_lib.memory import release_memory as release_memory
-from trainer_lib.modules.compilation import compile_regions as compile_regions
-from trainer_lib.modules.ties import find_tied_parameters as find_tied_parameters
-from trainer_lib.modules.ties import retie_parameters as retie_parameters
-from trainer_lib.modules.unwrapping import extract_model_from_parallel as extract_model_from_parallel
-from trainer_lib.modules.unwrapping import has_compiled_regions as has_compiled_regions
-from trainer_lib.modules.unwrapping import is_compiled_module as is_compiled_module
-from trainer_lib.options.accumulation_options import GradientAccumulationPlugin as GradientAccumulationPlugin
-from trainer_lib.options.base import KwargsHandler as KwargsHandler
-from trainer_lib.options.compile_options import TorchDynamoPlugin as TorchDynamoPlugin
-from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
-from trainer_lib.options.enums import DDPCommunicationHookType as DDPCommunicationHookType
-from trainer_lib.options.enums import DistributedType as DistributedType
-from trainer_lib.options.enums import DynamoBackend as DynamoBackend
-from trainer_lib.options.enums import LoggerType as LoggerType
-from trainer_lib.options.enums import PrecisionType as PrecisionType
-from trainer_lib.options.enums import RNGType as RNGType
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
-from trainer_lib.options.precision_options import GradScalerKwargs as GradScalerKwargs
-from trainer_lib.options.profiler_options import ProfileKwargs as ProfileKwargs
-from trainer_lib.options.project_options import ProjectConfiguration as ProjectConfiguration
 from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
-from trainer_lib.processes.ports import is_port_in_use as is_port_in_use
-from trainer_lib.progress import tqdm as tqdm
-from trainer_lib.seeding import set_seed as set_seed
-from trainer_lib.seeding import synchronize_rng_state as synchronize_rng_state
-from trainer_lib.seeding import synchronize_rng_states as synchronize_rng_states
-from trainer_lib.state.partial_state import wait_for_everyone as wait_for_everyone
-from trainer_lib.tensor_files.model_files import load_state_dict as load_state_dict
-from trainer_lib.tensor_files.tensor_storage import (
-    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
-)
-from trainer_lib.tensor_files.tensor_storage import id_tensor_storage as id_tensor_storage
-from trainer_lib.tensor_files.weight_names import MODEL_NAME as MODEL_NAME
-from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
-from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
-from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
-from trainer_lib.tensor_files.weight_names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-from trainer_lib.tensor_files.weight_names import WEIGHTS_NAME as WEIGHTS_NAME
-from trainer_lib.tensor_files.weight_names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from trainer_lib.utils.ao import *
+from trainer_lib.utils.bnb import *
+from trainer_lib.utils.constants import *
+from trainer_lib.utils.dataclasses import *
+from trainer_lib.utils.deepspeed import *
+from trainer_lib.utils.environment import *
+from trainer_lib.utils.fsdp_utils import *
+from trainer_lib.utils.imports import *
+from trainer_lib.utils.launch import *
+from trainer_lib.utils.megatron_lm import AbstractTrainStep as AbstractTrainStep
+from trainer_lib.utils.megatron_lm import BertTrainStep as BertTrainStep
+from trainer_lib.utils.megatron_lm import GPTTrainStep as GPTTrainStep
+from trainer_lib.utils.megatron_lm import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from trainer_lib.utils.megatron_lm import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from trainer_lib.utils.megatron_lm import T5TrainStep as T5TrainStep
+from trainer_lib.utils.megatron_lm import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
+from trainer_lib.utils.memory import *
+from trainer_lib.utils.modeling import *
+from trainer_lib.utils.offload import *
+from trainer_lib.utils.operations import *
+from trainer_lib.utils.other import *
+from trainer_lib.utils.random import *
+from trainer_lib.utils.torch_xla import *
+from trainer_lib.utils.tqdm import *
+from trainer_lib.utils.transformer_engine import *
+from trainer_lib.utils.versions import *
 
 __all__: list[str]

@@ -1,10 +1,13 @@
 """`save` and `load` of any object in a file, as `torch.save` and `torch.load` on the right ranks."""
 
 import pickle
+from _codecs import encode
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy._core.multiarray import _reconstruct
 from torch import Tensor
 
 from trainer_lib.filesystem.atomic_files import replace_file
@@ -12,6 +15,9 @@ from trainer_lib.filesystem.remote_paths import RemotePath, local_path
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.state.partial_state import PartialState
 from trainer_lib.tensor_files.file_contents import Tensors
+
+# What numpy's states of random generators consist of, for torch.serialization.safe_globals.
+TORCH_SAFE_GLOBALS: list[Any] = [np.ndarray, np.dtype, np.dtypes.UInt32DType, _reconstruct, encode]
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

@@ -1,0 +1,16 @@
+from trainer_lib.accelerator.accelerator import Accelerator as Accelerator
+from trainer_lib.checkpointing.format.layout import SCALER_NAME as SCALER_NAME
+from trainer_lib.options.accelerate_constants import DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION
+from trainer_lib.options.accelerate_constants import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
+from trainer_lib.options.accelerate_constants import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
+from trainer_lib.options.accelerate_constants import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
+from trainer_lib.tensor_files.weight_names import MODEL_NAME as MODEL_NAME
+from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+from trainer_lib.tensor_files.weight_names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from trainer_lib.tensor_files.weight_names import WEIGHTS_NAME as WEIGHTS_NAME
+from trainer_lib.tensor_files.weight_names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from trainer_lib.tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+
+__all__: list[str]

@@ -1,0 +1,97 @@
+"""Stand-ins for public names of features that this version does not have.
+
+A script can import them, derive classes from them and compare types with them. Making an object or calling a function
+raises an error that says what is missing and what to use instead.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from trainer_lib.foundation.errors import UnsupportedError
+
+
+class MissingFeature(NamedTuple):
+    """A feature that this version does not have.
+
+    Args:
+        name: What it is called, such as "DeepSpeed".
+        instead: A sentence that says what to use instead.
+    """
+
+    name: str
+    instead: str
+
+
+def missing_class(name: str, feature: MissingFeature) -> type[Any]:
+    """Return a class of this name; making an object of it, or of a class derived from it, raises.
+
+    Example:
+        >>> DummyOptim = missing_class("DummyOptim", DEEPSPEED)
+        >>> isinstance("a text", DummyOptim)
+        False
+    """
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+        del cls, args, kwargs
+        raise _error(name, feature)
+
+    return type(name, (), {"__new__": refuse, "__doc__": _description(feature)})
+
+
+def missing_function(name: str, feature: MissingFeature) -> Callable[..., Any]:
+    """Return a function of this name, which raises when it is called."""
+
+    def function(*args: Any, **kwargs: Any) -> NoReturn:
+        del args, kwargs
+        raise _error(name, feature)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = _description(feature)
+    return function
+
+
+def _error(name: str, feature: MissingFeature) -> UnsupportedError:
+    return UnsupportedError(f"{name} needs {feature.name}, which this version does not have. {feature.instead}")
+
+
+def _description(feature: MissingFeature) -> str:
+    return f"Not available: this version does not have {feature.name}. {feature.instead}"
+
+
+_TRAINED_HERE = "This version trains on one device, with DDP, or with FSDP2 (FullyShardedDataParallelPlugin)."
+
+BIG_MODELS = MissingFeature(
+    "models spread over several devices, the CPU and the disk",
+    "Load the model onto one device (load_checkpoint_in_model), or shard it for training with FSDP2 "
+    "(FullyShardedDataParallelPlugin).",
+)
+BITSANDBYTES = MissingFeature(
+    "quantization with bitsandbytes", "Quantize the model when you load it, such as with transformers or torchao."
+)
+DEEPSPEED = MissingFeature(
+    "DeepSpeed",
+    "FSDP2 (FullyShardedDataParallelPlugin) shards weights, gradients and optimizer states as ZeRO-3 does, with the "
+    "optimizers and schedules of torch.",
+)
+FP8 = MissingFeature("fp8", "Train with mixed_precision='bf16'.")
+FSDP1_STEPS = MissingFeature(
+    "Accelerate's separate steps of FSDP",
+    "accelerator.prepare shards a model; accelerator.save_state, load_state and save_model write and read its weights.",
+)
+MERGED_WEIGHTS = MissingFeature(
+    "Accelerate's merging of FSDP's shards",
+    "`trainer-lib checkpoint consolidate` writes the whole weights of a sharded checkpoint.",
+)
+LAUNCHER_STEPS = MissingFeature(
+    "Accelerate's separate steps of a launch", "Start scripts with `trainer-lib launch`, and see its options with -h."
+)
+MEGATRON_LM = MissingFeature("Megatron-LM", _TRAINED_HERE)
+PIPELINES = MissingFeature(
+    "pipelines for inference", "Run the model on each rank (split_between_processes shares data)."
+)
+SAGEMAKER = MissingFeature("SageMaker's launcher", "Start `trainer-lib launch` on the machines.")
+TENSOR_PARALLELISM = MissingFeature("tensor and context parallelism", _TRAINED_HERE)
+TPU = MissingFeature("TPUs", "Train on GPUs or the CPU.")
+AIM = MissingFeature(
+    "a tracker for Aim", "Its package writes without an error, and its own reader finds nothing: use another tracker."
+)

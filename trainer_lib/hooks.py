@@ -1,0 +1,177 @@
+"""Hooks around a module's forward: your own, and one that stores weights in a smaller type."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib.foundation.missing_features import BIG_MODELS, missing_class, missing_function
+
+AlignDevicesHook = missing_class("AlignDevicesHook", BIG_MODELS)
+CpuOffload = missing_class("CpuOffload", BIG_MODELS)
+UserCpuOffloadHook = missing_class("UserCpuOffloadHook", BIG_MODELS)
+attach_align_device_hook = missing_function("attach_align_device_hook", BIG_MODELS)
+attach_align_device_hook_on_blocks = missing_function("attach_align_device_hook_on_blocks", BIG_MODELS)
+attach_execution_device_hook = missing_function("attach_execution_device_hook", BIG_MODELS)
+
+
+class ModelHook:
+    """What runs before and after a module's forward; derive your own hook from it.
+
+    Unlike torch's hooks, it can change the arguments by name, and the module when it is attached.
+
+    Attributes:
+        no_grad: Whether the forward runs without gradients.
+    """
+
+    no_grad: bool = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Return the module when the hook is attached to it."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return the arguments of the forward, which runs next."""
+        del module
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Return the output of the forward, which has run."""
+        del module
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Return the module when the hook is removed from it."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, one after the other.
+
+    Args:
+        *hooks: The hooks.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Attach all hooks."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Pass the arguments through all hooks."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)  # type: ignore[assignment]
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Pass the output through all hooks."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Remove all hooks."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Stores a module's weights in one type and computes in another, for inference and frozen layers.
+
+    Args:
+        storage_dtype: The type between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: The type of a forward and of its floating inputs.
+        non_blocking: Do not wait for copies.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Convert the weights to the storage type."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Convert the weights to the type of the computation."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Convert the weights back to the storage type."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Attach a hook to a module, in place, and return the module.
+
+    Args:
+        module: The module.
+        hook: The hook.
+        append: Whether it joins the hooks that the module has; otherwise it replaces them.
+
+    Example:
+        >>> class Doubles(ModelHook):
+        ...     def post_forward(self, module, output):
+        ...         return 2 * output
+        >>> add_hook_to_module(torch.nn.Identity(), Doubles())(torch.ones(1))
+        tensor([2.])
+    """
+    present = vars(module).get("_hf_hook")
+    if present is not None:
+        if append:
+            hook = SequentialHook(present, hook)
+        remove_hook_from_module(module)
+    original = module.forward
+    module = hook.init_hook(module)
+    vars(module).update(_hf_hook=hook, _old_forward=original)
+    # A method of the module, so that a copy of it runs the copy's weights.
+    vars(module)["forward"] = MethodType(_hooked_forward(original), module)
+    return module
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Remove the hooks of a module, in place, and return the module.
+
+    Args:
+        module: The module.
+        recurse: Whether to remove those of modules inside it too.
+    """
+    hook = vars(module).pop("_hf_hook", None)
+    if hook is not None:
+        hook.detach_hook(module)
+        original = vars(module).pop("_old_forward")
+        del vars(module)["forward"]
+        if getattr(original, "__func__", None) is not type(module).forward:
+            vars(module)["forward"] = original
+    if recurse:
+        remove_hook_from_submodules(module)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Remove the hooks of a module and of all modules inside it."""
+    for inside in module.modules():
+        remove_hook_from_module(inside)
+
+
+def _hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hook: ModelHook = vars(self)["_hf_hook"]
+        args, kwargs = hook.pre_forward(self, *args, **kwargs)  # type: ignore[assignment]
+        with torch.no_grad() if hook.no_grad else nullcontext():
+            output = vars(self)["_old_forward"](*args, **kwargs)
+        return hook.post_forward(self, output)
+
+    return forward

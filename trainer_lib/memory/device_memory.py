@@ -1,0 +1,30 @@
+"""How much memory the devices and the host have free."""
+
+from collections.abc import Mapping
+
+import psutil
+import torch
+
+from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
+
+
+def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> dict[int | str, int]:
+    """Return the free memory of each accelerator device (by its index) and of the host ("cpu"), in bytes.
+
+    Args:
+        max_memory: Sizes such as `{0: "10GB", "cpu": "30GB"}`, which are returned as numbers instead.
+
+    Example:
+        >>> get_max_memory({"cpu": "1GB"})
+        {'cpu': 1000000000}
+    """
+    if max_memory is not None:
+        return {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
+    memory: dict[int | str, int] = {}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type == "mps":
+        return {"mps": psutil.virtual_memory().available}  # one memory for both
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator.type)
+        memory |= {index: module.mem_get_info(index)[0] for index in range(torch.accelerator.device_count())}
+    return {**memory, "cpu": psutil.virtual_memory().available}

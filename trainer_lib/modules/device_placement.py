@@ -1,0 +1,193 @@
+"""Move single tensors of a module between devices, and questions for device maps."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.error_values import shown
+from trainer_lib.foundation.errors import ConfigurationError, StateError, UnknownMemberError, did_you_mean
+
+Device = int | str | torch.device
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: dict[int, dict[torch.device, Tensor]] | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Move one parameter or buffer of a module to a device, and give it a value if you have one.
+
+    Args:
+        module: The module.
+        tensor_name: The name of the tensor, such as `encoder.weight`.
+        device: The target device.
+        value: The new value, which a tensor on the meta device needs.
+        dtype: The type of the new value; by default that of the tensor.
+        fp16_statistics: Only `None`: statistics of bitsandbytes.
+        tied_params_map: Copies of tied tensors by address and device; one on the device is used instead of a new one.
+        non_blocking: Do not wait for the copy.
+        clear_cache: Accepted for compatibility: the memory of the old tensor is free once nothing else uses it.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1, device="meta")
+        >>> set_module_tensor_to_device(layer, "bias", "cpu", value=torch.zeros(1))
+        >>> layer.bias.device
+        device(type='cpu')
+    """
+    del clear_cache
+    if fp16_statistics is not None:
+        raise ConfigurationError("fp16_statistics belong to layers of bitsandbytes, which this version does not load.")
+    owner, name = _owner(module, tensor_name)
+    current = owner._parameters[name] if name in owner._parameters else owner._buffers[name]
+    target = torch.device(device)
+    if value is None and current is not None and check_device_same(current.device, target):
+        return
+    if value is None and current is not None and current.device.type == "meta" and target.type != "meta":
+        raise ConfigurationError(f"{tensor_name} is on the meta device and has no value. Give value=.")
+    source = current if value is None else value
+    if source is None:
+        return
+    _check_shape(tensor_name, current, source)
+    copies = (tied_params_map or {}).get(source.data_ptr(), {})
+    moved = copies.get(target)
+    if moved is None:
+        kind = _dtype(dtype) or (source if current is None else current).dtype
+        moved = source.detach().to(target, kind if source.is_floating_point() else source.dtype, non_blocking)
+        if tied_params_map is not None and source.data_ptr() in tied_params_map:
+            tied_params_map[source.data_ptr()][target] = moved
+    _assign(owner, name, moved)
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Generator[None]:
+    """Have a module's own parameters on a device for the length of a `with` block; changed values are kept.
+
+    Args:
+        module: The module.
+        execution_device: The device; by default they stay where they are.
+    """
+    parameters = dict(module.named_parameters(recurse=False)) if execution_device is not None else {}
+    devices = {name: parameter.device for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(execution_device)
+    try:
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = parameter.data.to(devices[name])
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether a hook keeps the module's parameters elsewhere between its forwards."""
+    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Whether two devices are the same one: "cuda" is the current one of its type.
+
+    Example:
+        >>> check_device_same(torch.device("cpu"), torch.device("cpu", 0))
+        True
+    """
+    if first_device.type != second_device.type:
+        return False
+    return first_device.type in ("cpu", "meta") or _index(first_device) == _index(second_device)
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Raise unless a device map has a place for every parameter and buffer of a model.
+
+    Raises:
+        ConfigurationError: With the names that have none.
+    """
+    names = model.state_dict(keep_vars=True)
+    left_out = [name for name in names if not any(_is_inside(name, place) for place in device_map)]
+    if left_out:
+        raise ConfigurationError(
+            f"device_map names no device for {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}. Add them, "
+            'or "" for all that remain.'
+        )
+
+
+def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> dict[str, Device]:
+    """Replace the entries of modules that are on one device together by one entry, in place, and return the map.
+
+    Example:
+        >>> clean_device_map({"encoder.0": 0, "encoder.1": 0, "head": 1})
+        {'head': 1, 'encoder': 0}
+    """
+    prefix = f"{module_name}." if module_name else ""
+    inside = [name for name in device_map if name.startswith(prefix)]
+    if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
+        device = device_map[inside[0]]
+        for name in inside:
+            del device_map[name]
+        device_map[module_name] = device
+        return device_map
+    children = dict.fromkeys(prefix + name.removeprefix(prefix).partition(".")[0] for name in inside)
+    for child in children:
+        if child not in device_map:
+            clean_device_map(device_map, child)
+    return device_map
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Device]
+) -> list[list[str]]:
+    """Return the groups of tied names that a device map puts on several devices."""
+    return [list(names) for names in tied_params if len({_place(name, device_map) for name in names}) > 1]
+
+
+def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+    path, _, name = tensor_name.rpartition(".")
+    owner = module.get_submodule(path)
+    if name not in owner._parameters and name not in owner._buffers:
+        known = [*owner._parameters, *owner._buffers]
+        raise UnknownMemberError(
+            f"{type(owner).__name__} has no parameter or buffer {name!r}. Known: {', '.join(known) or 'none'}."
+            f"{did_you_mean(name, known)}"
+        )
+    return owner, name
+
+
+def _check_shape(name: str, current: Tensor | None, value: Tensor) -> None:
+    if current is not None and current.shape != value.shape:
+        raise StateError(f"{name} has the shape {tuple(current.shape)}, and value has {tuple(value.shape)}.")
+
+
+def _assign(owner: nn.Module, name: str, value: Tensor) -> None:
+    if name not in owner._parameters:
+        owner._buffers[name] = value
+        return
+    current = owner._parameters[name]
+    requires_grad = value.is_floating_point() if current is None else current.requires_grad
+    owner._parameters[name] = nn.Parameter(value, requires_grad=requires_grad)
+
+
+def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if value is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"{shown(value)} is not a torch dtype. Give one such as torch.float16 or 'bfloat16'.")
+    return dtype
+
+
+def _index(device: torch.device) -> int:
+    return torch.get_device_module(device.type).current_device() if device.index is None else device.index
+
+
+def _is_inside(name: str, place: str) -> bool:
+    return place in ("", name) or name.startswith(f"{place}.")
+
+
+def _place(name: str, device_map: Mapping[str, Any]) -> Any:
+    places = [place for place in device_map if _is_inside(name, place)]
+    return device_map[max(places, key=len)] if places else None

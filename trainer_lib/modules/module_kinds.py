@@ -1,0 +1,40 @@
+"""Whether a model is of PEFT, has DTensors, or has layers of packages that compute in 8 or 4 bits."""
+
+from torch import nn
+
+from trainer_lib.modules.unwrapping import extract_model_from_parallel
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether a model is one of PEFT, inside the wrappers of distributed training too."""
+    return _is_a(type(extract_model_from_parallel(model)), "peft", "PeftModel")
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether a parameter of a model is a DTensor, as those of a sharded model are."""
+    return any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Whether a model has layers of 4 bits of bitsandbytes."""
+    return _has_layer(model, "bitsandbytes", "Linear4bit")
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Whether a model has fp8 layers of torchao."""
+    return _has_layer(model, "torchao", "Float8Linear")
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Whether a model has layers of Transformer Engine."""
+    return _has_layer(model, "transformer_engine", "")
+
+
+def _has_layer(model: nn.Module, package: str, name: str) -> bool:
+    return any(_is_a(kind, package, name) for kind in {type(module) for module in model.modules()})
+
+
+def _is_a(kind: type, package: str, name: str) -> bool:
+    # By name: the packages need not be installed, and take a second to import.
+    bases = kind.__mro__
+    return any(base.__module__.partition(".")[0] == package and base.__name__.startswith(name) for base in bases)

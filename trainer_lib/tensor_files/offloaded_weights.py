@@ -1,0 +1,165 @@
+"""Weights in files of a folder, one memory-mapped file a tensor, in the layout of Accelerate."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_lib.filesystem.atomic_files import path_inside
+from trainer_lib.filesystem.strict_json import read_json
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.tensor_files.load_tensors import load_tensors
+
+_INDEX = "index.json"
+_ENDING = ".dat"
+
+Index = dict[str, dict[str, Any]]
+
+
+def offload_weight(weight: Tensor, weight_name: str, offload_folder: str | Path, index: Index | None = None) -> Index:
+    """Write a tensor into a folder, and return the index with its type and shape.
+
+    Args:
+        weight: The tensor.
+        weight_name: Its name, and that of the file.
+        offload_folder: The folder.
+        index: The index of tensors that are there already.
+    """
+    values = weight.detach().cpu()
+    shape = list(values.shape)
+    # numpy has no bfloat16: its bits are stored as whole numbers.
+    array = (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy()
+    path = path_inside(Path(offload_folder), f"{weight_name}{_ENDING}", weight_name)
+    array.tofile(path)
+    return {**(index or {}), weight_name: {"dtype": str(weight.dtype).removeprefix("torch."), "shape": shape}}
+
+
+def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any]) -> Tensor:
+    """Return a tensor in a file, mapped into memory: what is not read is not loaded.
+
+    Args:
+        weight_file: The file.
+        weight_info: Its "dtype" and "shape", from the index.
+    """
+    name, shape = str(weight_info["dtype"]), tuple(weight_info["shape"])
+    array = np.memmap(weight_file, dtype="int16" if name == "bfloat16" else name, shape=shape or (1,), mode="c")
+    tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownArgumentType]
+    tensor = tensor.view(torch.bfloat16) if name == "bfloat16" else tensor
+    return tensor if shape else tensor[0]
+
+
+def save_offload_index(index: Index, offload_folder: str | Path) -> None:
+    """Write the index into a folder, together with the entries of the one that is there."""
+    path = Path(offload_folder) / _INDEX
+    entries = {**(_read_index(path) if path.is_file() else {}), **index}
+    if entries:
+        path.write_text(json.dumps(entries, indent=2), encoding="utf-8")
+
+
+def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -> None:
+    """Write all tensors of a state dict into a folder, with their index.
+
+    Example:
+        >>> offload_state_dict("/tmp/offloaded", {"weight": torch.ones(2)})
+        >>> OffloadedWeightsLoader(save_folder="/tmp/offloaded")["weight"]
+        tensor([1., 1.])
+    """
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: Index = {}
+    for name, tensor in state_dict.items():
+        index = offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return the tensors of modules with these names.
+
+    Example:
+        >>> extract_submodules_state_dict({"head.bias": 1, "head2.bias": 2}, ["head"])
+        {'head.bias': 1}
+    """
+    wanted = list(submodule_names)
+    return {
+        key: value
+        for key, value in state_dict.items()
+        if any(key == name or key.startswith(f"{name}.") for name in wanted)
+    }
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """A mapping whose keys are those of another after a prefix.
+
+    Args:
+        dataset: The mapping.
+        prefix: What comes before each key.
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """The tensors of a state dict and those in files, by name.
+
+    Args:
+        state_dict: Tensors in memory.
+        save_folder: The folder that `offload_state_dict` wrote.
+        index: The types and shapes of files in `save_folder`, or the names of safetensors files that hold tensors; by
+            default the index in that folder.
+        device: Where tensors of safetensors files are loaded to; by default the CPU.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | Path | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigurationError("There is nothing to load from. Give state_dict, save_folder or index.")
+        self.state_dict = dict(state_dict or {})
+        self.save_folder = save_folder
+        self.index: Mapping[str, Mapping[str, Any]] = (
+            index if index is not None else {} if save_folder is None else _read_index(Path(save_folder) / _INDEX)
+        )
+        self.device = device
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if "safetensors_file" not in entry:
+            return load_offloaded_weight(Path(self.save_folder or "") / f"{key}{_ENDING}", entry)
+        tensors = load_tensors(Path(entry["safetensors_file"]), self.device or "cpu")
+        tensor = tensors[entry.get("weight_name", key)]
+        return tensor.to(getattr(torch, entry["dtype"])) if "dtype" in entry else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.state_dict, *(key for key in self.index if key not in self.state_dict)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _read_index(path: Path) -> Index:
+    try:
+        return read_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not an index of offloaded weights: {error}") from error

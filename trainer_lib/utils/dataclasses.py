@@ -1,0 +1,77 @@
+"""Options and enums that scripts import from `accelerate.utils.dataclasses`."""
+
+from typing import Any
+
+from trainer_lib.foundation.missing_features import (
+    BITSANDBYTES,
+    DEEPSPEED,
+    FP8,
+    MEGATRON_LM,
+    TENSOR_PARALLELISM,
+    missing_class,
+    missing_function,
+)
+from trainer_lib.foundation.pytree import TensorInformation as TensorInformation
+from trainer_lib.modules.blocks import get_module_class_from_name as get_module_class_from_name
+from trainer_lib.options.accelerate_constants import (
+    BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION,
+)
+from trainer_lib.options.accelerate_constants import (
+    BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION,
+)
+from trainer_lib.options.accelerate_constants import (
+    BETA_TP_AVAILABLE_TRANSFORMERS_VERSION as BETA_TP_AVAILABLE_TRANSFORMERS_VERSION,
+)
+from trainer_lib.options.accelerate_constants import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
+from trainer_lib.options.accelerate_constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
+from trainer_lib.options.accelerate_constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
+from trainer_lib.options.accelerate_constants import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
+from trainer_lib.options.accelerate_constants import (
+    MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION,
+)
+from trainer_lib.options.accelerate_constants import (
+    XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
+)
+from trainer_lib.options.accumulation_options import GradientAccumulationPlugin as GradientAccumulationPlugin
+from trainer_lib.options.base import BaseEnum as BaseEnum
+from trainer_lib.options.base import EnumWithContains as EnumWithContains
+from trainer_lib.options.base import KwargsHandler as KwargsHandler
+from trainer_lib.options.compile_options import TorchDynamoPlugin as TorchDynamoPlugin
+from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
+from trainer_lib.options.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
+from trainer_lib.options.enums import ComputeEnvironment as ComputeEnvironment
+from trainer_lib.options.enums import CustomDtype as CustomDtype
+from trainer_lib.options.enums import DDPCommunicationHookType as DDPCommunicationHookType
+from trainer_lib.options.enums import DistributedType as DistributedType
+from trainer_lib.options.enums import DynamoBackend as DynamoBackend
+from trainer_lib.options.enums import FP8BackendType as FP8BackendType
+from trainer_lib.options.enums import LoggerType as LoggerType
+from trainer_lib.options.enums import PrecisionType as PrecisionType
+from trainer_lib.options.enums import RNGType as RNGType
+from trainer_lib.options.enums import SageMakerDistributedType as SageMakerDistributedType
+from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
+from trainer_lib.options.precision_options import GradScalerKwargs as GradScalerKwargs
+from trainer_lib.options.profiler_options import ProfileKwargs as ProfileKwargs
+from trainer_lib.options.project_options import ProjectConfiguration as ProjectConfiguration
+from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
+
+AORecipeKwargs = missing_class("AORecipeKwargs", FP8)
+FP8RecipeKwargs = missing_class("FP8RecipeKwargs", FP8)
+MSAMPRecipeKwargs = missing_class("MSAMPRecipeKwargs", FP8)
+TERecipeKwargs = missing_class("TERecipeKwargs", FP8)
+BnbQuantizationConfig = missing_class("BnbQuantizationConfig", BITSANDBYTES)
+DeepSpeedPlugin = missing_class("DeepSpeedPlugin", DEEPSPEED)
+DeepSpeedSequenceParallelConfig = missing_class("DeepSpeedSequenceParallelConfig", DEEPSPEED)
+TorchContextParallelConfig = missing_class("TorchContextParallelConfig", TENSOR_PARALLELISM)
+TorchTensorParallelConfig = missing_class("TorchTensorParallelConfig", TENSOR_PARALLELISM)
+TorchTensorParallelPlugin = missing_class("TorchTensorParallelPlugin", TENSOR_PARALLELISM)
+MegatronLMPlugin = missing_class("MegatronLMPlugin", MEGATRON_LM)
+add_model_config_to_megatron_parser = missing_function("add_model_config_to_megatron_parser", MEGATRON_LM)
+parse_bert_config = missing_function("parse_bert_config", MEGATRON_LM)
+parse_glm4_moe_config = missing_function("parse_glm4_moe_config", MEGATRON_LM)
+parse_gpt2_config = missing_function("parse_gpt2_config", MEGATRON_LM)
+parse_llama_config = missing_function("parse_llama_config", MEGATRON_LM)
+parse_t5_config = missing_function("parse_t5_config", MEGATRON_LM)
+MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Any] = {}  # no model has a parser

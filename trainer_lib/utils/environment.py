@@ -1,0 +1,20 @@
+"""Functions of the environment and the machine that scripts import from `accelerate.utils.environment`."""
+
+from trainer_lib.foundation.environment import clear_environment as clear_environment
+from trainer_lib.foundation.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
+from trainer_lib.foundation.environment import get_int_from_env as get_int_from_env
+from trainer_lib.foundation.environment import parse_choice_from_env as parse_choice_from_env
+from trainer_lib.foundation.environment import parse_flag_from_env as parse_flag_from_env
+from trainer_lib.foundation.environment import patch_environment as patch_environment
+from trainer_lib.foundation.environment import purge_accelerate_environment as purge_accelerate_environment
+from trainer_lib.foundation.environment import str_to_bool as str_to_bool
+from trainer_lib.foundation.imports import are_libraries_initialized as are_libraries_initialized
+from trainer_lib.launchers.device_count import get_current_device_type as get_current_device_type
+from trainer_lib.processes.gpu_info import check_cuda_fp8_capability as check_cuda_fp8_capability
+from trainer_lib.processes.gpu_info import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+from trainer_lib.processes.gpu_info import get_driver_version as get_driver_version
+from trainer_lib.processes.gpu_info import get_gpu_info as get_gpu_info
+from trainer_lib.processes.numa_affinity import CPUInformation as CPUInformation
+from trainer_lib.processes.numa_affinity import get_cpu_distributed_information as get_cpu_distributed_information
+from trainer_lib.processes.numa_affinity import override_numa_affinity as override_numa_affinity
+from trainer_lib.processes.numa_affinity import set_numa_affinity as set_numa_affinity
