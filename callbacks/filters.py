@@ -1,6 +1,6 @@
 """Callbacks made of functions, and filters that pass a callback only some updates.
 
-A filter passes the events of an update (`UPDATE_EVENTS`) or withholds them; it passes all other events. An amount is
+A filter passes the events of an update (`Event.per_update`) or withholds them; it passes all other events. An amount is
 anything `Every.parse` reads. Amounts of time use the clock of each rank, and clocks differ: with them, only set
 requests in `run.control`, which reach all ranks, and never call a collective.
 """
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from trainer_lib.events import Callback, Modifier, Run
-from trainer_lib.events.callback import EVENTS, UPDATE_EVENTS, overrides
+from trainer_lib.events.callback import EVENTS, overrides
 from trainer_lib.events.gates import AfterAmount, BeforeAmount, EveryAmount, Gate, OnceAmount
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 
@@ -115,10 +115,10 @@ class _Filtered(Callback):
         self.order, self.key = callback.order, callback.key or type(callback).__name__
         self.exclusive_group = callback.exclusive_group  # type: ignore[misc]  # per instance here
         self._is_open = False
-        for event in set(EVENTS) - {"on_fit_begin", "on_step_begin"}:
-            if overrides(callback, event):
-                handler = getattr(callback, event)
-                setattr(self, event, self._if_open(handler) if event in UPDATE_EVENTS else handler)
+        for name, event in EVENTS.items():
+            if overrides(callback, name) and not overrides(self, name):
+                handler = getattr(callback, name)
+                setattr(self, name, self._if_open(handler) if event.per_update else handler)
 
     def on_fit_begin(self, run: Run) -> None:
         for gate in self.gates:

@@ -1,7 +1,10 @@
-"""This file is the tests of how events reach those who listen."""
+"""Tests of the table of events, and of their dispatch to callbacks."""
 
 import logging
+import re
 from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +12,11 @@ import pytest
 from tests.worlds import run_world
 from trainer_lib.events import Callback, Dispatcher, Modifier, Run, RunState
 from trainer_lib.events.callback import EVENTS
+from trainer_lib.events.event import Event
 from trainer_lib.foundation.errors import ConfigurationError, StateError
 from trainer_lib.state import PartialState
+
+ROOT = Path(__file__).parents[2]
 
 
 class Noting(Callback):
@@ -40,6 +46,37 @@ class Raising(Callback):
 class RaisingTransformer(Modifier):
     def on_step_end(self, run: Run) -> None:
         raise RuntimeError("no more paper")
+
+
+def test_every_event_is_declared_with_its_facts() -> None:
+    assert list(EVENTS) == [name for name in vars(Callback) if name.startswith("on_")]
+    assert EVENTS["on_loss"] == Event(
+        "on_loss",
+        ("run",),
+        "The loss of a micro-batch is computed, its gradients are not. `run.loss_sum`, a sum over `run.weight` items, "
+        "still has its graph.",
+        per_update=True,
+        changes="`run.loss_sum`, `run.weight`",
+    )
+
+
+def test_the_documentation_lists_every_event_in_order() -> None:
+    page = (ROOT / "docs" / "callbacks.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `on_")]
+    assert rows == [
+        f"| `{event.name}({', '.join(event.arguments)})` | {event.description} | {event.changes} |"
+        for event in EVENTS.values()
+    ]
+
+
+def test_the_library_fires_declared_events_and_no_others() -> None:
+    fired = {
+        match
+        for path in (ROOT / "trainer_lib" / "trainer").rglob("*.py")
+        for match in re.findall(r"fire\(\w*,? ?\"(on_\w+)\"", path.read_text())
+    }
+    of_batches = {f"on_{what}_batch_{when}" for what, when in product(("evaluate", "predict"), ("begin", "end"))}
+    assert fired | of_batches | {"on_event"} == set(EVENTS)
 
 
 def run_at(step: int) -> Run:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from trainer_lib.events.event import declared_events, event
 from trainer_lib.events.run import Run
 from trainer_lib.foundation.duration import Every
 
@@ -83,110 +84,152 @@ class Callback:
 
     # -- a run ---------------------------------------------------------------------------------------------------
 
+    @event()
     def on_fit_begin(self, run: Run) -> None:
         """Everything is prepared, and the checkpoint is loaded if the run is resumed."""
 
-    def on_fit_end(self, run: Run) -> None:
-        """Training ended, with or without an error."""
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        """Training ends with an error."""
-
-    def on_interrupt(self, run: Run) -> None:
-        """Training ends early, at a signal or before a deadline; the checkpoint is saved."""
-
+    @event()
     def on_epoch_begin(self, run: Run) -> None:
-        """An epoch begins, or continues after a restart."""
+        """An epoch begins, or continues after a resume."""
 
-    def on_epoch_end(self, run: Run) -> None:
-        """The last update of an epoch is made; requests made here take effect with those of that step."""
+    # -- an update -----------------------------------------------------------------------------------------------
 
-    # -- a step --------------------------------------------------------------------------------------------------
-
+    @event(per_update=True)
     def on_step_begin(self, run: Run) -> None:
         """The first batch of an update is loaded."""
 
+    @event(per_update=True, changes="`run.batch`")
     def on_micro_batch_begin(self, run: Run) -> None:
-        """A micro-batch is loaded (`run.batch`, which a `Modifier` may replace)."""
+        """A micro-batch is loaded, as `run.batch`."""
 
+    @event(per_update=True, changes="`run.loss_sum`, `run.weight`")
     def on_loss(self, run: Run) -> None:
-        """The loss of a micro-batch is computed; its gradients are not computed yet.
+        """The loss of a micro-batch is computed, its gradients are not.
 
-        `run.loss_sum` still has its graph, and a `Modifier` may replace it and `run.weight`.
+        `run.loss_sum`, a sum over `run.weight` items, still has its graph.
         """
 
+    @event(per_update=True)
     def on_micro_batch_end(self, run: Run) -> None:
-        """The gradients of a micro-batch are accumulated; `run.loss` and `run.outputs` are known."""
+        """The gradients of a micro-batch are accumulated; `run.loss` and `run.outputs` are available."""
 
+    @event(per_update=True, changes="the gradients")
     def on_backward_end(self, run: Run) -> None:
         """The gradients of an update are complete, but not clipped yet."""
 
+    @event(per_update=True)
     def on_optimizer_step_begin(self, run: Run) -> None:
         """The gradients are clipped; `run.grad_norm` is their norm before clipping."""
 
+    @event(per_update=True)
     def on_optimizer_step_end(self, run: Run) -> None:
-        """The weights are updated; the gradients are not dropped yet."""
+        """The weights are updated, the gradients are not zeroed yet."""
 
+    @event(per_update=True)
     def on_step_skipped(self, run: Run) -> None:
-        """Gradients overflowed (fp16), so the weights did not change. Fired once this is known without waiting."""
+        """The update was skipped, because gradients overflowed (fp16) or were NaN or Inf."""
 
+    @event(per_update=True)
     def on_step_end(self, run: Run) -> None:
         """An update is made or skipped, and counted."""
 
+    # -- after an update -----------------------------------------------------------------------------------------
+
+    @event()
+    def on_epoch_end(self, run: Run) -> None:
+        """The last update of an epoch is made; requests made here take effect with those of that step."""
+
+    @event()
     def on_batch_size_reduced(self, run: Run, batch_size: int) -> None:
-        """A batch did not fit into memory, and is split from now on."""
+        """A batch did not fit into memory; batches are split from now on."""
 
-    # -- evaluation ----------------------------------------------------------------------------------------------
-
-    def on_evaluate_begin(self, run: Run) -> None:
-        """An evaluation of all its sets begins."""
-
-    def on_evaluate_set_begin(self, run: Run, name: str, batches: int | None) -> None:
-        """The evaluation of one set begins; `batches` is the number per rank, if it is known."""
-
-    def on_evaluate_batch_begin(self, run: Run) -> None:
-        """A batch of an evaluation is loaded."""
-
-    def on_evaluate_batch_end(self, run: Run) -> None:
-        """A batch of an evaluation is done."""
-
-    def on_evaluate_set_end(self, run: Run, name: str, metrics: dict[str, float]) -> None:
-        """The evaluation of one set is done."""
-
-    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
-        """An evaluation is done; `metrics` are those of all its sets, the same on all ranks."""
-
-    def on_best(self, run: Run, metric: str, value: float) -> None:
-        """An evaluation gave a better value than all before."""
-
-    def on_predict_begin(self, run: Run, batches: int | None) -> None:
-        """Prediction begins."""
-
-    def on_predict_batch_end(self, run: Run) -> None:
-        """A batch of a prediction is done."""
-
-    def on_predict_end(self, run: Run) -> None:
-        """Prediction is done."""
-
-    # -- what leaves the run -------------------------------------------------------------------------------------
-
+    @event()
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         """Values are logged; you can add values for the callbacks that are called later."""
 
+    @event()
     def on_event(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
-        """`run.record_event` was called: something happened that belongs into the run's history."""
+        """A callback recorded an event for the history with `run.record_event`."""
 
+    # -- an evaluation -------------------------------------------------------------------------------------------
+
+    @event()
+    def on_evaluate_begin(self, run: Run) -> None:
+        """An evaluation of all its sets begins."""
+
+    @event()
+    def on_evaluate_set_begin(self, run: Run, name: str, batches: int | None) -> None:
+        """The evaluation of one set begins; `batches` is the number per rank, if it is known."""
+
+    @event(changes="`run.batch`")
+    def on_evaluate_batch_begin(self, run: Run) -> None:
+        """A batch of an evaluation is loaded."""
+
+    @event()
+    def on_evaluate_batch_end(self, run: Run) -> None:
+        """A batch of an evaluation is done."""
+
+    @event()
+    def on_evaluate_set_end(self, run: Run, name: str, metrics: dict[str, float]) -> None:
+        """The evaluation of one set is done."""
+
+    @event()
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        """An evaluation is done; `metrics` are those of all its sets, the same on all ranks."""
+
+    @event()
+    def on_best(self, run: Run, metric: str, value: float) -> None:
+        """An evaluation gave a better value than all before."""
+
+    # -- a prediction --------------------------------------------------------------------------------------------
+
+    @event()
+    def on_predict_begin(self, run: Run, batches: int | None) -> None:
+        """Prediction begins."""
+
+    @event(changes="`run.batch`")
+    def on_predict_batch_begin(self, run: Run) -> None:
+        """A batch of a prediction is loaded."""
+
+    @event()
+    def on_predict_batch_end(self, run: Run) -> None:
+        """A batch of a prediction is done."""
+
+    @event()
+    def on_predict_end(self, run: Run) -> None:
+        """Prediction is done."""
+
+    # -- a checkpoint --------------------------------------------------------------------------------------------
+
+    @event()
     def on_save_begin(self, run: Run, folder: Path) -> None:
         """A checkpoint is about to be written."""
 
+    @event()
     def on_save_end(self, run: Run, folder: Path) -> None:
         """A checkpoint is written."""
 
+    @event()
     def on_load_begin(self, run: Run, folder: Path) -> None:
         """A checkpoint is about to be loaded."""
 
+    @event()
     def on_load_end(self, run: Run, folder: Path) -> None:
         """A checkpoint is loaded."""
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    @event()
+    def on_interrupt(self, run: Run) -> None:
+        """Training ends early, at a signal or before a deadline; the checkpoint is saved."""
+
+    @event()
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """Training ends with an error."""
+
+    @event()
+    def on_fit_end(self, run: Run) -> None:
+        """Training ended, with or without an error."""
 
     # -- what survives a restart ---------------------------------------------------------------------------------
 
@@ -209,9 +252,7 @@ class Modifier(Callback):
         return nullcontext()
 
 
-EVENTS: tuple[str, ...] = tuple(name for name in vars(Callback) if name.startswith("on_"))
-# From the first batch of an update to the end of the update: the class defines them in this order.
-UPDATE_EVENTS = EVENTS[EVENTS.index("on_step_begin") : EVENTS.index("on_step_end") + 1]
+EVENTS = declared_events(Callback)
 
 
 def overrides(callback: Callback, event: str) -> bool:

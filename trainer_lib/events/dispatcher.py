@@ -19,12 +19,15 @@ class Dispatcher:
 
     Args:
         callbacks: The callbacks.
+
+    Attributes:
+        handlers: For each event with listeners, the callbacks and their methods, in the order of the calls.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks: list[Callback] = []
         self._keys: dict[int, str] = {}
-        self._handlers: dict[str, list[tuple[Callback, Handler]]] = {}
+        self.handlers: dict[str, list[tuple[Callback, Handler]]] = {}
         for callback in callbacks:
             self.add(callback)
 
@@ -61,11 +64,11 @@ class Dispatcher:
 
     def listens(self, event: str) -> bool:
         """Whether a callback listens to `event`; the loop asks once and does not fire events without listeners."""
-        return event in self._handlers
+        return event in self.handlers
 
     def modifies(self, event: str) -> bool:
         """Whether a callback that listens to `event` may change training."""
-        return any(callback.may_change_training for callback, _ in self._handlers.get(event, ()))
+        return any(callback.may_change_training for callback, _ in self.handlers.get(event, ()))
 
     @contextmanager
     def eval_weights(self, run: Run) -> Generator[None]:
@@ -78,7 +81,7 @@ class Dispatcher:
 
     def fire(self, event: str, run: Run, *details: Any) -> None:
         """Call the callbacks that listen to `event`."""
-        for callback, handler in self._handlers.get(event, ()):
+        for callback, handler in self.handlers.get(event, ()):
             try:
                 handler(run, *details)
             except ConfigurationError:
@@ -130,11 +133,11 @@ class Dispatcher:
 
     def _bind_handlers(self) -> None:
         # One list per event that has listeners. New lists, since a callback may be removed while an event is fired.
-        self._handlers = {}
+        self.handlers = {}
         for callback in self._callbacks:
             for event in EVENTS:
                 if overrides(callback, event):
-                    self._handlers.setdefault(event, []).append((callback, getattr(callback, event)))
+                    self.handlers.setdefault(event, []).append((callback, getattr(callback, event)))
 
     def _switch_off(self, callback: Callback, where: str, error: Exception) -> None:
         name = self._keys.get(id(callback), type(callback).__name__)  # this event may have removed it

@@ -298,7 +298,7 @@ class Trainer(ToolMethods, PublishMethods):
     def training_step(self, model: Any, batch: Any) -> LossResult | None:
         """Compute the gradients of a batch. An override that steps optimizers itself returns `None` and logs itself."""
         result = self.parts.loss.as_result(self.compute_loss(model, batch), batch)
-        if "on_loss" in self.events._handlers:
+        if "on_loss" in self.events.handlers:
             result = self.parts.loss.changed(result)
         self.backward(result.loss, result.weight)
         return result

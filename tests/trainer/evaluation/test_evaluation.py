@@ -396,6 +396,9 @@ class Recorder(Callback):
     def on_predict_begin(self, run: Run, batches: int | None) -> None:
         self.heard.append(("predict", batches))
 
+    def on_predict_batch_begin(self, run: Run) -> None:
+        self.heard.append(len(run.batch[0]))
+
     def on_predict_batch_end(self, run: Run) -> None:
         self.heard.append("batch")
 
@@ -417,7 +420,7 @@ class TestEvents:
         assert recorder.heard[-1] == ["eval_dev_loss", "eval_stream_loss"]
         recorder.heard.clear()
         bench.predict(dataset(5))
-        assert recorder.heard == [("predict", 2), "batch", "batch", "end"]
+        assert recorder.heard == [("predict", 2), 4, "batch", 1, "batch", "end"]
 
     def test_a_transformer_may_replace_a_batch(self) -> None:
         class Doubled(Modifier):

@@ -4,15 +4,18 @@ Each event is forwarded as the equivalent Hugging Face event, with a state and a
 requests in their control become requests of the run.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 from trainer_lib.events import Modifier, Run
+from trainer_lib.events.callback import EVENTS
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.huggingface.callback_views import arguments_view, new_state, update_state
 
 _logger = get_logger(__name__)
+
+_Handler = TypeVar("_Handler", bound=Callable[..., None])
 
 _FLAGS = {
     "should_log": "log",
@@ -44,6 +47,16 @@ def is_transformers_kind(kind: type, name: str) -> bool:
     return any(cls.__name__ == name and cls.__module__.startswith("transformers.") for cls in kind.__mro__)
 
 
+def _fires(*events: str) -> Callable[[_Handler], _Handler]:
+    """Mark the handler of one of our events with the Hugging Face events that it fires."""
+
+    def mark(handler: _Handler) -> _Handler:
+        handler.fires = events  # type: ignore[attr-defined]
+        return handler
+
+    return mark
+
+
 class AdaptedCallback(Modifier):
     """Runs a `transformers.TrainerCallback` as a callback.
 
@@ -65,12 +78,14 @@ class AdaptedCallback(Modifier):
         self._told = {name for name in events if getattr(type(callback), name) is not getattr(TrainerCallback, name)}
         if "on_push_begin" in self._told:
             _logger.warning("%s has on_push_begin, which is never called here.", self.key)
-        for ours, theirs in _EVENTS.items():
-            if self._told.intersection(theirs):  # events without a listener cost nothing
-                setattr(self, ours, getattr(self, f"_{ours}"))
+        for event in EVENTS:
+            handler = getattr(self, f"_{event}", None)
+            if handler is not None and self._told.intersection(handler.fires):  # others cost nothing
+                setattr(self, event, handler)
 
     # -- events --------------------------------------------------------------------------------------------------
 
+    @_fires("on_init_end", "on_train_begin")
     def _on_fit_begin(self, run: Run) -> None:
         is_first = self._args is None
         self._look_at(run)
@@ -78,53 +93,67 @@ class AdaptedCallback(Modifier):
             self._tell("on_init_end", run)
         self._tell("on_train_begin", run)
 
+    @_fires("on_log", "on_train_end")
     def _on_fit_end(self, run: Run) -> None:
         totals = _totals(run) if run.state.has_ended else None
         if totals is not None:
             self._tell("on_log", run, totals, logs=totals)
         self._tell("on_train_end", run, totals)
 
+    @_fires("on_epoch_begin")
     def _on_epoch_begin(self, run: Run) -> None:
         self._tell("on_epoch_begin", run)
 
+    @_fires("on_epoch_end")
     def _on_epoch_end(self, run: Run) -> None:
         self._tell("on_epoch_end", run)
 
+    @_fires("on_step_begin")
     def _on_step_begin(self, run: Run) -> None:
         self._tell("on_step_begin", run)
 
+    @_fires("on_substep_end")
     def _on_micro_batch_end(self, run: Run) -> None:
         if not run.accelerator.gradient_state.sync_gradients:  # the last one of a window ends the step
             self._tell("on_substep_end", run)
 
+    @_fires("on_pre_optimizer_step")
     def _on_optimizer_step_begin(self, run: Run) -> None:
         self._tell("on_pre_optimizer_step", run)
 
+    @_fires("on_optimizer_step")
     def _on_optimizer_step_end(self, run: Run) -> None:
         self._tell("on_optimizer_step", run)
 
+    @_fires("on_step_end")
     def _on_step_end(self, run: Run) -> None:
         self._tell("on_step_end", run)
 
+    @_fires("on_log")
     def _on_log(self, run: Run, values: dict[str, float]) -> None:
         logs: dict[str, Any] = {**values, "epoch": run.state.epochs}
         self._tell("on_log", run, logs, logs=logs)
         values.update({name: value for name, value in logs.items() if name not in values and name != "epoch"})
 
+    @_fires("on_log", "on_evaluate")
     def _on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         logs = {**metrics, "epoch": run.state.epochs}
         self._tell("on_log", run, logs, logs=logs)  # Hugging Face logs an evaluation's metrics first
         self._tell("on_evaluate", run, logs, metrics=metrics)
 
+    @_fires("on_prediction_step")
     def _on_evaluate_batch_end(self, run: Run) -> None:
         self._tell("on_prediction_step", run)
 
+    @_fires("on_prediction_step")
     def _on_predict_batch_end(self, run: Run) -> None:
         self._tell("on_prediction_step", run)
 
+    @_fires("on_predict")
     def _on_predict_end(self, run: Run) -> None:
         self._tell("on_predict", run, metrics={})
 
+    @_fires("on_save")
     def _on_save_end(self, run: Run, folder: Any) -> None:
         saved = next((checkpoint for checkpoint in run.state.checkpoints if checkpoint["path"] == str(folder)), None)
         self._tell("on_save", run, saved=saved)
@@ -178,26 +207,6 @@ class IntegrationCallback(AdaptedCallback):
     """An adapter for transformers' integrations, which only report: one that raises is switched off."""
 
     may_change_training: ClassVar[bool] = False
-
-
-# Our events -> the Hugging Face events that they fire.
-_EVENTS: dict[str, tuple[str, ...]] = {
-    "on_fit_begin": ("on_init_end", "on_train_begin"),
-    "on_fit_end": ("on_log", "on_train_end"),
-    "on_epoch_begin": ("on_epoch_begin",),
-    "on_epoch_end": ("on_epoch_end",),
-    "on_step_begin": ("on_step_begin",),
-    "on_micro_batch_end": ("on_substep_end",),
-    "on_optimizer_step_begin": ("on_pre_optimizer_step",),
-    "on_optimizer_step_end": ("on_optimizer_step",),
-    "on_step_end": ("on_step_end",),
-    "on_log": ("on_log",),
-    "on_evaluate_end": ("on_log", "on_evaluate"),
-    "on_evaluate_batch_end": ("on_prediction_step",),
-    "on_predict_batch_end": ("on_prediction_step",),
-    "on_predict_end": ("on_predict",),
-    "on_save_end": ("on_save",),
-}
 
 
 def _is_integration(kind: type) -> bool:

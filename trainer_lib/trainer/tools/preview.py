@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.events import Control, Modifier
-from trainer_lib.events.callback import overrides
+from trainer_lib.events.callback import EVENTS, overrides
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX, as_mapping, targets_of
 from trainer_lib.foundation.imports import is_matplotlib_available
 from trainer_lib.foundation.pytree import named_leaves
@@ -25,6 +25,7 @@ from trainer_lib.trainer.tools.sandbox import short_sandbox
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _TOOL = "preview"
+_CHANGING_BATCHES = [name for name, event in EVENTS.items() if event.per_update and "run.batch" in event.changes]
 _TEXTS, _LETTERS = 2, 200  # rows that are shown as text, and the characters of each
 _CLASSES = 10  # labels whose counts are shown
 _IMAGES, _CHANNELS = 4, (1, 3)
@@ -124,7 +125,7 @@ def preview(trainer: TrainerInterface, batches: int) -> Preview:
         changing = [
             type(callback).__name__
             for callback in trainer.events
-            if isinstance(callback, Modifier) and overrides(callback, "on_micro_batch_begin")
+            if isinstance(callback, Modifier) and any(overrides(callback, name) for name in _CHANGING_BATCHES)
         ]
         session = FitSession(trainer, None, Signals((), Control(), is_main=False))
         trainer.run = session.run
