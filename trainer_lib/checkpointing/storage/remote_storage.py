@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
-from trainer_lib.checkpointing.storage.storage import Storage
+from trainer_lib.checkpointing.storage.base import Storage
 from trainer_lib.filesystem.checksums import checksum_of
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, with_retries
 

@@ -1,13 +1,11 @@
 """Reads iterable datasets, whose samples come in the order that the dataset yields."""
 
-import copy
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from trainer_lib.data_loader.order.data_rng import derived_seed
@@ -16,7 +14,7 @@ from trainer_lib.data_loader.order.loader_position import LoaderPosition
 from trainer_lib.data_loader.order.rank_rounds import Counted, Ending, Sharing
 from trainer_lib.data_loader.order.uneven_end import until_all_end
 from trainer_lib.data_loader.readers.iterable_shard import IterableDatasetShard, TailCollate
-from trainer_lib.data_loader.readers.shard_reader import Reader, copied, look_ahead
+from trainer_lib.data_loader.readers.shard_reader import Reader, look_ahead
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.process_group import ProcessGroup
@@ -214,14 +212,10 @@ class IterableReader(Reader):
             value = TailCollate(value, self._rank_sharing.share if self._is_batched else None)
         super().set_attribute(name, value)
 
-    def duplicate(self) -> "IterableReader":
+    def duplicate(self) -> Self:
         """Return another reader for the same loader."""
-        other = copy.copy(self)
-        other._replaced = dict(self._replaced)
-        other.loader = copied(self.loader)
-        other._generator = torch.Generator()
+        other = super().duplicate()
         other._bookmarks = deque(maxlen=2)
-        other.swap("generator", other._generator)
         other._install(self.attribute("dataset"), self.attribute("collate_fn"))
         return other
 

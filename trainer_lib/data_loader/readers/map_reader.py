@@ -2,9 +2,8 @@
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
-import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.guarded_dataset import GuardedCollate, GuardedSamples
@@ -16,7 +15,7 @@ from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
 from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing
 from trainer_lib.data_loader.order.sample_ids import samples_of_batch
 from trainer_lib.data_loader.order.sample_seeds import SeededKeys, SeededSamples
-from trainer_lib.data_loader.readers.shard_reader import Reader, copied, look_ahead
+from trainer_lib.data_loader.readers.shard_reader import Reader, look_ahead
 from trainer_lib.state.gradient_state import Rows
 
 
@@ -171,13 +170,9 @@ class MapReader(Reader):
         shard.batch_sampler, shard.order = batch_sampler, order_of(sampler)
         self._use(shard)
 
-    def duplicate(self) -> "MapReader":
+    def duplicate(self) -> Self:
         """Return another reader for the same loader."""
-        other = copy.copy(self)
-        other._replaced = dict(self._replaced)
-        other.loader = copied(self.loader)
-        other._generator = torch.Generator()
-        other.swap("generator", other._generator)
+        other = super().duplicate()
         other._use(copy.copy(self._shard))
         return other
 

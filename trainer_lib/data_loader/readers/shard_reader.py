@@ -7,7 +7,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -155,9 +155,14 @@ class Reader(ABC):
             reason = "an iterable dataset ends when it raises. Catch the error in its __iter__"
         raise UnsupportedError(f"Bad samples cannot be skipped with this loader: {reason}.")
 
-    @abstractmethod
-    def duplicate(self) -> "Reader":
+    def duplicate(self) -> Self:
         """Return another reader for the same loader."""
+        other = copy.copy(self)
+        other._replaced = dict(self._replaced)
+        other.loader = copied(self.loader)
+        other._generator = torch.Generator()
+        other.swap("generator", other._generator)
+        return other
 
     def rows_of(self, batch: Any, rows: Rows | None) -> Rows | None:
         """Return the counts of a batch's rows; a batch that counts as one unit is a repeat as a whole."""
