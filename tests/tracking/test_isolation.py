@@ -142,7 +142,7 @@ def test_its_process_ends_with_the_run(tmp_path: Path) -> None:
     (handle,) = trackers.trackers
     trackers.log({"loss": 0.0}, step=0)
     until(lambda: steps(tmp_path / "taken") == [0])
-    delivery: Any = handle._worker.delivery
+    delivery: Any = handle.delivery_worker.delivery
     assert isinstance(delivery, ChildDelivery)
     process: Any = delivery._process
     os.kill(process.pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_the_queue_is_bounded(tmp_path: Path) -> None:
     trackers = group(tmp_path, patience)
     assert stalls(trackers, 1000) < 0.05
     (handle,) = trackers.trackers
-    assert len(handle._worker._queue) <= 1000
+    assert len(handle.delivery_worker._queue) <= 1000
     trackers.finish()
     assert steps(tmp_path / "taken") == list(range(1000))
 
@@ -333,7 +333,7 @@ def test_the_process_of_a_tracker_that_hangs_ends_with_the_run(tmp_path: Path) -
         (handle,) = trackers.trackers
         trackers.log({"loss": 0.0}, step=0)
         until(lambda: taken(tmp_path / "taken") != [])
-        delivery: Any = handle._worker.delivery
+        delivery: Any = handle.delivery_worker.delivery
         pids.send(delivery._process.pid)
         threading.Event().wait()
 

@@ -35,12 +35,12 @@ class TrackerHandle(GeneralTracker):
         self.name = name
         self.requires_logging_directory = bool(getattr(kind, "requires_logging_directory", False))
         self.main_process_only = kind.main_process_only
-        self._kind, self._worker = kind, worker
+        self._kind, self.delivery_worker = kind, worker
 
     @property
     def tracker(self) -> Any:
         """The backend's object; for a tracker in another process, a proxy that forwards calls."""
-        if isinstance(self._worker.delivery, ChildDelivery):
+        if isinstance(self.delivery_worker.delivery, ChildDelivery):
             return RemoteObject(self, ("tracker",))
         tracker: Any = self._local_tracker()
         return tracker.tracker
@@ -48,7 +48,7 @@ class TrackerHandle(GeneralTracker):
     @property
     def runs_apart(self) -> bool:
         """Whether it runs in another process."""
-        return isinstance(self._worker.delivery, ChildDelivery)
+        return isinstance(self.delivery_worker.delivery, ChildDelivery)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Report the settings of the run, with secrets masked."""
@@ -58,7 +58,7 @@ class TrackerHandle(GeneralTracker):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log the values of a step."""
-        self._worker.put(Entry("log", snapshot(values), step, time.time(), kwargs))
+        self.delivery_worker.put(Entry("log", snapshot(values), step, time.time(), kwargs))
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images by name: arrays, tensors or lists of them."""
@@ -122,13 +122,13 @@ class TrackerHandle(GeneralTracker):
         )
 
     def _local_tracker(self) -> GeneralTracker:
-        delivery = self._worker.delivery
+        delivery = self.delivery_worker.delivery
         assert isinstance(delivery, LocalDelivery)
         if delivery.tracker is None:
-            self._worker.wait_for_start(60.0)
+            self.delivery_worker.wait_for_start(60.0)
         if delivery.tracker is None:
             raise UnsupportedError(
-                f"The tracker {self.name} has not started: {self._worker.last_error or 'no answer'}."
+                f"The tracker {self.name} has not started: {self.delivery_worker.last_error or 'no answer'}."
             )
         return delivery.tracker
 
@@ -141,7 +141,7 @@ class TrackerHandle(GeneralTracker):
             raise UnsupportedError(f"The tracker {self.name} has no {method}.")
 
     def _put(self, kind: str, content: Mapping[str, Any], step: int | None, kwargs: Mapping[str, Any]) -> None:
-        self._worker.put(Entry(kind, content, step, time.time(), kwargs))
+        self.delivery_worker.put(Entry(kind, content, step, time.time(), kwargs))
 
 
 class RemoteObject:
@@ -240,7 +240,7 @@ class TrackerGroup:
         copied, now = snapshot(values), time.time()
         for handle in self._handles:
             extra = {} if kwargs is None else kwargs.get(handle.name, {})
-            handle._worker.put(Entry("log", copied, step, now, extra))
+            handle.delivery_worker.put(Entry("log", copied, step, now, extra))
 
     def finish(self, outcome: str = "finished") -> None:
         """Finish all trackers, and wait at most `Patience.finish` for all together."""
@@ -301,7 +301,7 @@ def finish_all(handles: Sequence[TrackerHandle], outcome: str) -> dict[str, int]
     """Finish trackers together, within one deadline; return the number of undelivered points by tracker, if any."""
     if not handles:
         return {}
-    workers = [handle._worker for handle in handles]
+    workers = [handle.delivery_worker for handle in handles]
     deadline = time.monotonic() + max(worker.patience.finish for worker in workers)
     for worker in workers:
         worker.ask_to_finish(outcome)

@@ -65,8 +65,8 @@ class DDP(Strategy):
 
     def evaluation_module(self, model: nn.Module) -> nn.Module:
         """Return the model inside DDP, after broadcasting buffers (running statistics) as DDP's next forward would."""
-        if isinstance(model, DistributedDataParallel) and model._check_sync_bufs_pre_fwd():
-            model._sync_buffers()
+        if isinstance(model, DistributedDataParallel):
+            _broadcast_buffers(model)
         return self.unwrap(model)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -106,6 +106,16 @@ class DDP(Strategy):
             self._averages = _unpacked(self.group.all_reduce(values) / self.group.size)
         return super().received_averages()
 
+    def reduce_bucket(self, bucket: dist.GradBucket, model: nn.Module | None, hook: CommHook) -> Future[Tensor]:
+        """Reduce a bucket of gradients in `backward`, the first one together with the values to send."""
+        if self._joining is not None and model is not None:
+            self._prepare_joined_bucket(model, bucket, self._joining)
+        elif self._extra_values is not None and hook is averaged:
+            gradients = bucket.buffer()
+            if not gradients.is_sparse and gradients.dtype in _EXACT:
+                return self._averaged_with_extra_values(gradients, self._extra_values, is_last=bucket.is_last())
+        return hook(bucket)
+
     def check_local_backwards(self) -> None:
         """Raise if options set how DDP reduces gradients, or need a first backward that is reduced."""
         conflicts = [name for name in ("comm_hook", "static_graph") if _is_set(self.options, name)]
@@ -119,8 +129,7 @@ class DDP(Strategy):
         """Broadcast the buffers, as DDP's forward would."""
         for model in models:
             if isinstance(model, DistributedDataParallel):
-                if model._check_sync_bufs_pre_fwd():
-                    model._sync_buffers()
+                _broadcast_buffers(model)
                 model.require_forward_param_sync = False
 
     def end_local_backwards(
@@ -170,7 +179,7 @@ class DDP(Strategy):
 
     def _register_hooks(self) -> None:
         for model in self._without_hook:
-            if not model._comm_hooks:  # else the user registered a hook
+            if not _hooks(model):  # else the user registered a hook
                 model.register_comm_hook(_HookState(self, ref(model), averaged), _reduce_bucket)
         self._without_hook.clear()
 
@@ -192,6 +201,24 @@ class DDP(Strategy):
             self._averages = [joining.total_weight(model, weight)]
         joining.fill(model, bucket)
 
+    def _averaged_with_extra_values(self, gradients: Tensor, extra_values: Tensor, is_last: bool) -> Future[Tensor]:
+        self._extra_values = None
+        # The first bucket is small, so the copy costs less than a second all-reduce.
+        message = torch.cat([gradients, extra_values.to(gradients)])
+
+        def split(total: Tensor) -> Tensor:
+            average = total.div_(self.group.size)
+            self._averages = _unpacked(average[gradients.numel() :])
+            return average[: gradients.numel()]
+
+        if not is_last or not message.is_cpu:
+            return summed(message).then(lambda future: split(future.value()[0]))
+        # After the last bucket there is nothing to overlap with, and a callback on another thread would take longer.
+        dist.all_reduce(message)
+        finished: Future[Tensor] = Future()
+        finished.set_result(split(message))
+        return finished
+
 
 @dataclass(frozen=True)
 class _HookState:
@@ -203,35 +230,23 @@ class _HookState:
 
 
 def _reduce_bucket(state: _HookState, bucket: dist.GradBucket) -> Future[Tensor]:
-    strategy, model = state.strategy, state.model()
-    if strategy._joining is not None and model is not None:
-        strategy._prepare_joined_bucket(model, bucket, strategy._joining)
-    elif strategy._extra_values is not None and state.hook is averaged:
-        gradients = bucket.buffer()
-        if not gradients.is_sparse and gradients.dtype in _EXACT:
-            return _averaged_with_extra_values(strategy, gradients, strategy._extra_values, is_last=bucket.is_last())
-    return state.hook(bucket)
+    return state.strategy.reduce_bucket(bucket, state.model(), state.hook)
 
 
-def _averaged_with_extra_values(
-    strategy: DDP, gradients: Tensor, extra_values: Tensor, is_last: bool
-) -> Future[Tensor]:
-    strategy._extra_values = None
-    # The first bucket is small, so the copy costs less than a second all-reduce.
-    message = torch.cat([gradients, extra_values.to(gradients)])
+# DDP has no public names for the next three.
 
-    def split(total: Tensor) -> Tensor:
-        average = total.div_(strategy.group.size)
-        strategy._averages = _unpacked(average[gradients.numel() :])
-        return average[: gradients.numel()]
 
-    if not is_last or not message.is_cpu:
-        return summed(message).then(lambda future: split(future.value()[0]))
-    # After the last bucket there is nothing to overlap with, and a callback on another thread would take longer.
-    dist.all_reduce(message)
-    finished: Future[Tensor] = Future()
-    finished.set_result(split(message))
-    return finished
+def _broadcast_buffers(model: DistributedDataParallel) -> None:
+    if model._check_sync_bufs_pre_fwd():  # pyright: ignore[reportPrivateUsage]
+        model._sync_buffers()  # pyright: ignore[reportPrivateUsage]
+
+
+def _hooks(model: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    return model._comm_hooks  # pyright: ignore[reportPrivateUsage]
+
+
+def _learns_its_graph(model: DistributedDataParallel) -> bool:
+    return model.static_graph and not model._static_graph_delay_allreduce_enqueued  # pyright: ignore[reportPrivateUsage]
 
 
 def _packed(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
@@ -262,10 +277,6 @@ def _is_set(options: Any, name: str) -> bool:
     return options is not None and name in options.to_kwargs()
 
 
-def _learns_its_graph(model: DistributedDataParallel) -> bool:
-    return model.static_graph and not model._static_graph_delay_allreduce_enqueued
-
-
 def _check_can_join(model: Joinable, leaves_gradients: bool) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
@@ -275,7 +286,7 @@ def _check_can_join(model: Joinable, leaves_gradients: bool) -> None:
             "from a first backward on each rank, and a rank whose data ends early may have none. Leave static_graph "
             "out, or make the first update before join_uneven_inputs."
         )
-    if leaves_gradients and any(hook is not _reduce_bucket for hook, _ in model._comm_hooks):
+    if leaves_gradients and any(hook is not _reduce_bucket for hook, _ in _hooks(model)):
         raise UnsupportedError(
             "This model has a communication hook of your own, with which a rank whose data ends within an accumulation "
             "window cannot contribute its gradients. Choose a hook by DistributedDataParallelKwargs(comm_hook=…)."
