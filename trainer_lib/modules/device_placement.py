@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, StateError, UnknownMemberError, did_you_mean
+from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
 
 Device = int | str | torch.device
 
@@ -47,7 +48,7 @@ def set_module_tensor_to_device(
     if fp16_statistics is not None:
         raise ConfigurationError("fp16_statistics belong to layers of bitsandbytes, which this version does not load.")
     owner, name = _owner(module, tensor_name)
-    current = owner._parameters[name] if name in owner._parameters else owner._buffers[name]
+    current = (parameter_slots(owner) | buffer_slots(owner))[name]
     target = torch.device(device)
     if value is None and current is not None and check_device_same(current.device, target):
         return
@@ -150,8 +151,8 @@ def check_tied_parameters_on_same_device(
 def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path)
-    if name not in owner._parameters and name not in owner._buffers:
-        known = [*owner._parameters, *owner._buffers]
+    known = [*parameter_slots(owner), *buffer_slots(owner)]
+    if name not in known:
         raise UnknownMemberError(
             f"{type(owner).__name__} has no parameter or buffer {name!r}. Known: {', '.join(known) or 'none'}."
             f"{did_you_mean(name, known)}"
@@ -165,12 +166,13 @@ def _check_shape(name: str, current: Tensor | None, value: Tensor) -> None:
 
 
 def _assign(owner: nn.Module, name: str, value: Tensor) -> None:
-    if name not in owner._parameters:
-        owner._buffers[name] = value
+    parameters = parameter_slots(owner)
+    if name not in parameters:
+        buffer_slots(owner)[name] = value
         return
-    current = owner._parameters[name]
+    current = parameters[name]
     requires_grad = value.is_floating_point() if current is None else current.requires_grad
-    owner._parameters[name] = nn.Parameter(value, requires_grad=requires_grad)
+    parameters[name] = nn.Parameter(value, requires_grad=requires_grad)
 
 
 def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:

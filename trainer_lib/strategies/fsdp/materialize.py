@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import PreparationError
+from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
 from trainer_lib.modules.ties import find_tied_parameters, retie_parameters
 from trainer_lib.process_group import ProcessGroup
 
@@ -108,7 +109,7 @@ def write(target: Any, whole: Tensor) -> None:
 
 def _named_slots(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     for module in model.modules():
-        for owner in (module._parameters, module._buffers):
+        for owner in (parameter_slots(module), buffer_slots(module)):
             for name, tensor in owner.items():
                 if tensor is not None:
                     yield owner, name, tensor

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.modules.tensor_slots import buffer_slots
+
 
 class Buffers:
     """The buffers of models, such as BatchNorm statistics, with a copy to restore them from.
@@ -16,7 +18,7 @@ class Buffers:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {id(module): module for model in models for module in model.modules()}
-        self._owners = [(module._buffers, name) for module in modules.values() for name in module._buffers]
+        self._owners = [(slots, name) for slots in map(buffer_slots, modules.values()) for name in slots]
         self.exist = bool(self._owners)
         self._buffers: list[Tensor | None] = []
         self._copies: list[Tensor] = []

@@ -1,0 +1,15 @@
+"""The dictionaries in which a module keeps its own parameters and buffers by name, to replace tensors in place."""
+
+from torch import Tensor, nn
+
+# torch has no public names for them: its iterators leave out duplicates and `None`, and assigning attributes runs hooks.
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of the module itself, `None` where one is registered without a value."""
+    return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of the module itself, `None` where one is registered without a value."""
+    return module._buffers  # pyright: ignore[reportPrivateUsage]
