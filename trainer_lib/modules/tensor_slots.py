@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-# torch has no public names for them: its iterators leave out duplicates and `None`, and assigning attributes runs hooks.
+# torch has no public names for them. Its iterators leave out duplicates and `None`; assigning attributes runs hooks.
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
