@@ -8,9 +8,11 @@ from tests.accelerator import toy
 from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
+    AcceleratorState,
     AutocastKwargs,
     ConfigurationError,
     GradScalerKwargs,
+    PartialState,
     UnsupportedError,
 )
 
@@ -224,3 +226,26 @@ def test_unknown_precisions_are_refused(name: str, error: type[Exception], words
 def test_scaler_options_without_fp16_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="belong to mixed_precision='fp16'"):
         Accelerator(cpu=True, kwargs_handlers=[GradScalerKwargs()])
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_loop_without_an_accelerator_has_its_autocast(precision: str, dtype: torch.dtype) -> None:
+    from trainer_lib.utils import AutocastKwargs, get_mixed_precision_context_manager
+
+    AcceleratorState(precision, cpu=True)
+    layer, batch = torch.nn.Linear(2, 1), torch.ones(1, 2)
+    with get_mixed_precision_context_manager(native_amp=True):
+        assert layer(batch).dtype is dtype
+    with get_mixed_precision_context_manager(native_amp=True, autocast_kwargs=AutocastKwargs(enabled=False)):
+        assert layer(batch).dtype is torch.float32
+    with get_mixed_precision_context_manager():
+        assert layer(batch).dtype is torch.float32
+
+
+def test_a_scaler_for_a_loop_without_an_accelerator() -> None:
+    from trainer_lib.utils import get_fsdp2_grad_scaler, get_grad_scaler
+
+    PartialState(cpu=True)
+    for make in (get_grad_scaler, get_fsdp2_grad_scaler):
+        scaler = make(init_scale=8.0)
+        assert scaler.scale(torch.tensor(2.0)).item() == 16

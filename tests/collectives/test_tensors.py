@@ -21,7 +21,8 @@ from trainer_lib.collectives import (
     pad_input_tensors,
     reduce,
 )
-from trainer_lib.foundation.pytree import tensors
+from trainer_lib.collectives.tensor_collectives import gather_tensor_shape
+from trainer_lib.foundation.pytree import get_shape, is_torch_xpu_tensor, tensors
 from trainer_lib.state import PartialState
 
 Everywhere = Callable[[Callable[[int, int], Any]], list[Any]]
@@ -324,3 +325,22 @@ def test_pad_input_makes_equal_parts(rows: int, processes: int, padded: int) -> 
 
 def test_pad_input_along_another_dimension() -> None:
     assert pad_input_tensors(torch.ones(2, 3), 3, 2, dim=1).tolist() == [[1, 1, 1, 0]] * 2
+
+
+def test_every_rank_learns_the_shape_of_a_tensor_that_one_has() -> None:
+    def body() -> Any:
+        state = PartialState(cpu=True)
+        shape, kind = gather_tensor_shape(torch.ones(2, 0, 3, dtype=torch.float16) if state.process_index else None)
+        return shape.tolist(), kind
+
+    assert run_world(body, num_processes=2) == [([[2], [0], [3]], 3)] * 2
+
+
+def test_a_shape_needs_a_tensor_somewhere() -> None:
+    with pytest.raises(DistributedOperationException, match="gather_tensor_shape got no tensor on any rank"):
+        gather_tensor_shape(None)
+
+
+def test_shapes_of_a_tree() -> None:
+    assert get_shape({"a": [torch.ones(2, 3)], "b": 4}) == {"a": [[2, 3]], "b": 4}
+    assert not is_torch_xpu_tensor(torch.ones(1))

@@ -9,7 +9,7 @@ import torch
 from tests.worlds import run_world
 from trainer_lib import DistributedOperationException
 from trainer_lib.collectives import broadcast, gather, pad_across_processes, reduce
-from trainer_lib.collectives.shape_check import check_layouts, layout
+from trainer_lib.collectives.shape_check import chained_operation, check_layouts, layout, verify_operation
 from trainer_lib.state import PartialState
 
 OPERATIONS: list[Callable[[Any], Any]] = [gather, reduce, broadcast, pad_across_processes]
@@ -80,3 +80,21 @@ def test_processes_of_one_mind_are_told_together_and_long_lists_are_cut() -> Non
         check_layouts("gather", [layout(many), layout(fewer), layout(many)])
     assert "\n  ranks 0, 2: ['0']: float32 [2]; " in str(caught.value)
     assert "['4']: float32 [2]; and 4 more\n  rank 1: " in str(caught.value)
+
+
+@verify_operation
+def my_reduce(tensor: Any) -> Any:
+    return tensor
+
+
+@chained_operation
+def my_metric(tensor: Any) -> Any:
+    return gather(tensor)
+
+
+def test_a_collective_of_your_own_is_checked() -> None:
+    first, second = _told([torch.ones(1), torch.ones(2)], [my_reduce, my_metric], ACCELERATE_DEBUG_MODE="1")
+    assert first == second
+    assert first[0].startswith("my_reduce needs the same structure")
+    assert first[1].startswith("A collective in my_metric failed: gather needs the same structure")
+    assert my_reduce(tensor=3) == 3

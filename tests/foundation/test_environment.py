@@ -303,3 +303,15 @@ def test_variables_can_be_set_for_good() -> None:
         settings: dict[str, Any] = {"ACCELERATE_USE_CPU": "1"}
         environment.set_variables(settings)
         assert environment.cpu_requested()
+
+
+def test_variables_as_lines() -> None:
+    variables = {"KEY": "value", "EMPTY": "", "TWO": "a b", "LINE": "a\nb", "ARROW>": "x"}
+    assert environment.convert_dict_to_env_variables(variables) == ["KEY=value\n"]
+
+
+def test_a_path_is_added_to_a_variable() -> None:
+    with patch_environment(some_path="/a::/b"):
+        assert environment.env_var_path_add("SOME_PATH", "/c") == "/a:/b:/c"
+        assert os.environ["SOME_PATH"] == "/a::/b"
+    assert environment.env_var_path_add("SOME_PATH", "/c") == "/c"

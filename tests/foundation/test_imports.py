@@ -54,3 +54,34 @@ def test_predicates_take_accelerates_arguments() -> None:
     assert not imports.is_hpu_available(init_hccl=True)
     assert not imports.is_npu_available(check_device=True)
     assert imports.is_rocm_available() == (torch.version.hip is not None)
+
+
+def test_libraries_that_are_imported() -> None:
+    assert imports.are_libraries_initialized("torch", "no_such_library", "packaging") == ["torch", "packaging"]
+
+
+def test_a_function_that_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(number: int) -> int:
+        """Return it."""
+        return number
+
+    monkeypatch.setattr(imports, "is_deepspeed_available", lambda: False)
+    needy = imports.deepspeed_required(answer)
+    assert needy.__doc__ == "Return it."
+    with pytest.raises(MissingPackageError, match="answer needs deepspeed, which is not installed"):
+        needy(3)
+    assert imports.torchao_required(answer)(3) == 3
+
+
+def test_versions_of_packages_decide() -> None:
+    assert imports.is_numpy_available()
+    assert not imports.is_numpy_available("1000.0")
+    assert imports.is_torch_distributed_available()
+    assert imports.is_pippy_available()
+    assert imports.is_tqdm_available()
+    assert imports.is_fp8_available(), "torchao is installed for the tests"
+    for question in ("8bit_bnb", "4bit_bnb", "bitsandbytes_multi_backend"):
+        assert getattr(imports, f"is_{question}_available")() is imports.is_bnb_available("0.46.0")
+    assert not imports.is_habana_gaudi1()
+    assert not imports.is_transformer_engine_mxfp8_available()
+    assert not imports.is_xccl_available()

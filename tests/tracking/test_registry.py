@@ -116,3 +116,13 @@ def test_a_tracker_lacks_nothing() -> None:
     with pytest.raises(NotImplementedError, match="Incomplete lacks requires_logging_directory, tracker"):
         Incomplete()
     assert Incomplete(_blank=True).name == "incomplete"
+
+
+def test_classes_by_name() -> None:
+    from trainer_lib.tracking import LOGGER_TYPE_TO_CLASS, AimTracker, TensorBoardTracker
+
+    assert LOGGER_TYPE_TO_CLASS["tensorboard"] is LOGGER_TYPE_TO_CLASS[LoggerType.TENSORBOARD] is TensorBoardTracker
+    assert LOGGER_TYPE_TO_CLASS["aim"] is AimTracker
+    assert {str(kind) for kind in LoggerType if kind != LoggerType.ALL} <= set(LOGGER_TYPE_TO_CLASS)
+    assert len(LOGGER_TYPE_TO_CLASS) == len(list(LOGGER_TYPE_TO_CLASS))
+    assert "neptune" not in LOGGER_TYPE_TO_CLASS
