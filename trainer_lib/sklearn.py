@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
+from trainer_lib.foundation.duration import NEVER
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnsupportedError
 from trainer_lib.foundation.imports import require
 from trainer_lib.seeding import set_seed
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.arguments.value_types import NEVER
 from trainer_lib.trainer.checks.at_construction import checked_arguments
 from trainer_lib.trainer.losses.loss_result import LossResult, summed
 from trainer_lib.trainer.trainer import Trainer

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 
+NEVER = "never"  # turns an interval off
+
 Unit = Literal["steps", "epochs", "samples", "tokens", "seconds"]
 
 _UNITS: dict[str, tuple[Unit, int]] = {

@@ -19,10 +19,9 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
-from trainer_lib.trainer.arguments.command_line import descriptions
-from trainer_lib.trainer.arguments.rules import CHECKS
+from trainer_lib.trainer.arguments.setting import settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.arguments.value_types import amount, interval, reports, whole
+from trainer_lib.trainer.arguments.value_checks import amount, interval, reports, whole
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
 
 
@@ -43,19 +42,11 @@ def error_of(**values: Any) -> str:
 
 def test_every_argument_is_checked() -> None:
     fields = [field.name for field in dataclasses.fields(TrainingArguments)]
-    assert list(CHECKS) == fields
+    assert list(settings(TrainingArguments)) == fields
     for name in fields:
         # Every argument refuses an arbitrary object.
         with pytest.raises((ConfigurationError, UnsupportedError), match=rf"\b{name}\b"):
             arguments(**{name: object()})
-
-
-def test_the_documentation_lists_every_argument() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "arguments.md").read_text()
-    texts = descriptions(TrainingArguments)
-    for field in dataclasses.fields(TrainingArguments):
-        default = getattr(TrainingArguments(), field.name)
-        assert f"\n| `{field.name}` | `{default!r}` | {texts[field.name]} |\n" in page
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnknownMemberError
-from trainer_lib.trainer.arguments.rules import CHECKS
+from trainer_lib.trainer.arguments.setting import settings
 from trainer_lib.trainer.checks import foreign_names
 
 MAKE: Any = Trainer
@@ -54,8 +54,8 @@ def test_an_error_inside_a_property_stays_itself() -> None:
 
 
 def test_the_table_names_what_exists() -> None:
-    assert set(foreign_names.RENAMED.values()) <= set(CHECKS)
-    assert not set(foreign_names.RENAMED) & set(CHECKS)
+    assert set(foreign_names.RENAMED.values()) <= set(settings(TrainingArguments))
+    assert not set(foreign_names.RENAMED) & set(settings(TrainingArguments))
     assert not [name for name in (*foreign_names.MEMBERS, *foreign_names.OVERRIDES) if hasattr(Trainer, name)]
     made: Any = trainer()
     for ours in {use.partition(";")[0] for use in foreign_names.MEMBERS.values() if use[0].islower()}:
@@ -109,7 +109,7 @@ def test_a_constructor_called_as_elsewhere_names_each_argument() -> None:
 
 def test_an_argument_without_a_near_name_lists_the_three_nearest() -> None:
     told = refused(lambda: MAKE(network(), TrainingArguments(zzz=1)), ConfigurationError)  # type: ignore[call-arg]
-    assert f"help(TrainingArguments) lists all {len(CHECKS)}." in told
+    assert f"help(TrainingArguments) lists all {len(settings(TrainingArguments))}." in told
     assert told.count(",") == 2
     told = refused(lambda: TrainingArguments(nproc_per_node=2), ConfigurationError)  # type: ignore[call-arg]
     assert "trainer-lib launch --num_processes N" in told

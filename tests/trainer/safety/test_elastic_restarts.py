@@ -1,6 +1,5 @@
 """A run goes on with other processes, batches and arguments: each sample once, and what changed is told."""
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,7 +12,7 @@ from tests.launched import run_launched
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, StateError, TrainingArguments
-from trainer_lib.trainer.checkpoints.resume_arguments import POLICIES, Policy
+from trainer_lib.trainer.arguments.setting import OnResume, settings
 from trainer_lib.trainer.result import FitResult
 
 Layout = tuple[int, int, int]  # processes, the batch of each, and how many of them make an update
@@ -92,10 +91,6 @@ def test_going_on_twice_moves_the_schedule_once(run: Path, tmp_path: Path) -> No
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_argument_has_a_policy() -> None:
-    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= POLICIES.keys()
-
-
 def test_what_changed_is_listed_in_one_entry(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     small(at(run, 15), learning_rate=0.01, seed=7, log_every=2, progress_bar=None)
     (entry,) = [record.getMessage() for record in caplog.records if "changed arguments" in record.getMessage()]
@@ -126,7 +121,7 @@ def test_the_seed_is_that_of_the_checkpoint(run: Path) -> None:
 )
 def test_what_cannot_be_gone_on_with_is_refused_by_name(run: Path, options: dict[str, Any]) -> None:
     (name,) = options
-    assert POLICIES[name] is Policy.REFUSED
+    assert settings(TrainingArguments)[name].on_resume is OnResume.REFUSED
     with pytest.raises(ConfigurationError, match=rf"cannot be resumed with a changed {name} \({name}: .* → .*\)"):
         small(at(run, 15), **options)
 

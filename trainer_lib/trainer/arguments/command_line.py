@@ -8,41 +8,25 @@ import types
 import typing
 from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
+from typing import Any, Union, cast
 
 import yaml
 
-from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import TrainerLibError
 from trainer_lib.foundation.imports import require
-from trainer_lib.trainer.arguments.rules import check_names
-from trainer_lib.trainer.arguments.yaml_json import read_values
+from trainer_lib.trainer.arguments.setting import settings
+from trainer_lib.trainer.arguments.type_hints import choices, field_types, has_fields, members
+from trainer_lib.trainer.arguments.unknown_names import check_names
+from trainer_lib.trainer.arguments.yaml_json import from_plain, read_values
 from trainer_lib.trainer.huggingface.argument_conversion import is_foreign
 
-if TYPE_CHECKING:
-    from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-
-T = TypeVar("T", bound="TrainingArguments")
-
-# The groups of --help, keyed by the first argument of each.
-GROUPS = {
-    "output_dir": "run",
-    "num_train_epochs": "length: the first limit reached ends the run",
-    "per_device_train_batch_size": "batches",
-    "learning_rate": "optimizer and schedule",
-    "mixed_precision": "precision, memory, distributed training",
-    "log_every": "logs, evaluations, checkpoints",
-    "shuffle": "data",
-    "limit_train_batches": "debugging",
-    "predict_with_generate": "generation",
-    "progress_bar": "progress and trackers",
-}
+_OTHER = "other arguments"  # the section of fields that a subclass declares without `setting`
 _METAVARS: dict[Any, str] = {bool: "true|false", int: "N", float: "NUMBER", list: "[...]", dict: "{...}"}
 _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8,}.+)*)", re.MULTILINE)
 
 
-def parse(cls: type[T], argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> T:
-    """Return the arguments given on the command line."""
+def parse(cls: type[Any], argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> Any:
+    """Return an object of `cls` with the arguments given on the command line."""
     parser = _parser(cls, defaults)
     words = _normalize(list(sys.argv[1:] if argv is None else argv), _flags(cls))
     try:
@@ -51,12 +35,12 @@ def parse(cls: type[T], argv: Sequence[str] | None, defaults: Mapping[str, Any])
         values = dict(defaults)
         for file in options.pop("config", None) or []:
             values |= read_values(file)[0]
-        return cls.from_dict(values | options)
+        return cls(**from_plain(cls, values | options))
     except TrainerLibError as error:
         cast("ArgumentParser", parser).error(str(error))
 
 
-def _parser(cls: type["TrainingArguments"], defaults: Mapping[str, Any]) -> Any:
+def _parser(cls: type[Any], defaults: Mapping[str, Any]) -> Any:
     jsonargparse = require("jsonargparse", "cli")
     parser = jsonargparse.ArgumentParser(
         formatter_class=HelpFormatter,
@@ -66,32 +50,33 @@ def _parser(cls: type["TrainingArguments"], defaults: Mapping[str, Any]) -> Any:
     )
     parser.add_argument("--config", action="append", metavar="FILE", help="Arguments in a .yaml or .json file.")
     texts = descriptions(cls)
-    hints = typing.get_type_hints(cls)
-    group: Any = parser
+    hints = field_types(cls)
+    groups: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        if field.name in GROUPS:
-            group = parser.add_argument_group(GROUPS[field.name])
+        section = settings(cls)[field.name].section if field.name in settings(cls) else _OTHER
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
         default = defaults.get(field.name, field.default)
         kinds = _kinds(hints[field.name])
         shown = "" if default in (None, dataclasses.MISSING, ()) else f" (default: {default})"
-        group.add_argument(
+        groups[section].add_argument(
             f"--{field.name}",
             type=Union[(*kinds, str)],  # accepts any text: the checks of TrainingArguments raise the errors
-            metavar=_metavar(kinds, _choices(hints[field.name])),
-            help=(texts.get(field.name, "") + shown).replace("%", "%%"),
+            metavar=_metavar(kinds, choices(hints[field.name])),
+            help=(texts.get(field.name, "").replace("`", "") + shown).replace("%", "%%"),
         )
     return parser
 
 
 def descriptions(cls: type) -> dict[str, str]:
-    """Return the description of each argument, from the docstrings of a class and its bases."""
+    """Return the sentence of each argument; a field without `setting` has it in the docstring of its class."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         docstring = inspect.cleandoc(base.__doc__ or "") if dataclasses.is_dataclass(base) else ""
         _, _, arguments = docstring.partition("Args:\n")
         for name, text in _ENTRY.findall(arguments.partition("\nExample:")[0]):
-            texts[name] = " ".join(text.replace("`", "").split())
-    return texts
+            texts[name] = " ".join(text.split())
+    return texts | {name: declared.text for name, declared in settings(cls).items()}
 
 
 def _check_options(cls: type, words: Sequence[str]) -> None:
@@ -129,7 +114,7 @@ def _normalize(words: list[str], flags: Iterable[str]) -> list[str]:
 
 
 def _flags(cls: type) -> list[str]:
-    hints = typing.get_type_hints(cls)
+    hints = field_types(cls)
     return [name for name, hint in hints.items() if hint is bool or bool in typing.get_args(hint)]
 
 
@@ -138,22 +123,15 @@ def _metavar(kinds: Iterable[Any], choices: Sequence[str]) -> str:
     return "|".join([name for name in names if name != "TEXT"] + list(choices) if choices else names)
 
 
-def _choices(hint: Any) -> list[str]:
-    """Return the texts that an argument allows."""
-    literals = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is typing.Literal]
-    return [text for literal in literals for text in typing.get_args(literal)]
-
-
 def _kinds(hint: Any) -> list[Any]:
     """Return the types that a command line can express: plain values, and objects as dicts of their fields."""
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return list(dict.fromkeys(kind for member in typing.get_args(hint) for kind in _kinds(member)))
-    if hint is None or hint is types.NoneType:
-        return [types.NoneType]
+    return list(dict.fromkeys(_kind(member) for member in members(hint)))
+
+
+def _kind(hint: Any) -> Any:
     origin = typing.get_origin(hint)
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return [types.GenericAlias(list, (_kinds(typing.get_args(hint)[0])[0],))]
-    if hint in (bool, int, float):
-        return [hint]
-    has_fields = dataclasses.is_dataclass(hint) and hint is not Every
-    return [dict[str, Any]] if has_fields or (isinstance(origin, type) and issubclass(origin, Mapping)) else [str]
+        return types.GenericAlias(list, (_kind(typing.get_args(hint)[0]),))
+    if hint in (bool, int, float, types.NoneType):
+        return hint
+    return dict[str, Any] if has_fields(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)) else str

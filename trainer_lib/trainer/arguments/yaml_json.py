@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import typing
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -16,21 +17,10 @@ import yaml
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, path_at
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, unknown
-from trainer_lib.options.compile_options import TorchDynamoPlugin
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.parallelism_config import ParallelismConfig
-from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
+from trainer_lib.trainer.arguments.type_hints import field_types, has_fields, members
 
 T = TypeVar("T")
 
-# Arguments that may be objects, which files hold as mappings of their fields.
-PLUGINS: dict[str, type] = {
-    "compile": TorchDynamoPlugin,
-    "fsdp": FullyShardedDataParallelPlugin,
-    "parallelism": ParallelismConfig,
-    "ddp": DistributedDataParallelKwargs,
-}
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # PyYAML reads YAML 1.1, in which 5e-5 is a text; in YAML 1.2 it is a number.
 _FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+")
@@ -52,30 +42,31 @@ def to_plain(arguments: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the fields of a dataclass as plain values, and the reason for each field that has no plain form."""
     plain: dict[str, Any] = {}
     left_out: dict[str, str] = {}
+    kinds = tuple(_object_types(type(arguments)).values())
     for field in dataclasses.fields(arguments):
         if not field.init:
             continue
         try:
-            plain[field.name] = _plain(getattr(arguments, field.name), field.name)
+            plain[field.name] = _plain(getattr(arguments, field.name), field.name, kinds)
         except ConfigurationError as error:
             left_out[field.name] = str(error)
     return plain, left_out
 
 
-def from_plain(values: Any) -> dict[str, Any]:
+def from_plain(cls: type, values: Any) -> dict[str, Any]:
     """Return the values for a dataclass, with objects built from their fields."""
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise ConfigurationError(f"Arguments must be a mapping from names to values, got a {type(values).__name__}.")
     arguments: dict[str, Any] = dict(values)
-    for name, kind in PLUGINS.items():
-        if isinstance(arguments.get(name), Mapping):
-            arguments[name] = _make(kind, arguments[name], name)
-    groups = arguments.get("parameter_groups")
-    if isinstance(groups, list):
-        arguments["parameter_groups"] = [
-            _make(ParameterGroup, group, f"parameter_groups[{index}]") if isinstance(group, Mapping) else group
-            for index, group in enumerate(groups)
-        ]
+    for name, kind in _object_types(cls).items():
+        value = arguments.get(name)
+        if isinstance(value, Mapping):
+            arguments[name] = _make(kind, value, name)
+        elif isinstance(value, list):
+            arguments[name] = [
+                _make(kind, item, f"{name}[{index}]") if isinstance(item, Mapping) else item
+                for index, item in enumerate(value)
+            ]
     return arguments
 
 
@@ -165,20 +156,30 @@ def _location(path: Any, lines: Mapping[str, int], message: str) -> str:
     return f"{path}, line {lines[names[0]]}" if names else str(path)
 
 
-def _plain(value: Any, path: str) -> Any:
+def _object_types(cls: type) -> dict[str, type]:
+    """Return the class of each argument that may be an object or a list of objects, by the argument's name."""
+    hints = field_types(cls)
+    types = {
+        name: [kind for member in members(hint) for kind in (member, *typing.get_args(member))]
+        for name, hint in hints.items()
+    }
+    return {name: kind for name, kinds in types.items() for kind in kinds if has_fields(kind)}
+
+
+def _plain(value: Any, path: str, kinds: tuple[type, ...]) -> Any:
     if isinstance(value, Enum):
-        return _plain(value.value, path)
+        return _plain(value.value, path, kinds)
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return [_plain(item, f"{path}[{index}]", kinds) for index, item in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, f"{path}.{key}") for key, item in value.items()}
+        return {key: _plain(item, f"{path}.{key}", kinds) for key, item in value.items()}
     if isinstance(value, torch.dtype) and value in _DTYPES:
         return _DTYPES[value]
-    if isinstance(value, (*PLUGINS.values(), ParameterGroup)) or type(value).__name__ == "MixedPrecisionPolicy":
+    if isinstance(value, kinds) or type(value).__name__ == "MixedPrecisionPolicy":
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(cast("Any", value))}
-        return {name: _plain(item, f"{path}.{name}") for name, item in fields.items() if item is not None}
+        return {name: _plain(item, f"{path}.{name}", kinds) for name, item in fields.items() if item is not None}
     raise ConfigurationError(
         f"{path} is {shown(value)}, which cannot be saved: files hold numbers, texts, lists and mappings."
     )

@@ -19,7 +19,8 @@ from trainer_lib.foundation.errors import ConfigurationError, PreparationError, 
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.trainer import defaults
-from trainer_lib.trainer.arguments.value_types import AUTO
+from trainer_lib.trainer.arguments.setting import settings
+from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
 from trainer_lib.trainer.evaluation.eval_sets import check_has_interval, check_intervals, named_sets
@@ -28,11 +29,6 @@ from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, ObjectMetr
 from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.bad_samples import check_can_leave_out
 from trainer_lib.trainer.trainer_interface import TrainerInterface
-
-# Arguments that may differ between ranks.
-_MAY_DIFFER = frozenset(
-    {"output_dir", "run_name", "progress_bar", "num_workers", "prefetch_factor", "persistent_workers"}
-)
 
 _SHOWN = 8
 
@@ -366,8 +362,9 @@ def _facts(trainer: TrainerInterface) -> dict[str, Any]:
         sets = named_sets(trainer, trainer.eval_dataset)
         facts["the sets to evaluate on"] = [f"{name or 'eval'}: {_samples(data)}" for name, data in sets.items()]
         facts["the metrics"] = _metric_names(trainer)[0]
+    may_differ = {name for name, declared in settings(type(args)).items() if declared.may_differ}
     return facts | {
-        field.name: _short(getattr(args, field.name)) for field in fields(args) if field.name not in _MAY_DIFFER
+        field.name: _short(getattr(args, field.name)) for field in fields(args) if field.name not in may_differ
     }
 
 

@@ -14,7 +14,8 @@ from trainer_lib.events.callback import EVENTS
 from trainer_lib.filesystem.remote_paths import RemotePath
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import SignatureError, did_you_mean
-from trainer_lib.trainer.arguments.rules import CHECKS
+from trainer_lib.trainer.arguments.setting import settings
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, MEMBERS, OVERRIDES, RENAMED
 
 P = ParamSpec("P")
@@ -94,7 +95,7 @@ def _construction(named: Mapping[str, Any], has_data: bool) -> str:
     options = ["train_dataset=…"] if has_data else []
     for key, value in named.items():
         ours = RENAMED.get(key, key)
-        if ours in CHECKS:
+        if ours in settings(TrainingArguments):
             args.append(f"{ours}={shown(value)}")
         else:
             options.append(f"{CONSTRUCTOR.get(key, key).partition(',')[0].partition(' ')[0]}=…")

@@ -5,7 +5,7 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.processes.exit_codes import Interrupted, is_interactive
 from trainer_lib.runs.run_lease import Lease
 from trainer_lib.trainer import defaults
-from trainer_lib.trainer.arguments.rules import CHECKS
+from trainer_lib.trainer.arguments import value_checks
 from trainer_lib.trainer.checkpoints.finished_runs import load_finished
 from trainer_lib.trainer.checkpoints.resume import ResumePoint, find_resume_point
 from trainer_lib.trainer.checks import before_fit
@@ -26,7 +26,7 @@ def fit(trainer: TrainerInterface, resume: str | AnyPath | None = None) -> FitRe
     resume_point, lease = find_resume_point(
         args.output_folder,
         args.run_name,
-        str(args.resume) if resume is None else str(CHECKS["resume"]("resume", resume)),
+        str(args.resume) if resume is None else value_checks.resume("resume", resume),
         trainer.accelerator.group,
         defaults.run_fingerprint(trainer),
     )

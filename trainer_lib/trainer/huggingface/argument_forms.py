@@ -6,11 +6,11 @@ Arguments that are neither in this table nor in `foreign_names` have the same na
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainer_lib.foundation.duration import NEVER
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
-from trainer_lib.trainer.arguments.value_types import NEVER
 
 
 class Made:

@@ -12,7 +12,7 @@ from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError, UnsupportedError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import free_memory_of, is_out_of_memory
-from trainer_lib.trainer.arguments.value_types import AUTO
+from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.data.batch_rows import check_splits, count_rows, take_rows
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.losses.loss_result import LossResult

@@ -12,7 +12,7 @@ from trainer_lib.foundation.lengths import length_of
 from trainer_lib.memory.release_memory import clear_device_cache
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer import defaults
-from trainer_lib.trainer.arguments.value_types import AUTO
+from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.fit.fit_run import fit
 from trainer_lib.trainer.overridable import is_overridden

@@ -8,32 +8,54 @@ import contextlib
 import math
 import os
 import signal
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType
 from typing import Any, cast
 
 from trainer_lib.filesystem.remote_paths import RemotePath, is_url, path_at
-from trainer_lib.foundation.duration import Every
+from trainer_lib.foundation.duration import NEVER, Every
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.base import check_flag
 from trainer_lib.options.compile_options import TorchDynamoPlugin
+from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.precision_options import check_precision
 from trainer_lib.processes.exit_codes import REQUESTS
+from trainer_lib.trainer.arguments.type_hints import choices, has_fields, members
+from trainer_lib.trainer.huggingface.argument_conversion import convert, explain
+from trainer_lib.trainer.optim.optimizers import optimizer_names
+from trainer_lib.trainer.optim.schedules import NAMES as SCHEDULES
 
 Check = Callable[[str, Any], Any]
 
-NEVER = "never"
 AUTO = "auto"
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _ALSO_NEVER = ("no", "none", "off", "false", NEVER)
 
 
-def optional(check: Check) -> Check:
-    """Allow `None` too."""
-    return lambda name, value: None if value is None else check(name, value)
+def check_for(hint: Any) -> Check | None:
+    """Return the check that a type implies, without that for `None`; `None` if the type does not say enough.
+
+    Example:
+        >>> check_for(typing.Literal["raise", "skip"])("on_error", "raise")
+        'raise'
+    """
+    kinds = [kind for kind in members(hint) if kind is not NoneType]
+    if known := choices(hint):
+        return choice(*known) if len(kinds) == 1 else None
+    if len(kinds) != 1:
+        return None
+    if has_fields(kinds[0]):
+        return instance(kinds[0])
+    of_lists = [items for items in typing.get_args(kinds[0]) if typing.get_origin(kinds[0]) in (list, Sequence)]
+    if of_lists and has_fields(of_lists[0]):
+        return instances(of_lists[0])
+    return _BY_TYPE.get(kinds[0])
 
 
 def whole(at_least: int = 1, below: float = math.inf, hint: str = "") -> Check:
@@ -160,7 +182,7 @@ def choice(*known: str) -> Check:
     return check
 
 
-def kind(expected: type, or_flag: bool = False) -> Check:
+def instance(expected: type, or_flag: bool = False) -> Check:
     """Objects of a class, or a flag: True for a default object, False for none."""
 
     def check(name: str, value: Any) -> Any:
@@ -173,7 +195,7 @@ def kind(expected: type, or_flag: bool = False) -> Check:
     return check
 
 
-def objects(expected: type) -> Check:
+def instances(expected: type) -> Check:
     """Lists of objects of a class."""
 
     def check(name: str, value: Any) -> list[Any]:
@@ -375,6 +397,55 @@ def read_warmup(name: str, value: Any) -> int | float:
     )
 
 
+def warmup_steps(warmup: int | float | str | None, total_steps: int | None) -> int:
+    """Return the number of steps of a warm-up, in a run of `total_steps` steps.
+
+    Raises:
+        ConfigurationError: If the warm-up is a fraction of the steps and these are unknown.
+    """
+    length = 0 if warmup is None else read_warmup("warmup", warmup)
+    if isinstance(length, int):
+        return length
+    if total_steps is None:
+        raise ConfigurationError(
+            f"warmup={warmup!r} is a fraction of all steps, and their number is unknown. Give max_steps or "
+            'schedule_steps, or a warm-up in steps, such as "100 steps".'
+        )
+    # Rounded first: 0.1 * 30 is a little more than 3.
+    return math.ceil(round(length * total_steps, 6))
+
+
+def optimizer_name(name: str, value: Any) -> str:
+    """Names of optimizers, and dotted paths."""
+    kept = name_of("optimizer")(name, value)
+    # "lbfgs" passes here: building the optimizer refuses it with a reason.
+    if "." in kept or kept.lower() in (*optimizer_names(), "lbfgs"):
+        return kept
+    raise ConfigurationError(_hugging_face_hint("optim", kept, name) or _unknown_name(name, kept, optimizer_names()))
+
+
+def schedule_name(name: str, value: Any) -> str:
+    """Names of learning rate schedules, and dotted paths."""
+    kept = name_of("scheduler")(name, value)
+    if "." in kept or kept in SCHEDULES:
+        return kept
+    raise ConfigurationError(
+        _hugging_face_hint("lr_scheduler_type", kept, name) or _unknown_name(name, kept, SCHEDULES)
+    )
+
+
+def precision(name: str, value: Any) -> str:
+    """Names of precisions."""
+    return check_precision(value, name)
+
+
+def sharding(name: str, value: Any) -> Any:
+    """Whether to shard the model with FSDP2, and how."""
+    if isinstance(value, (str, list)):  # Hugging Face's form
+        raise ConfigurationError(explain({name: value})[0])
+    return instance(FullyShardedDataParallelPlugin, or_flag=True)(name, value)
+
+
 def compilation(name: str, value: Any) -> Any:
     """Whether to compile the model, and how."""
     if isinstance(value, (bool, TorchDynamoPlugin)):
@@ -440,6 +511,16 @@ def weights(name: str, value: Any) -> list[float]:
     return numbers
 
 
+def _hugging_face_hint(theirs: str, value: str, ours: str) -> str | None:
+    """Return what to give instead of a name of Hugging Face's; `None` if it is not one of theirs either."""
+    converted, _ = convert({theirs: value}, set())
+    return None if converted.get(ours, value) == value else explain({theirs: value})[0]
+
+
+def _unknown_name(name: str, value: str, known: Iterable[str]) -> str:
+    return unknown(name, value, known) + " Or give a dotted path."
+
+
 def _refusal(name: str, value: Any, allowed: str, hint: str = "") -> ConfigurationError:
     return ConfigurationError(f"{name} must be {allowed}, got {shown(value)}.{hint}")
 
@@ -468,3 +549,13 @@ def _lists(value: Any) -> Any:
 
 def _short(value: Any) -> Any:
     return [*value[:3], ...] if isinstance(value, (list, tuple)) and len(value) > 4 else value
+
+
+_BY_TYPE: dict[Any, Check] = {
+    bool: flag,
+    str: text,
+    list[str]: texts,
+    Sequence[str]: texts,
+    dict[str, Any]: keywords,
+    Mapping[str, Any]: keywords,
+}

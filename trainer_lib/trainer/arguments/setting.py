@@ -1,0 +1,125 @@
+"""`setting`: declares an argument on its field, with default, sentence, check, section and policy for resume."""
+
+import dataclasses
+import functools
+import inspect
+import textwrap
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType, NoneType
+from typing import Any, TypeVar
+
+from trainer_lib.trainer.arguments.type_hints import field_types, members
+from trainer_lib.trainer.arguments.value_checks import Check, check_for
+
+T = TypeVar("T")
+
+_KEY = "setting"
+
+
+class OnResume(Enum):
+    """What happens to an argument whose value changed when a run is resumed."""
+
+    NEW = "the new value counts"
+    KEPT = "the checkpoint's value counts"
+    REFUSED = "a changed value is an error"
+    SILENT = "the new value counts, without a warning"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The declaration of an argument.
+
+    Args:
+        section: The heading under which help and documentation list it.
+        text: What it does, in a sentence.
+        check: Returns a value in the form that is stored, or raises; `None` accepts any value.
+        on_resume: What a changed value means for a resumed run.
+        may_differ: Whether ranks may have different values.
+    """
+
+    section: str
+    text: str
+    check: Check | None = None
+    on_resume: OnResume = OnResume.NEW
+    may_differ: bool = False
+
+
+def setting(
+    section: str,
+    default: Any,
+    text: str,
+    *,
+    check: Check | None = None,
+    on_resume: OnResume = OnResume.NEW,
+    may_differ: bool = False,
+) -> Any:
+    """Declare an argument on the field of a dataclass that derives from `TrainingArguments`.
+
+    Args:
+        section: The heading under which `--help` and the documentation list it.
+        default: The default; a list or dict is copied for each object.
+        text: What it does, in a sentence.
+        check: Takes the name and the value, and returns the value in the form that is stored, or raises a
+            `ConfigurationError`; `value_checks` has many. By default it follows from the field's type, where that is
+            a bool, a str, a list of texts, a dict, a `Literal` or a dataclass. `None` is allowed if the type has it.
+        on_resume: What happens if a run is resumed with another value.
+        may_differ: Whether ranks may have different values.
+
+    Example:
+        >>> from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+        >>> @dataclasses.dataclass(kw_only=True)
+        ... class DistillationArguments(TrainingArguments):
+        ...     teacher: str | None = setting("distillation", None, "The folder of the teacher.")
+        >>> DistillationArguments(teacher=7)
+        Traceback (most recent call last):
+        ...
+        trainer_lib.foundation.errors.ConfigurationError: teacher must be a text that is not blank, got 7.
+    """
+    metadata = {_KEY: Setting(section, text, check, on_resume, may_differ)}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@functools.lru_cache(maxsize=64)
+def settings(cls: type) -> Mapping[str, Setting]:
+    """Return the declaration of each argument of a class, by name, with the check that its type implies.
+
+    A subclass that declares only another default keeps the declaration of its base class.
+    """
+    declared: dict[str, Setting] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        types = field_types(base)
+        for field in dataclasses.fields(base):
+            if _KEY in field.metadata:
+                declared[field.name] = _with_check(field.metadata[_KEY], types[field.name])
+    return MappingProxyType(declared)
+
+
+def check_values(arguments: Any) -> None:
+    """Raise for a value that is not allowed, and store each value in its plain form."""
+    for name, declared in settings(type(arguments)).items():
+        if declared.check is not None:
+            setattr(arguments, name, declared.check(name, getattr(arguments, name)))
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Describe each argument in the docstring of its class, before the example."""
+    before, example, after = inspect.cleandoc(cls.__doc__ or "").partition("\nExample:\n")
+    lines, last = [before, "Args:"], None
+    for name, declared in settings(cls).items():
+        lines += [""] if last not in (None, declared.section) else []
+        lines += textwrap.wrap(f"{name}: {declared.text}", 116, initial_indent="    ", subsequent_indent=" " * 8)
+        last = declared.section
+    cls.__doc__ = "\n".join(lines) + f"\n{example}{after}"
+    return cls
+
+
+def _with_check(declared: Setting, hint: Any) -> Setting:
+    check = declared.check or check_for(hint)
+    if check is None or not (hint is Any or NoneType in members(hint)):
+        return dataclasses.replace(declared, check=check)
+    return dataclasses.replace(declared, check=lambda name, value: None if value is None else check(name, value))
