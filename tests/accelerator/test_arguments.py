@@ -1,5 +1,6 @@
 """The arguments of the engine: older names, what is refused, and how it is said."""
 
+import inspect
 from datetime import timedelta
 from typing import Any
 
@@ -122,3 +123,30 @@ def test_the_process_group_learns_its_options(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="does not work on the CPU"):
         Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="nccl")])
+
+
+def test_the_order_of_arguments_is_accelerates() -> None:
+    names = [
+        "device_placement",
+        "split_batches",
+        "mixed_precision",
+        "gradient_accumulation_steps",
+        "cpu",
+        "dataloader_config",
+        "deepspeed_plugin",
+        "fsdp_plugin",
+        "torch_tp_plugin",
+        "megatron_lm_plugin",
+        "rng_types",
+        "log_with",
+        "project_dir",
+        "project_config",
+        "gradient_accumulation_plugin",
+        "step_scheduler_with_optimizer",
+        "kwargs_handlers",
+        "dynamo_backend",
+        "dynamo_plugin",
+        "deepspeed_plugins",
+        "parallelism_config",
+    ]
+    assert list(inspect.signature(Accelerator).parameters)[: len(names)] == names

@@ -57,21 +57,24 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
         gradient_accumulation_steps: How many micro-batches `accumulate` adds up for one update.
         cpu: Stay on the CPU even if the machine has an accelerator device.
         dataloader_config: The options of data loading.
+        deepspeed_plugin: `None`: this version does not have DeepSpeed.
+        fsdp_plugin: How to shard models; by default the launcher's setting, or no sharding.
+        torch_tp_plugin: `None`: this version does not have tensor parallelism.
+        megatron_lm_plugin: `None`: this version does not have Megatron-LM.
         rng_types: Generators to make equal on all ranks at the start of each pass over a prepared loader.
-        gradient_accumulation_plugin: The options of accumulation.
-        step_scheduler_with_optimizer: Whether schedules step only when their optimizer steps; else each `step` moves
-            them.
-        scheduler_steps_per_process: Step schedules once for each rank instead of once an update, as Accelerate does.
-        kwargs_handlers: Option objects for autocast, the loss scaler, the process group, DDP and the profiler.
         log_with: The trackers: names, "all" for those installed and configured, objects, or a list of these.
         project_dir: The folder for checkpoints and logs.
         project_config: Options of that folder: automatic naming, how many checkpoints to keep.
+        gradient_accumulation_plugin: The options of accumulation.
+        step_scheduler_with_optimizer: Whether schedules step only when their optimizer steps; else each `step` moves
+            them.
+        kwargs_handlers: Option objects for autocast, the loss scaler, the process group, DDP and the profiler.
         dynamo_backend: The `torch.compile` backend for prepared models; by default the launcher's setting.
         dynamo_plugin: All options of compilation, instead of `dynamo_backend`.
-        fsdp_plugin: How to shard models; by default the launcher's setting, or no sharding.
+        deepspeed_plugins: `None`, like `deepspeed_plugin`.
         parallelism_config: How many ranks replicate a model (DDP), and how many share one copy (FSDP2).
-        **older_arguments: Argument names of earlier versions of Accelerate. An argument for a feature that this
-            version does not have is refused with a reason.
+        scheduler_steps_per_process: Step schedules once for each rank instead of once an update, as Accelerate does.
+        **older_arguments: Argument names of earlier versions of Accelerate.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -89,23 +92,32 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
         rng_types: list[str] | None = None,
         log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
-        project_dir: str | Path | None = None,
-        project_config: ProjectConfiguration | None = None,
         dynamo_backend: DynamoBackend | str | Backend | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugins: Any = None,
         parallelism_config: ParallelismConfig | None = None,
         *,
         scheduler_steps_per_process: bool = False,
         **older_arguments: Any,
     ) -> None:
         construction.check_names(older_arguments, Accelerator.__init__)
-        construction.refuse_unsupported(older_arguments)
+        construction.refuse_unsupported(
+            deepspeed_plugin=deepspeed_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+        )
         if split_batches is not None:
             older_arguments["split_batches"] = split_batches
         for name, flag in (

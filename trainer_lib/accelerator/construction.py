@@ -62,10 +62,10 @@ def check_generators(rng_types: Any) -> None:
         RNGType.read("kind of generator in rng_types", kind)
 
 
-def refuse_unsupported(arguments: dict[str, Any]) -> None:
+def refuse_unsupported(**arguments: Any) -> None:
     """Raise for an argument that asks for a feature that this version does not have."""
     for name, capability in _NOT_YET.items():
-        if arguments.get(name) is not None and str(arguments[name]).lower() != "no":
+        if arguments[name] is not None and str(arguments[name]).lower() != "no":
             raise UnsupportedError(
                 f"Accelerator({name}=…) asks for {capability}, which this version does not support. Leave it out."
             )
@@ -75,7 +75,7 @@ def check_names(arguments: dict[str, Any], constructor: Any) -> None:
     """Raise for an argument that the constructor does not take."""
     known = [name for name in inspect.signature(constructor).parameters if name not in ("self", "older_arguments")]
     for name in arguments:
-        if name not in (*_OLDER_DATA_OPTIONS, *_NOT_YET, "fp16", "logging_dir"):
+        if name not in (*_OLDER_DATA_OPTIONS, "fp16", "logging_dir"):
             raise ConfigurationError(unknown("argument", name, known))
 
 
