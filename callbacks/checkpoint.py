@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from trainer_lib.checkpointing.save.retention import delete_older, steps_at_intervals
 from trainer_lib.events import Callback, Run
-from trainer_lib.events.gates import EveryAmount
+from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.filesystem.remote_paths import path_at
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.error_values import shown
@@ -64,7 +64,7 @@ class Checkpoint(Callback):
             greater_is_better_for(metric, greater_is_better)  # raises if the direction is unknown
         self.every = None if every is None else Every.parse(every, "every")
         if every is not None:
-            self._interval = EveryAmount(every, "every")
+            self._interval = callback_trigger(every, "every")
             self.on_fit_begin = self._begin
             self.on_step_end = self.on_epoch_end = self._ask_when_due
         if metric is not None and keep_best:
@@ -102,7 +102,7 @@ class Checkpoint(Callback):
         self._interval.begin(run.state)
 
     def _ask_when_due(self, run: Run) -> None:
-        if not self._interval.opens_at_end(run.state):
+        if not self._interval.is_due(run.state):
             return
         run.control.save_reasons.add("interval")
         if not self._interval.is_timed:

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from trainer_lib.callbacks.weight_averaging import WeightAverage, interval
+from trainer_lib.callbacks.weight_averaging import WeightAverage
+from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.foundation.errors import ConfigurationError
 
 
@@ -29,7 +30,7 @@ class EMA(WeightAverage):
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise ConfigurationError(f"EMA(decay) must be at least 0 and less than 1, such as 0.999 (got {decay!r}).")
         self.decay, self.warmup = decay, warmup
-        super().__init__(interval(every, "EMA(every)"), buffers)
+        super().__init__(callback_trigger(every, "EMA(every)", may_be_time=False), buffers)
 
     def mix(self, averages: list[Any], weights: list[Any]) -> None:
         decay = self.decay

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.events.callback import EVENTS, overrides
-from trainer_lib.events.gates import AfterAmount, BeforeAmount, EveryAmount, Gate, OnceAmount
+from trainer_lib.events.trigger import Trigger, callback_trigger
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 
 
@@ -56,7 +56,7 @@ def every(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
         step 200
         step 300
     """
-    return _filtered(EveryAmount(amount, "every"), listener)
+    return _filtered(callback_trigger(amount, "every", "every"), listener)
 
 
 def once(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
@@ -65,7 +65,7 @@ def once(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
     Example:
         >>> save_early = once("10 minutes", lambda run: setattr(run.control, "save", True))
     """
-    return _filtered(OnceAmount(amount, "once"), listener)
+    return _filtered(callback_trigger(amount, "once", "once"), listener)
 
 
 def after(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
@@ -74,7 +74,7 @@ def after(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
     Example:
         >>> late = after("1 epoch", every(10, lambda run: print(run.state.step)))
     """
-    return _filtered(AfterAmount(amount, "after"), listener)
+    return _filtered(callback_trigger(amount, "after", "after"), listener)
 
 
 def before(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
@@ -83,52 +83,52 @@ def before(amount: Any, listener: Callable[[Run], Any] | Callback) -> Callback:
     Example:
         >>> early = before("1000 steps", lambda run: print(run.state.step))
     """
-    return _filtered(BeforeAmount(amount, "before"), listener)
+    return _filtered(callback_trigger(amount, "before", "before"), listener)
 
 
 class _Function(Callback):
-    """A function, called when all gates are open."""
+    """A function, called when all triggers are due."""
 
-    def __init__(self, function: Callable[[Run], Any], gates: tuple[Gate, ...]) -> None:
-        self.listener, self.gates = function, gates
+    def __init__(self, function: Callable[[Run], Any], triggers: tuple[Trigger, ...]) -> None:
+        self.listener, self.triggers = function, triggers
         self.key = f"{getattr(function, '__name__', type(function).__name__)}()"
 
     def on_fit_begin(self, run: Run) -> None:
-        for gate in self.gates:
-            gate.begin(run.state)
+        for trigger in self.triggers:
+            trigger.begin(run.state)
 
     def on_step_end(self, run: Run) -> None:
-        answers = [gate.opens_at_end(run.state) for gate in self.gates]  # no short-circuit: each gate counts
+        answers = [trigger.is_due(run.state) for trigger in self.triggers]  # no short-circuit: each trigger counts
         if all(answers):
             self.listener(run)
 
     def on_epoch_end(self, run: Run) -> None:
-        if any(gate.has_passed(run.state) for gate in self.gates if isinstance(gate, (EveryAmount, OnceAmount))):
+        if any(trigger.is_past_update(run.state) for trigger in self.triggers):
             self.on_step_end(run)
 
 
 class _Filtered(Callback):
-    """A callback that gets the events of an update when all gates are open."""
+    """A callback that gets the events of an update when all triggers are due."""
 
-    def __init__(self, callback: Callback, gates: tuple[Gate, ...]) -> None:
-        self.listener, self.gates = callback, gates
+    def __init__(self, callback: Callback, triggers: tuple[Trigger, ...]) -> None:
+        self.listener, self.triggers = callback, triggers
         self.order, self.key = callback.order, callback.key or type(callback).__name__
         self.exclusive_group = callback.exclusive_group  # type: ignore[misc]  # per instance here
-        self._is_open = False
+        self._is_due = False
         for name, event in EVENTS.items():
             if overrides(callback, name) and not overrides(self, name):
                 handler = getattr(callback, name)
-                setattr(self, name, self._if_open(handler) if event.per_update else handler)
+                setattr(self, name, self._if_due(handler) if event.per_update else handler)
 
     def on_fit_begin(self, run: Run) -> None:
-        for gate in self.gates:
-            gate.begin(run.state)
+        for trigger in self.triggers:
+            trigger.begin(run.state)
         self.listener.on_fit_begin(run)
 
     def on_step_begin(self, run: Run) -> None:
-        answers = [gate.opens_at_begin(run.state) for gate in self.gates]  # no short-circuit: each gate counts
-        self._is_open = all(answers)
-        if self._is_open:
+        answers = [trigger.is_due_next(run.state) for trigger in self.triggers]  # no short-circuit: each trigger counts
+        self._is_due = all(answers)
+        if self._is_due:
             self.listener.on_step_begin(run)
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,9 +137,9 @@ class _Filtered(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.listener.load_state_dict(state)
 
-    def _if_open(self, handler: Callable[[Run], None]) -> Callable[[Run], None]:
+    def _if_due(self, handler: Callable[[Run], None]) -> Callable[[Run], None]:
         def handle(run: Run) -> None:
-            if self._is_open:
+            if self._is_due:
                 handler(run)
 
         return handle
@@ -153,12 +153,12 @@ class _FilteredModifier(_Filtered, Modifier):
         return self.listener.eval_weights(run)
 
 
-def _filtered(gate: Gate, listener: Callable[[Run], Any] | Callback) -> Callback:
+def _filtered(trigger: Trigger, listener: Callable[[Run], Any] | Callback) -> Callback:
     if isinstance(listener, (_Function, _Filtered)):
-        kind, listener, gates = type(listener), listener.listener, (gate, *listener.gates)
-        return kind(listener, gates)  # type: ignore[arg-type]  # the class fits its own listener
+        kind, listener, triggers = type(listener), listener.listener, (trigger, *listener.triggers)
+        return kind(listener, triggers)  # type: ignore[arg-type]  # the class fits its own listener
     if isinstance(listener, Callback):
-        return (_FilteredModifier if listener.may_change_training else _Filtered)(listener, (gate,))
+        return (_FilteredModifier if listener.may_change_training else _Filtered)(listener, (trigger,))
     if isinstance(listener, type) or not callable(listener):
         raise ConfigurationError(f"A filter needs a function of the run or a callback (got {listener!r}).")
-    return _Function(listener, (gate,))
+    return _Function(listener, (trigger,))

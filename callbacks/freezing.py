@@ -4,9 +4,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from trainer_lib.callbacks.weight_averaging import interval
 from trainer_lib.events import Modifier, Run
-from trainer_lib.events.gates import Gate
+from trainer_lib.events.trigger import Trigger, callback_trigger
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.patterns import matching
@@ -16,8 +15,8 @@ class _Part(NamedTuple):
     """Patterns of weights, and when they are frozen."""
 
     patterns: tuple[str, ...]
-    begins: Gate | None  # None: frozen from the start
-    ends: Gate | None  # None: frozen until the end
+    begins: Trigger | None  # None: frozen from the start
+    ends: Trigger | None  # None: frozen until the end
 
 
 class Freeze(Modifier):
@@ -44,8 +43,8 @@ class Freeze(Modifier):
                 'Freeze needs until=… or after=…, such as until="1 epoch". To freeze weights for the whole run, use '
                 "TrainingArguments(parameter_groups=[ParameterGroup(pattern, frozen=True)])."
             )
-        ends = None if until is None else interval(until, "Freeze(until)")
-        begins = None if after is None else interval(after, "Freeze(after)")
+        ends = None if until is None else callback_trigger(until, "Freeze(until)", may_be_time=False)
+        begins = None if after is None else callback_trigger(after, "Freeze(after)", may_be_time=False)
         self._parts = [_Part(_checked(patterns, "Freeze"), begins, ends)]
         self._weights: list[list[nn.Parameter]] = []
 
@@ -58,9 +57,9 @@ class Freeze(Modifier):
         ]
         self._check(run)
         for part in self._parts:
-            for gate in (part.begins, part.ends):
-                if gate is not None:
-                    gate.begin(run.state)
+            for trigger in (part.begins, part.ends):
+                if trigger is not None:
+                    trigger.begin(run.state)
         self._apply(run)
         if not any(weight.requires_grad for weight in run.trained_parameters):
             raise ConfigurationError(
@@ -128,8 +127,7 @@ class GradualUnfreezing(Freeze):
     """
 
     def __init__(self, *stages: Any, every: Any = "1 epoch") -> None:
-        interval(every, "GradualUnfreezing(every)")
-        gap = Every.parse(every)
+        gap = callback_trigger(every, "GradualUnfreezing(every)", may_be_time=False).amount
         if len(stages) < 2:
             raise ConfigurationError(
                 f"GradualUnfreezing needs at least two stages (got {len(stages)}). Give first the one to train first."
@@ -138,7 +136,7 @@ class GradualUnfreezing(Freeze):
             _Part(
                 _checked((stage,) if isinstance(stage, str) else tuple(stage), "GradualUnfreezing"),
                 None,
-                interval(Every(gap.amount * number, gap.unit), "GradualUnfreezing(every)"),
+                Trigger(Every(gap.amount * number, gap.unit)),
             )
             for number, stage in enumerate(stages[1:], start=1)
         ]

@@ -4,7 +4,7 @@ import gc
 from typing import Any
 
 from trainer_lib.events import Modifier, Run
-from trainer_lib.events.gates import EveryAmount
+from trainer_lib.events.trigger import callback_trigger
 
 
 class GarbageSchedule(Modifier):
@@ -25,17 +25,17 @@ class GarbageSchedule(Modifier):
     """
 
     def __init__(self, every: Any) -> None:
-        self._gate = EveryAmount(every, "gc_every")
+        self._trigger = callback_trigger(every, "gc_every")
         self._was_enabled = False
 
     def on_fit_begin(self, run: Run) -> None:
         self._was_enabled = gc.isenabled()
-        self._gate.begin(run.state)
+        self._trigger.begin(run.state)
         gc.disable()
         gc.collect()
 
     def on_step_end(self, run: Run) -> None:
-        if self._gate.opens_at_end(run.state):
+        if self._trigger.is_due(run.state):
             gc.collect()
 
     def on_fit_end(self, run: Run) -> None:

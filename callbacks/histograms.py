@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.events import Callback, Run
-from trainer_lib.events.gates import EveryAmount
+from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.foundation.batch_fields import as_mapping
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.logging import get_logger
@@ -46,7 +46,7 @@ class Histograms(Callback):
     def __init__(
         self, every: Any = "500 steps", of: Sequence[str] = _KINDS, only: str | Sequence[str] = "*", bins: int = 30
     ) -> None:
-        self._every = EveryAmount(every, "Histograms(every)")
+        self._every = callback_trigger(every, "Histograms(every)")
         if isinstance(of, str) or not of:
             raise ConfigurationError(f"Histograms(of) must be a list of some of {', '.join(_KINDS)} (got {of!r}).")
         for kind in of:
@@ -76,7 +76,7 @@ class Histograms(Callback):
         self._waiting = []  # after a rewind these updates run again
 
     def on_step_begin(self, run: Run) -> None:
-        self._is_open = self._every.opens_at_begin(run.state) and run.is_main_process
+        self._is_open = self._every.is_due_next(run.state) and run.is_main_process
         if self._is_open:
             self._tensors = {kind: {} for kind in _KINDS if kind in self._of}
             if "activations" in self._of:

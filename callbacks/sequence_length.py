@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from trainer_lib.callbacks.weight_averaging import interval
 from trainer_lib.events import Modifier, Run
+from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.foundation.batch_fields import as_mapping, replaced
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
@@ -40,7 +40,7 @@ class SequenceLengthWarmup(Modifier):
         if start >= full:
             raise ConfigurationError(f"SequenceLengthWarmup needs start < full (got start={start}, full={full}).")
         self.start, self.full, self.multiple_of, self.names = start, full, multiple_of, tuple(names)
-        self._until = interval(until, "SequenceLengthWarmup(until)")
+        self._until = callback_trigger(until, "SequenceLengthWarmup(until)", may_be_time=False)
 
     def length(self, run: Run) -> int:
         """Return the sequence length of the current update."""

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer_lib.callbacks.weight_averaging import WeightAverage, interval
+from trainer_lib.callbacks.weight_averaging import WeightAverage
 from trainer_lib.events import Run
-from trainer_lib.events.gates import AfterAmount
+from trainer_lib.events.trigger import Trigger, callback_trigger
+from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
 
@@ -35,8 +36,10 @@ class SWA(WeightAverage):
                 'SWA(start) must be a share of the run of at least 0 and below 1, or an amount such as "10 epochs" '
                 f"(got {start!r})."
             )
-        self._begins = None if self._share is not None else interval(start, "SWA(start)", AfterAmount)
-        super().__init__(interval(every, "SWA(every)"))
+        self._begins = (
+            None if self._share is not None else callback_trigger(start, "SWA(start)", "after", may_be_time=False)
+        )
+        super().__init__(callback_trigger(every, "SWA(every)", may_be_time=False))
 
     def on_fit_begin(self, run: Run) -> None:
         super().on_fit_begin(run)
@@ -46,7 +49,7 @@ class SWA(WeightAverage):
                     f"SWA(start={self._share}) is a share of the run, but the length of the run is unknown. Give an "
                     'amount such as start="1000 steps".'
                 )
-            self._begins = AfterAmount(max(1, math.ceil(self._share * run.state.max_steps)), "SWA(start)")
+            self._begins = Trigger(Every(max(1, math.ceil(self._share * run.state.max_steps)), "steps"), "after")
         if _batch_norms(run) and run.accelerator is not None and run.accelerator.strategy.needs_lockstep:
             raise UnsupportedError(
                 "SWA does not support sharded models with BatchNorm: it cannot recompute their running statistics. Use "
@@ -60,7 +63,7 @@ class SWA(WeightAverage):
         self._begin(run)
 
     def is_due(self, run: Run) -> bool:
-        has_begun = self._begins is not None and self._begins.opens_at_end(run.state)
+        has_begun = self._begins is not None and self._begins.is_due(run.state)
         return super().is_due(run) and has_begun
 
     def mix(self, averages: list[Any], weights: list[Any]) -> None:

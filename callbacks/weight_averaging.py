@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainer_lib.events import Modifier, Run
-from trainer_lib.events.gates import EveryAmount, Gate
-from trainer_lib.foundation.errors import ConfigurationError, StateError
+from trainer_lib.events.trigger import Trigger
+from trainer_lib.foundation.errors import StateError
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -28,7 +28,7 @@ class WeightAverage(Modifier):
 
     exclusive_group: ClassVar[str | None] = "average the weights"
 
-    def __init__(self, every: Gate, buffers: bool = False) -> None:
+    def __init__(self, every: Trigger, buffers: bool = False) -> None:
         self._every, self._has_buffers = every, buffers
         self.updates = 0
         self._names: list[str] = []
@@ -48,7 +48,7 @@ class WeightAverage(Modifier):
 
     def is_due(self, run: Run) -> bool:
         """Whether to average at the end of this step; called once per step."""
-        return self._every.opens_at_end(run.state)
+        return self._every.is_due(run.state)
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -177,18 +177,3 @@ def _fill(target: Any, value: Tensor) -> None:
         on_device = value.to(_local(target).device)
         value = _local(distribute_tensor(on_device, target.device_mesh, target.placements, src_data_rank=None))
     _local(target).copy_(value)
-
-
-def interval(amount: Any, option: str, kind: type[Gate] = EveryAmount) -> Gate:
-    """Return the gate of an amount that is the same on all ranks.
-
-    Raises:
-        ConfigurationError: If it is an amount of time.
-    """
-    gate = kind(amount, option)
-    if gate.is_timed:
-        raise ConfigurationError(
-            f"{option} must not be an amount of time, since clocks differ between ranks (got {amount!r}). Give steps, "
-            "epochs or samples."
-        )
-    return gate

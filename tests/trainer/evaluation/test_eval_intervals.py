@@ -15,9 +15,8 @@ from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Interrupted, Trainer, TrainingArguments
 from trainer_lib.callbacks import Checkpoint, EarlyStopping
-from trainer_lib.events import Callback, Modifier, Run
+from trainer_lib.events import Callback, Modifier, Run, trigger
 from trainer_lib.foundation.duration import Every
-from trainer_lib.trainer.fit import triggers
 
 SETS = {"dev": points(8), "test": points(24)}
 EVERY = {"dev": "2 steps", "test": "1 epoch"}  # of 5 steps
@@ -117,7 +116,7 @@ def test_intervals_of_time_evaluate_the_same_sets_on_all_processes() -> None:
         clock = Clock()
         model_trainer.events.add(clock)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(triggers, "time", clock)
+            patch.setattr(trigger, "time", clock)
             return evaluated(model_trainer.fit().history)
 
     first, second = run_world(body, (), 2)
@@ -328,7 +327,12 @@ def test_what_is_no_mapping_of_intervals_is_refused(every: Any, message: str) ->
             r"""metric_for_best='test_loss' needs evaluations of the set 'test', but eval_every\['test'\]="never\"""",
         ),
         ({"dev": 2, "test": "never"}, SETS, {"metric_for_best": "mean_loss"}, r"needs evaluations of the set 'test'"),
-        ({"dev": "0.3 epochs", "test": 5}, SETS, {}, r"""eval_every\['dev'\]="0.3 epochs": how long an epoch is"""),
+        (
+            {"dev": "0.3 epochs", "test": 5},
+            SETS,
+            {},
+            r"""eval_every\['dev'\]="0.3 epochs" needs the length of an epoch""",
+        ),
     ],
 )
 def test_names_that_do_not_fit_the_sets_are_refused(every: Any, data: Any, options: Any, message: str) -> None:
