@@ -109,10 +109,11 @@ def check_values(arguments: Any) -> None:
 def documented(cls: type[T]) -> type[T]:
     """Describe each argument in the docstring of its class, before the example."""
     before, example, after = inspect.cleandoc(cls.__doc__ or "").partition("\nExample:\n")
+    wrapper = textwrap.TextWrapper(116, "    ", " " * 8, break_on_hyphens=False)
     lines, last = [before, "Args:"], None
     for name, declared in settings(cls).items():
         lines += [""] if last not in (None, declared.section) else []
-        lines += textwrap.wrap(f"{name}: {declared.text}", 116, initial_indent="    ", subsequent_indent=" " * 8)
+        lines += wrapper.wrap(f"{name}: {declared.text}")
         last = declared.section
     cls.__doc__ = "\n".join(lines) + f"\n{example}{after}"
     return cls
