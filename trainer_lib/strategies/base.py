@@ -54,6 +54,11 @@ class Strategy(ABC):
         self.options = options
         self._averages: Sequence[float | Tensor] = ()
 
+    @property
+    def is_in_lockstep(self) -> bool:
+        """Whether a forward here waits for a forward on other ranks: it needs lockstep, and there are others."""
+        return self.needs_lockstep and self.group.size > 1
+
     # -- the model -----------------------------------------------------------------------------------------------
 
     def place(self, model: nn.Module) -> nn.Module:

@@ -226,7 +226,7 @@ def _generated(trainer: TrainerInterface, model: Any, batch: Any) -> EvaluationO
         {**(trainer.args.generation_kwargs or {}), **trainer.parts.generation_options},
         trainer.processing_class,
         loss_of=loss_of,
-        in_lockstep=trainer.accelerator.strategy.needs_lockstep and trainer.accelerator.num_processes > 1,
+        in_lockstep=trainer.accelerator.strategy.is_in_lockstep,
     )
 
 

@@ -73,7 +73,7 @@ class Evaluator:
 
     def __init__(self, accelerator: "Accelerator", dispatcher: Dispatcher, step: Step) -> None:
         self._accelerator, self._dispatcher = accelerator, dispatcher
-        in_lockstep = accelerator.strategy.needs_lockstep and accelerator.group.size > 1
+        in_lockstep = accelerator.strategy.is_in_lockstep
         self._batches = EvalBatches(dispatcher, step, in_lockstep)
 
     def prepared(self, loader: DataLoader[Any]) -> PreparedLoader:

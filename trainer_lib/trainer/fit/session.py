@@ -662,7 +662,7 @@ class FitSession:
             self.run.control,
             accelerator.group,
             accelerator.device,
-            in_lockstep=accelerator.strategy.needs_lockstep and accelerator.num_processes > 1,
+            in_lockstep=accelerator.strategy.is_in_lockstep,
             look=None if self.deadline is None else self.deadline.look,
         )
 

@@ -218,7 +218,7 @@ class MicroBatching:
                 'per_device_train_batch_size="auto" computes a batch in several parts, and what your training_step '
                 "does besides would be done for each. Override compute_loss instead, or give a number."
             )
-        if self._strategy.needs_lockstep and not self._is_alone:
+        if self._strategy.is_in_lockstep:
             raise UnsupportedError(
                 'per_device_train_batch_size="auto" lets each process compute its batch in parts of its own, and the '
                 "processes of a sharded model compute all together. Give a number."

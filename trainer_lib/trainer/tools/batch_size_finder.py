@@ -103,7 +103,7 @@ def _check(trainer: TrainerInterface) -> None:
             f"{_TOOL}() splits batches that do not fit into memory, and {type(callback).__name__} does not support "
             "split batches. Search without it: the memory needed is about the same."
         )
-    if trainer.accelerator.strategy.needs_lockstep and trainer.accelerator.num_processes > 1:
+    if trainer.accelerator.strategy.is_in_lockstep:
         raise UnsupportedError(
             f"{_TOOL}() splits a batch that does not fit on a rank, but all ranks of a sharded model compute together. "
             "Try batch sizes in separate runs."
