@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
-
 from trainer_lib.callbacks.weight_averaging import WeightAverage
 from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.foreach import foreach_lerp_
 
 
 class EMA(WeightAverage):
@@ -36,4 +35,4 @@ class EMA(WeightAverage):
         decay = self.decay
         if self.warmup:
             decay = min(decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        foreach_lerp_(averages, weights, 1 - decay)

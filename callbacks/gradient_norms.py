@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.foreach import foreach_norm
 
 _PREFIX = "grad_norm/"
 
@@ -57,7 +58,7 @@ class GradientNorms(Callback):
 @torch.no_grad()
 def squared_norm(gradients: list[Any]) -> Tensor:
     """Return the squared norm; for shards, a value whose mean over all ranks is the squared norm."""
-    norms = torch._foreach_norm([_local(gradient) for gradient in gradients], dtype=torch.float32)
+    norms = foreach_norm([_local(gradient) for gradient in gradients], dtype=torch.float32)
     device = norms[0].device
     squares = [norm.to(device).square() * _shards(gradient) for norm, gradient in zip(norms, gradients, strict=True)]
     return torch.stack(squares).sum()

@@ -52,7 +52,8 @@ class MemorySnapshot(Callback):
                 run.accelerator.device.type,
             )
             return
-        torch.cuda.memory._record_memory_history(max_entries=self._max_entries, stacks="python")
+        # torch documents these functions, and gives them private names.
+        torch.cuda.memory._record_memory_history(max_entries=self._max_entries, stacks="python")  # pyright: ignore[reportPrivateUsage]
         self._is_recording = True
 
     def on_step_end(self, run: Run) -> None:
@@ -74,7 +75,7 @@ class MemorySnapshot(Callback):
         del run
         if self._is_recording:
             self._is_recording = False
-            torch.cuda.memory._record_memory_history(enabled=None)
+            torch.cuda.memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
 
     def _write(self, run: Run, step: int, suffix: str) -> Path | None:
         if not self._is_recording:
@@ -82,7 +83,7 @@ class MemorySnapshot(Callback):
         folder = self._folder or (run.folder or Path()) / "memory"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"process-{run.accelerator.process_index}-step-{step}{suffix}.pickle"
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))  # pyright: ignore[reportPrivateUsage]
         run.record_event("memory_snapshot", file=str(path))
         return path
 

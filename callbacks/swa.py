@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - the base of all of them
 
 from trainer_lib.callbacks.weight_averaging import WeightAverage
 from trainer_lib.events import Run
 from trainer_lib.events.trigger import Trigger, callback_trigger
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.foreach import foreach_lerp_
 
 
 class SWA(WeightAverage):
@@ -67,7 +68,7 @@ class SWA(WeightAverage):
         return super().is_due(run) and has_begun
 
     def mix(self, averages: list[Any], weights: list[Any]) -> None:
-        torch._foreach_lerp_(averages, weights, 1 / (self.updates + 1))
+        foreach_lerp_(averages, weights, 1 / (self.updates + 1))
 
     def may_use(self, run: Run) -> bool:
         return not _batch_norms(run)

@@ -166,7 +166,9 @@ class TorchProcesses:
     @property
     def timeout(self) -> timedelta:
         """How long a collective waits for the other ranks."""
-        return self._timeout or dist.distributed_c10d._get_default_timeout(cast(Any, self.backend))
+        # torch has no public question for its default.
+        default_of = dist.distributed_c10d._get_default_timeout  # pyright: ignore[reportPrivateUsage]
+        return self._timeout or default_of(cast(Any, self.backend))
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -216,7 +218,8 @@ class TorchProcesses:
 
     def meet(self, name: str, value: str, patience: float) -> bool:
         """Whether all ranks call this with the same value, according to the store of the world."""
-        store = dist.distributed_c10d._get_default_store()
+        # torch returns the store of the world under a private name only.
+        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         try:
             # Numbered, so that a value of an earlier call is not mistaken for an answer.
             call = f"{name}/{store.add(f'{name}/times/{self.rank}', 1)}"
@@ -345,7 +348,8 @@ def _forget_layouts() -> None:
     # destroyed. A forked process must not clear the cache: its parent's groups would join threads it does not have.
     global _formed_by
     if _formed_by == os.getpid() and "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        # Documented by torch, under a private name.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
 
         _clear_sharding_prop_cache()
     _formed_by = os.getpid()

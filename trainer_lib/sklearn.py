@@ -28,7 +28,11 @@ require("sklearn", "sklearn", "scikit-learn")
 
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import (
+    _check_sample_weight,  # pyright: ignore[reportPrivateUsage] - estimators are meant to call it
+    check_is_fitted,
+    validate_data,
+)
 
 Array = np.ndarray[Any, Any]
 _PARTS = ("args", "module_kwargs")  # their values are parameters too: args__learning_rate

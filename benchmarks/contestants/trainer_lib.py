@@ -34,5 +34,5 @@ def forget_state() -> None:
     """Forget the state that all objects of the library share."""
     from trainer_lib.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    AcceleratorState.reset(True)
+    GradientState.reset()

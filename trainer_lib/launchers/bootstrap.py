@@ -74,7 +74,8 @@ def _leave_the_world() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    atexit._run_exitfuncs()
+    # Python has no public way to run exit handlers before os._exit.
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: it would wait for threads, and for collectives that the other processes never answer.

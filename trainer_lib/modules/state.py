@@ -70,7 +70,7 @@ def check_fits(
 def inner_module(module: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile`'s wrapper, or the module itself."""
     # Not getattr: some modules forward attributes to inner modules.
-    return module._modules.get("_orig_mod") or module
+    return module._modules.get("_orig_mod") or module  # pyright: ignore[reportPrivateUsage]
 
 
 def _listed(kind: str, names: list[str]) -> list[str]:

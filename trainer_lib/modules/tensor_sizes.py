@@ -57,7 +57,8 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     return {
         f"{prefix}.{name}" if fqns and prefix else name
         for prefix, owner in modules
-        for name in owner._non_persistent_buffers_set
+        # torch has no public question for this.
+        for name in owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
     }
 
 

@@ -62,7 +62,8 @@ class ScaledAutocast(Autocast):
     @classmethod
     def around(cls, scaler: torch.amp.GradScaler) -> "ScaledAutocast":
         """Return an fp16 precision that uses an existing scaler."""
-        precision = cls(scaler._device, AutocastKwargs(), GradScalerKwargs())
+        # A scaler has no public attribute for its device.
+        precision = cls(scaler._device, AutocastKwargs(), GradScalerKwargs())  # pyright: ignore[reportPrivateUsage]
         precision.scaler = scaler
         return precision
 
@@ -90,7 +91,7 @@ class ScaledAutocast(Autocast):
     def discard(self, optimizer: Optimizer) -> None:
         """Reset the record that the gradients were unscaled."""
         # There is no public way: the scaler resets it only in an update, and a discarded window makes none.
-        self.scaler._per_optimizer_states.pop(id(optimizer), None)
+        self.scaler._per_optimizer_states.pop(id(optimizer), None)  # pyright: ignore[reportPrivateUsage]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Update the weights unless a gradient overflowed."""
@@ -121,7 +122,8 @@ class ScaledAutocast(Autocast):
 
     def _flags_of(self, optimizer: Optimizer) -> list[Tensor]:
         # There is no public way: step() returns None for a skipped and for a normal update.
-        return list(self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        states = self.scaler._per_optimizer_states  # pyright: ignore[reportPrivateUsage]
+        return list(states[id(optimizer)]["found_inf_per_device"].values())
 
     def _update_scale(self) -> None:
         if self._update_is_due:

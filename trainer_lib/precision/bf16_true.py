@@ -20,7 +20,8 @@ class TrueBfloat16(Autocast):
 
     def cast(self, model: nn.Module) -> None:
         """Cast the floating parameters and buffers to bfloat16; each stays the object that optimizers know."""
-        model._apply(_as_bfloat16)  # unlike bfloat16(), also of lazy modules
+        # Unlike bfloat16(), this casts lazy modules too.
+        model._apply(_as_bfloat16)  # pyright: ignore[reportPrivateUsage]
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Let the model's own forward take its floating inputs in bfloat16 and return fp32."""

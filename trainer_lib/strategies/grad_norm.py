@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.foundation.foreach import foreach_mul_, foreach_norm
 
 
 def local_values(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -53,7 +54,7 @@ def clip_whole(parameters: Iterable[Tensor], max_norm: float, norm_type: float) 
         if any(gradient.is_sparse for gradient in gradients):
             return clip_norm(parameters, max_norm, norm_type, gradients[0].device)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
 
@@ -63,13 +64,13 @@ def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
     values = local_values(gradients)
     if not isinstance(factor, Tensor):
         if values:
-            torch._foreach_mul_(values, factor)
+            foreach_mul_(values, factor)
         return
     by_device: dict[torch.device, list[Tensor]] = {}  # offloaded shards are on the CPU, whole gradients are not
     for value in values:
         by_device.setdefault(value.device, []).append(value)
     for device, group in by_device.items():
-        torch._foreach_mul_(group, factor.to(device))
+        foreach_mul_(group, factor.to(device))
 
 
 @torch.no_grad()
@@ -134,7 +135,7 @@ def _norm_of_uniform(gradients: list[Tensor], norm_type: float) -> Tensor | None
     kind, device, _, is_sparse = next(iter(kinds)) if len(kinds) == 1 else (None, None, None, True)
     if kind is not Tensor or device is None or is_sparse or device.type not in ("cpu", "cuda"):
         return None
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
+    return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, norm_type)), norm_type)
 
 
 def _by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
@@ -148,7 +149,7 @@ def _by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
 
 def _norms(tensors: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     filled = [tensor for tensor in tensors if tensor.numel()]
-    norms = list(torch._foreach_norm(filled, norm_type, dtype=dtype)) if filled else []
+    norms = list(foreach_norm(filled, norm_type, dtype=dtype)) if filled else []
     if len(filled) < len(tensors):
         like = norms[0] if norms else torch.empty((), device=device)
         norm_of_empty = torch.full_like(like, math.inf if norm_type == -math.inf else 0.0)

@@ -266,9 +266,9 @@ class IterableReader(Reader):
         if not self.iterates_itself:
             return super()._iterated()
         self._worker_init.note_thread()
-        # The user's class must not see batches with counts.
+        # The user's class must not see batches with counts, and has no public method that makes an iterator once.
         counts: deque[Any] = deque()
-        get_iterator = type(self.loader)._get_iterator
+        get_iterator = type(self.loader)._get_iterator  # pyright: ignore[reportPrivateUsage]
         self.loader.__dict__["_get_iterator"] = lambda: Uncounted(get_iterator(self.loader), counts)
         return _counted_again(iter(self.loader), counts)
 

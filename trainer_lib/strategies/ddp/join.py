@@ -4,6 +4,9 @@ On a rank without data, torch's `Join` answers each collective of the ranks that
 `Joining` also contributes the rank's gradients of an unfinished accumulation window, and their weight.
 """
 
+# pyright: reportPrivateUsage=false
+# Here, what torch's Join sets on a module has no public name.
+
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -41,7 +41,8 @@ class ReplicatedParameters:
         del tensor
         if self.synchronizes and not self._is_due:
             self._is_due = True
-            engine: Any = Variable._execution_engine
+            # The only way to run code at the end of a backward; FSDP takes it too.
+            engine: Any = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
             engine.queue_callback(self._average)
 
     def _average(self) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] - the base of all layers with running statistics
 
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import PreparationError

@@ -88,7 +88,8 @@ class FreshOptimizers:
             rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
         for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
             _set_rate(group, float(rate))
-        schedule._last_lr = rates
+        # torch's schedules have no public way to set what `get_last_lr` returns.
+        schedule._last_lr = rates  # pyright: ignore[reportPrivateUsage]
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

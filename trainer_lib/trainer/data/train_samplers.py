@@ -140,7 +140,8 @@ def first_samples(sampler: Any, count: int) -> Any:
     if not isinstance(sampler, SeedableRandomSampler):
         return LimitedSampler(sampler, count)
     limited = copy.copy(sampler)
-    limited._num_samples = min(count, len(sampler))
+    # RandomSampler takes it in its constructor only.
+    limited._num_samples = min(count, len(sampler))  # pyright: ignore[reportPrivateUsage]
     return limited
 
 

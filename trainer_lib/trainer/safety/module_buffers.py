@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.foundation.foreach import foreach_copy_
 from trainer_lib.modules.tensor_slots import buffer_slots
 
 
@@ -33,7 +34,7 @@ class Buffers:
             buffer is earlier for buffer, earlier in zip(before, self._buffers, strict=True)
         ):
             if tensors:
-                torch._foreach_copy_(self._copies, tensors)
+                foreach_copy_(self._copies, tensors)
         else:
             self._copies = [tensor.clone() for tensor in tensors]
 
@@ -44,7 +45,7 @@ class Buffers:
             owner[name] = buffer
         tensors = [buffer for buffer in self._buffers if buffer is not None]
         if tensors:
-            torch._foreach_copy_(tensors, self._copies)
+            foreach_copy_(tensors, self._copies)
 
     @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
