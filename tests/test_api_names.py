@@ -26,8 +26,14 @@ NAMES = {
 }
 # Modules and names that are left out, and why.
 LEFT_OUT = {
-    "trainer_lib.commands.": "the commands are those of `trainer-lib`",
-    "trainer_lib.utils.write_basic_config": "`trainer-lib launch` reads no file",
+    "trainer_lib.commands.menu.": "the menus of Accelerate's dialog, which no script imports",
+    "trainer_lib.commands.env": "`run.json` records the environment of each run",
+    "trainer_lib.commands.estimate": "not there yet",
+    "trainer_lib.commands.launch.CustomHelpFormatter": "how Accelerate's help looks",
+    "trainer_lib.commands.launch.clean_option": "a part of CustomHelpFormatter",
+    "trainer_lib.commands.merge": "the command is `trainer-lib checkpoint consolidate`",
+    "trainer_lib.commands.test": "starts a test script of Accelerate's own",
+    "trainer_lib.commands.tpu": "this version does not train on TPUs",
     "trainer_lib.optimizer.patch_optimizer_step": "tells a loss scaler's skipped step, which step_was_skipped says",
 }
 

@@ -10,8 +10,15 @@ from trainer_lib.foundation.missing_features import BIG_MODELS, missing_function
 from trainer_lib.hooks import LayerwiseCastingHook, add_hook_to_module
 from trainer_lib.modules.init_on_device import init_empty_weights as init_empty_weights
 from trainer_lib.modules.init_on_device import init_on_device as init_on_device
-from trainer_lib.options.accelerate_constants import (
-    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
+
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
 )
 
 cpu_offload = missing_function("cpu_offload", BIG_MODELS)

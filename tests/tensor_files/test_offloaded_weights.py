@@ -51,8 +51,9 @@ def test_the_layout_is_accelerates(tmp_path: Path) -> None:
 def test_an_index_grows(tmp_path: Path) -> None:
     index = offload_weight(torch.ones(1), "first", tmp_path)
     save_offload_index(index, tmp_path)
-    save_offload_index(offload_weight(torch.zeros(1), "second", tmp_path, index), tmp_path)
+    save_offload_index(offload_weight(torch.zeros(1), "second", tmp_path), tmp_path)
     save_offload_index({}, tmp_path)
+    assert list(offload_weight(torch.ones(1), "third", tmp_path, index)) == ["first", "third"]
     assert list(json.loads((tmp_path / "index.json").read_text())) == ["first", "second"]
     assert torch.equal(load_offloaded_weight(tmp_path / "second.dat", index["first"]), torch.zeros(1))
 

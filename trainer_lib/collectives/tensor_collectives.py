@@ -10,11 +10,24 @@ from torch import Tensor
 from trainer_lib.collectives.shape_check import Leaf, check_layouts, layout, verify, whole, without_sizes
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
 from trainer_lib.foundation.pytree import leaves, map_tensors
-from trainer_lib.options.accelerate_constants import TENSOR_TYPE_TO_INT
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
 
 _REDUCTIONS = ("mean", "sum", "none")
+
+TENSOR_TYPE_TO_INT = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.uint8: 5,
+    torch.int8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
 
 class CannotPadNestedTensorWarning(UserWarning):

@@ -7,11 +7,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from trainer_lib.commands.launch_options import parse
+from trainer_lib.commands.launch_options import launch_parser, parse
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.missing_features import DEEPSPEED, SAGEMAKER, TPU, missing_function
 from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
+from trainer_lib.options.accelerate_constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
+from trainer_lib.options.accelerate_constants import DYNAMO_BACKENDS as DYNAMO_BACKENDS
+from trainer_lib.options.accelerate_constants import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.precision_options import check_precision
 from trainer_lib.processes.exit_codes import reason_of
@@ -21,7 +26,43 @@ _DEFAULT_PORT = 29500
 
 def run(arguments: Sequence[str]) -> int:
     """Start the script and return the exit code of the launch."""
-    options, command = parse(arguments)
+    return _start(*parse(arguments))
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return a parser of the launcher's options, of a script and of the script's arguments.
+
+    Args:
+        subparsers: What `add_subparsers` returned, to add the command `launch` to.
+    """
+    parser = launch_parser(subparsers)
+    parser.add_argument("training_script", help="the script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(func=launch_command)
+    return parser
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Launch what a parser of `launch_command_parser` has parsed.
+
+    Raises:
+        SystemExit: If the launch fails, with its exit code.
+    """
+    code = _start(args, [args.training_script, *args.training_script_args])
+    if code:
+        raise SystemExit(code)
+
+
+def main() -> None:
+    """Launch what the command line of this program says.
+
+    Raises:
+        SystemExit: If the launch fails, with its exit code.
+    """
+    launch_command(launch_command_parser().parse_args())
+
+
+def _start(options: argparse.Namespace, command: Sequence[str]) -> int:
     variables = _variables(options)
     program = _program(options, command)
     with environment.patch_environment(**variables):
@@ -162,3 +203,11 @@ def _say(message: str) -> None:
 
 def _say_nothing(message: str) -> None:
     del message
+
+
+# One launcher for all kinds of worlds, under Accelerate's names.
+simple_launcher = multi_gpu_launcher = launch_command
+deepspeed_launcher = missing_function("deepspeed_launcher", DEEPSPEED)
+sagemaker_launcher = missing_function("sagemaker_launcher", SAGEMAKER)
+tpu_launcher = missing_function("tpu_launcher", TPU)
+tpu_pod_launcher = missing_function("tpu_pod_launcher", TPU)

@@ -1,7 +1,8 @@
 """The options of `trainer-lib launch`, under Accelerate's names."""
 
 import argparse
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, did_you_mean
@@ -69,7 +70,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         ConfigurationError: For an option that does not exist, lacks its value or has a wrong one.
         UnsupportedError: For an option of Accelerate's that this version does not have.
     """
-    parser = _parser()
+    parser = launch_parser()
     launcher_arguments, command = _split(arguments, parser)
     return parser.parse_args(launcher_arguments), command
 
@@ -80,9 +81,10 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message}. `trainer-lib launch -h` lists the options.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="trainer-lib launch",
+def launch_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return a parser of the launcher's options; as the command `launch` of `subparsers`, if you give them."""
+    make = functools.partial(_Parser, prog="trainer-lib launch") if subparsers is None else _as_command(subparsers)
+    parser = make(
         usage="trainer-lib launch [options] SCRIPT [options of the script]",
         description="Start a script on one or several processes that form a world, on accelerators or the CPU.",
         epilog=_EPILOG,
@@ -96,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_failures(parser.add_argument_group("failures and output"))
     _add_script(parser.add_argument_group("the script"))
     return parser
+
+
+def _as_command(subparsers: Any) -> Callable[..., argparse.ArgumentParser]:
+    return functools.partial(subparsers.add_parser, "launch")
 
 
 def _add_processes(group: Any) -> None:

@@ -1,11 +1,8 @@
-"""Constants of Accelerate that scripts import: names of files, kinds of worlds, and versions of packages."""
+"""Constants of Accelerate that scripts import: names of files, kinds of worlds, and versions of packages; no torch."""
 
 import operator
 from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import nn
 
 from trainer_lib.options.enums import DistributedType
 
@@ -75,28 +72,6 @@ STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
-TENSOR_TYPE_TO_INT = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.uint8: 5,
-    torch.int8: 6,
-    torch.int16: 7,
-    torch.int32: 8,
-    torch.int64: 9,
-    torch.bool: 10,
-}
-TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
 
 # The versions of packages from which on Accelerate has a feature. This library needs a newer torch than any of them.
 BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"

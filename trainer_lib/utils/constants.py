@@ -1,5 +1,6 @@
 """Constants that scripts import from `accelerate.utils.constants`."""
 
+from trainer_lib.big_modeling import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from trainer_lib.checkpointing.format.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
 from trainer_lib.checkpointing.format.layout import RNG_STATE_NAME as RNG_STATE_NAME
 from trainer_lib.checkpointing.format.layout import SAMPLER_NAME as SAMPLER_NAME
@@ -43,11 +44,6 @@ from trainer_lib.options.accelerate_constants import SAGEMAKER_PYTHON_VERSION as
 from trainer_lib.options.accelerate_constants import SAGEMAKER_PYTORCH_VERSION as SAGEMAKER_PYTORCH_VERSION
 from trainer_lib.options.accelerate_constants import SAGEMAKER_TRANSFORMERS_VERSION as SAGEMAKER_TRANSFORMERS_VERSION
 from trainer_lib.options.accelerate_constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
-from trainer_lib.options.accelerate_constants import (
-    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
-)
-from trainer_lib.options.accelerate_constants import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
-from trainer_lib.options.accelerate_constants import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from trainer_lib.options.accelerate_constants import (
     TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES,
 )

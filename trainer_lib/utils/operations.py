@@ -27,6 +27,8 @@ from trainer_lib.collectives import send_to_device as send_to_device
 from trainer_lib.collectives import slice_tensors as slice_tensors
 from trainer_lib.collectives.shape_check import chained_operation as chained_operation
 from trainer_lib.collectives.shape_check import verify_operation as verify_operation
+from trainer_lib.collectives.tensor_collectives import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
+from trainer_lib.collectives.tensor_collectives import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from trainer_lib.collectives.tensor_collectives import gather_tensor_shape as gather_tensor_shape
 from trainer_lib.foundation.compat import GatheredParameters as GatheredParameters
 from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
@@ -34,8 +36,6 @@ from trainer_lib.foundation.pytree import get_shape as get_shape
 from trainer_lib.foundation.pytree import is_torch_xpu_tensor as is_torch_xpu_tensor
 from trainer_lib.modules.forwards import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from trainer_lib.modules.forwards import convert_outputs_to_fp32 as convert_outputs_to_fp32
-from trainer_lib.options.accelerate_constants import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
-from trainer_lib.options.accelerate_constants import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from trainer_lib.options.accelerate_constants import (
     TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES,
 )
