@@ -28,16 +28,16 @@ from trainer_lib.trainer.evaluation import eval_calls
 from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 from trainer_lib.trainer.evaluation.eval_sets import named_sets
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
-from trainer_lib.trainer.evaluation.measures import measures_by_set
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.evaluation.prediction_results import Predictions
 from trainer_lib.trainer.fit import fit_run
 from trainer_lib.trainer.fit.build_accelerator import build_accelerator
-from trainer_lib.trainer.fit.running_means import RunningMeans
 from trainer_lib.trainer.losses.batch_loss import BatchLoss
 from trainer_lib.trainer.losses.label_shift import LabelShift
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.losses.model_io import count_items
+from trainer_lib.trainer.metrics.measures import measures_by_set
+from trainer_lib.trainer.metrics.running_means import RunningMeans
 from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics
 from trainer_lib.trainer.overridable import overridable
 from trainer_lib.trainer.publish.publish_methods import PublishMethods

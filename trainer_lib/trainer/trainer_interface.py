@@ -15,9 +15,9 @@ from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
-from trainer_lib.trainer.fit.running_means import RunningMeans
 from trainer_lib.trainer.losses.batch_loss import BatchLoss
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
+from trainer_lib.trainer.metrics.running_means import RunningMeans
 from trainer_lib.trainer.prepared_models import PreparedModels
 from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 

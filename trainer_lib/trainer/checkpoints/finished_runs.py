@@ -63,7 +63,7 @@ def load_finished(trainer: TrainerInterface, run: RunFolder, checkpoint: AnyPath
     session = FitSession(trainer, run, Signals((), Control(), trainer.accelerator.is_main_process))
     trainer.run = session.run
     try:
-        session.load(checkpoint)
+        session.loading.load(checkpoint)
         _fire(session, "on_fit_begin")
         session.run.state = RunState.of(state)
         session.run.metrics = dict(facts["metrics"])
@@ -71,12 +71,12 @@ def load_finished(trainer: TrainerInterface, run: RunFolder, checkpoint: AnyPath
         _fire(session, "on_fit_end")  # which replaces the weights by their averages (EMA, SWA)
     finally:
         session.release()
-    return session.result()
+    return session.end.result()
 
 
 def _fire(session: FitSession, event: str) -> None:
     """Call the callbacks that modify training. Those that report are not called, as nothing is trained."""
-    for callback in session.events:
+    for callback in session.context.events:
         if isinstance(callback, Modifier):
             getattr(callback, event)(session.run)
 

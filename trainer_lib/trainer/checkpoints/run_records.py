@@ -3,6 +3,8 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.events import Run
+from trainer_lib.foundation.errors import UnreachableError, UnwritableError
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import RunFolder
 
@@ -22,6 +24,29 @@ def describe_run(args: "TrainingArguments") -> dict[str, Any]:
         "environment": {**describe_environment(), "command": masked_command(sys.argv)},
         "process": describe_process(),
     }
+
+
+def write_running(folder: RunFolder, args: "TrainingArguments", is_new: bool) -> None:
+    """Write the description of a run that begins or resumes.
+
+    Raises:
+        UnwritableError: If the run is new and the folder cannot be written: nobody would find the run.
+    """
+    try:
+        folder.write(status="running", **describe_run(args))
+    except OSError as error:
+        if is_new:
+            raise UnwritableError(f"{folder.path} could not be written: {error.strerror or error}.") from error
+        _logger.warning('The status "running" could not be written to %s: %s.', folder.path, error)
+
+
+def write_end(folder: RunFolder, run: Run) -> None:
+    """Write how a run ended, and its report; a failure is logged, since the weights are there all the same."""
+    try:
+        folder.write(status=run.state.status, state=run.state.state_dict(), metrics=dict(run.metrics))
+        write_report(folder)
+    except (OSError, UnreachableError) as error:
+        _logger.warning("How the run ended could not be written to %s: %s.", folder.path, error)
 
 
 def write_report(folder: RunFolder) -> None:

@@ -2,17 +2,15 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import CheckpointError, RunInUseError, UnsavedError, UnwritableError
 from trainer_lib.logging import get_logger
-from trainer_lib.runs import RunFolder
+from trainer_lib.runs.run_lease import Lease
 from trainer_lib.trainer.checkpoints.existing_checkpoints import existing_checkpoints
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.fit.session import FitSession
-    from trainer_lib.trainer.result import FitResult
+from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.result import FitResult
 
 _logger = get_logger(__name__)
 
@@ -23,16 +21,20 @@ class CheckpointSaver:
     """Saves checkpoints, one at a time.
 
     Args:
-        session: The session of the run.
+        context: The fit.
+        lease: The right to write into the run's folder.
 
     Attributes:
         pending: The entry of a checkpoint that is being written, or is written and not yet announced by `on_save_end`.
         reasons: Why the last checkpoint was saved.
         failure: Why the last checkpoint could not be written; `None` if it could.
+        saved_step: The step whose state is saved, so that it is not saved again; -1 without one.
     """
 
-    def __init__(self, session: "FitSession") -> None:
-        self._session = session
+    def __init__(self, context: FitContext, lease: Lease) -> None:
+        self._context, self._run, self._lease = context, context.run, lease
+        self._background = context.accelerator.checkpoints.background
+        self.saved_step = -1
         self._has_asked = False
         self._began = 0.0  # when the last save began, by time.monotonic
         self.pending: dict[str, Any] | None = None
@@ -46,13 +48,12 @@ class CheckpointSaver:
         if self.pending is not None:  # the save before hangs
             return
         self._began, self.failure = time.monotonic(), None
-        run = self._session.run
-        state = run.state
+        run, state = self._run, self._run.state
         earlier = [checkpoint for checkpoint in state.checkpoints if checkpoint["path"] != str(target)]
         entry = {"path": str(target), "step": state.step, "metrics": metrics, **self._position()}
         self.reasons = self._reasons()
         entry["reasons"] = sorted(self.reasons) or ["asked"]
-        self._session.events.fire("on_save_begin", run, target)
+        self._context.events.fire("on_save_begin", run, target)
         state.checkpoints = [*earlier, entry]  # so that a run that resumes from it lists it
         try:
             run.accelerator.save_state(target, background=run.args.save_in_background)
@@ -65,17 +66,21 @@ class CheckpointSaver:
         if not run.args.save_in_background:
             self.flush()
 
-    def find(self, folder: RunFolder | None) -> None:
+    def forget_step(self) -> None:
+        """Let the same step be saved again."""
+        self.saved_step = -1
+
+    def find(self) -> None:
         """Replace a resumed run's list of checkpoints by those that exist, as the main process sees them."""
-        run = self._session.run
+        run = self._run
         existing = [None]
         if run.is_main_process:
-            existing = [existing_checkpoints(run.state.checkpoints, folder, run.state.step)]
+            existing = [existing_checkpoints(run.state.checkpoints, self._context.folder, run.state.step)]
         (run.state.checkpoints,) = run.accelerator.group.broadcast_objects(existing)
 
     def request_flush(self) -> None:
         """Ask for `flush`, once, when the checkpoint in the background is written."""
-        run = self._session.run
+        run = self._run
         if not (self._has_asked or run.control.is_due("flush") or run.accelerator.is_saving):
             self._has_asked = True
             run.control.ask("flush")
@@ -96,10 +101,10 @@ class CheckpointSaver:
         except UnwritableError as error:
             self._handle_failure(error)
         else:
-            self._session.events.fire("on_save_end", self._session.run, path_at(entry["path"]))
-            self._session.upload_logs()
+            self._context.events.fire("on_save_end", self._run, path_at(entry["path"]))
+            self._upload_logs()
 
-    def unsaved_error(self, result: "FitResult") -> UnsavedError:
+    def unsaved_error(self, result: FitResult) -> UnsavedError:
         """Return the error of a run that trained all its steps and whose last checkpoint could not be written."""
         checkpoints = result.state.checkpoints
         newest = f"step {checkpoints[-1]['step']}, {checkpoints[-1]['path']}" if checkpoints else "none"
@@ -114,19 +119,23 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Wait for the background save, however the run ended, and free its memory. It fires no event."""
-        if self.pending is not None and self._session.run.accelerator.checkpoints.background.hang is None:
+        if self.pending is not None and self._background.hang is None:
             try:
                 self._written()
             except CheckpointError as error:
                 _logger.error("%s", error)
-        self._session.run.accelerator.checkpoints.background.release()
+        self._background.release()
+
+    def _upload_logs(self) -> None:
+        if self._context.folder is not None and self._run.is_main_process:
+            self._context.folder.upload()
 
     def _refuse_hang(self) -> None:
         """Raise on all ranks if the save hangs on one of them."""
-        run = self._session.run
+        run = self._run
         if not run.args.save_in_background:
             return
-        saves = run.accelerator.checkpoints.background
+        saves = self._background
         saves.wait_until_released()
         hang = next((hang for hang in run.accelerator.group.all_gather_objects(saves.hang) if hang is not None), None)
         if hang is not None:
@@ -134,24 +143,24 @@ class CheckpointSaver:
             raise UnwritableError(hang)
 
     def _handle_failure(self, error: UnwritableError) -> None:
-        if self._session.run.args.on_save_error == "raise":
+        if self._run.args.on_save_error == "raise":
             raise error
         self.failure = str(error)
-        self._session.forget_save()
-        if not self._session.run.state.has_ended:  # otherwise the end of the fit warns
+        self.forget_step()
+        if not self._run.state.has_ended:  # otherwise the end of the fit warns
             _logger.warning('%s Training continues; on_save_error="raise" would end it.', error)
-        self._session.run.record_event("not_saved", why=str(error))
+        self._run.record_event("not_saved", why=str(error))
 
     def _reasons(self) -> set[str]:
-        run = self._session.run
+        run = self._run
         reasons = set(run.control.save_reasons)
         run.control.save_reasons.clear()
         return reasons | ({"end"} if run.state.has_ended else set())
 
     def _position(self) -> dict[str, Any]:
-        run, state = self._session.run, self._session.run.state
+        run, state = self._run, self._run.state
         # Clocks differ, and retention goes by this time: all ranks must keep the same checkpoints.
-        local = [state.seconds, self._session.lease.loss()]
+        local = [state.seconds, self._lease.loss()]
         seconds, loss = run.accelerator.group.broadcast_objects(local)
         if loss is not None:
             raise RunInUseError(f"{loss} Nothing more is saved.")
@@ -161,21 +170,21 @@ class CheckpointSaver:
         """Wait for the checkpoint, add it to the run's list, and return its entry."""
         entry, self.pending = self.pending, None
         assert entry is not None
-        run = self._session.run
+        run = self._run
         run.accelerator.wait_for_save()
         in_background = run.args.save_in_background
-        ended = run.accelerator.checkpoints.background.ended_at if in_background else time.monotonic()
+        ended = self._background.ended_at if in_background else time.monotonic()
         run.state.save_seconds = ended - self._began
-        if faults := run.accelerator.checkpoints.background.nonfinite:
+        if faults := self._background.nonfinite:
             entry["nonfinite"] = faults
             self._warn_of_nonfinite(entry)
-        self._warn_of_infinite_states(entry["path"], run.accelerator.checkpoints.background.infinite_states)
+        self._warn_of_infinite_states(entry["path"], self._background.infinite_states)
         run.state.checkpoints = [*run.state.checkpoints, entry]
         return entry
 
     def _warn_of_nonfinite(self, entry: Mapping[str, Any]) -> None:
         """Warn of a checkpoint with NaN or Inf, and choose the best evaluation without it."""
-        run, state = self._session.run, self._session.run.state
+        run, state = self._run, self._run.state
         fault = f"{entry['path']} has tensors with NaN or Inf: {_some(entry['nonfinite'])}."
         _logger.warning(
             "%s It does not count as a good checkpoint: no older checkpoint is deleted for it, it is never the best, "
@@ -184,7 +193,7 @@ class CheckpointSaver:
         )
         run.record_event("not_finite", why=fault)
         if state.best is not None and state.best.step == entry["step"]:
-            state.best = self._session.best_of(state.checkpoints)
+            state.best = self._context.evaluation.best_of(state.checkpoints)
 
     def _warn_of_infinite_states(self, path: str, names: Sequence[str]) -> None:
         """Warn of each optimizer state with Inf, once. The checkpoint still counts as good."""
@@ -199,7 +208,7 @@ class CheckpointSaver:
             "in fp32, from a checkpoint before this one.",
             fault,
         )
-        self._session.run.record_event("infinite_states", why=fault)
+        self._run.record_event("infinite_states", why=fault)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 from trainer_lib.events import Best
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.metric_names import greater_is_better_for
-from trainer_lib.trainer.evaluation.eval_sets import EvaluatedTrainer, named_sets, sets_at_intervals
-from trainer_lib.trainer.evaluation.measures import Measures
+from trainer_lib.trainer.evaluation.eval_sets import EvaluatedTrainer, metrics_over_sets, named_sets, sets_at_intervals
+from trainer_lib.trainer.metrics.measures import Measures
 
 
 class EvaluationPlan:
@@ -30,6 +30,16 @@ class EvaluationPlan:
     def sets(self) -> dict[str, Any]:
         """The evaluation sets by name; a single one is called ""."""
         return {} if self._trainer.eval_dataset is None else named_sets(self._trainer, self._trainer.eval_dataset)
+
+    @property
+    def at_intervals(self) -> list[str]:
+        """The names of the sets that are evaluated at intervals during training."""
+        return sets_at_intervals(self._trainer)
+
+    @property
+    def averaged_metrics(self) -> list[str]:
+        """The metrics to average over the sets of the current evaluation."""
+        return metrics_over_sets(self._trainer)
 
     @property
     def interval(self) -> Every | None:

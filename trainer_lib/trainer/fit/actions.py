@@ -1,6 +1,13 @@
 """What a run does after an update when it is asked to: flush, log, evaluate, interrupt, save, stop; in this order."""
 
-from trainer_lib.trainer.fit.session import FitSession
+from trainer_lib.trainer.checkpoints.owed_requests import OwedRequests
+from trainer_lib.trainer.checkpoints.saver import CheckpointSaver
+from trainer_lib.trainer.evaluation.fit_evaluations import FitEvaluations
+from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.fit.fit_end import FitEnd
+from trainer_lib.trainer.fit.saving import Saving
+from trainer_lib.trainer.fit.train_log import TrainLog
+from trainer_lib.trainer.fit.triggers import Triggers
 
 _EVALUATIONS = ("evaluate", "evaluate_sets")  # of all sets, and of those whose intervals are over
 
@@ -9,12 +16,34 @@ class Actions:
     """Handles the requests that all ranks know of.
 
     Args:
-        session: The fit.
+        context: The fit.
+        triggers: Asks for what is due at intervals.
+        saver: The checkpoints of the run.
+        saving: Saves a step.
+        log: Logs.
+        evaluations: Evaluates.
+        end: Interrupts the run.
+        owed: What an interrupted run owes to its last step.
+        was_interrupted: Whether the run resumes from the checkpoint of an interruption.
     """
 
-    def __init__(self, session: FitSession) -> None:
-        self._session, self._run = session, session.run
-        self._group = session.context.group
+    def __init__(
+        self,
+        context: FitContext,
+        *,
+        triggers: Triggers,
+        saver: CheckpointSaver,
+        saving: Saving,
+        log: TrainLog,
+        evaluations: FitEvaluations,
+        end: FitEnd,
+        owed: OwedRequests,
+        was_interrupted: bool,
+    ) -> None:
+        self._context, self._run, self._group = context, context.run, context.group
+        self._triggers, self._saver, self._saving, self._log = triggers, saver, saving, log
+        self._evaluations, self._end, self._owed = evaluations, end, owed
+        self._was_interrupted = was_interrupted
         self._is_stopped = False
 
     @property
@@ -29,10 +58,10 @@ class Actions:
 
     def ask(self) -> None:
         """Ask for what is due after this update."""
-        session, control = self._session, self._run.control
-        session.triggers.ask(self._run)
-        if session.saves.pending is not None:
-            session.saves.request_flush()
+        control = self._run.control
+        self._triggers.ask(self._run)
+        if self._saver.pending is not None:
+            self._saver.request_flush()
         if self._group.size == 1:
             control.sync_across_ranks(self._group)
 
@@ -45,11 +74,11 @@ class Actions:
         return self.is_over
 
     def _handle(self) -> None:
-        session, control = self._session, self._run.control
+        control = self._run.control
         if control.take("flush"):
-            session.saves.flush()
+            self._saver.flush()
         if control.take("log") or self._ends:
-            session.log()
+            self._log.log()
         if any(map(control.is_due, _EVALUATIONS)) and not control.is_due("interrupt"):
             self._evaluate()
         if control.take("interrupt"):
@@ -57,8 +86,8 @@ class Actions:
             return
         # The last step's checkpoint comes after the last evaluation, which the end of the fit makes.
         if not self._ends and control.take("save"):
-            session.save()
-            if session.agreed_interruption() is not None:  # since then: what is saved is not saved again
+            self._saving.save()
+            if self._end.agreed_interruption() is not None:  # since then: what is saved is not saved again
                 self._interrupt()
                 return
         if control.take("stop"):
@@ -67,14 +96,14 @@ class Actions:
 
     def run_owed(self) -> None:
         """Do what an interrupted run owed to its last step; unless this one is interrupted as well."""
-        session, control = self._session, self._run.control
-        if session.agreed_interruption() is not None:
+        context, control = self._context, self._run.control
+        if self._end.agreed_interruption() is not None:
             control.agree("interrupt")
-        if session.owed or (self.is_over and session.saved_state.get("status") == "interrupted"):
-            session.forget_save()  # which was made before the owed evaluation
-        possible = {"save": session.folder is not None, "stop": True}
-        for name, reason in session.owed.items():
-            if possible.get(name, session.evaluates):  # with the data and arguments of this program
+        if self._owed.requests or (self.is_over and self._was_interrupted):
+            self._saver.forget_step()  # which was saved before the owed evaluation
+        possible = {"save": context.folder is not None, "stop": True}
+        for name, reason in self._owed.requests.items():
+            if possible.get(name, bool(context.evaluation.sets)):  # with the data and arguments of this program
                 control.agree(name)
                 control.reason = control.reason or reason
         if not control.is_empty:
@@ -93,7 +122,7 @@ class Actions:
 
     def _evaluate(self) -> None:
         control = self._run.control
-        if self._session.evaluate_due(is_last=self._ends):
+        if self._evaluations.evaluate_due(is_last=self._ends):
             for name in _EVALUATIONS:
                 control.take(name)
             control.sync_across_ranks(self._group)
@@ -108,5 +137,5 @@ class Actions:
         )  # else the interruption's checkpoint is the one asked for
         names = (*_EVALUATIONS, "save", "stop") if is_before_save else ("stop",)
         owed = [name for name in names if control.take(name)]
-        self._session.interrupt({name: control.reason if name == "stop" else None for name in owed})
+        self._end.interrupt({name: control.reason if name == "stop" else None for name in owed})
         self._is_stopped = True

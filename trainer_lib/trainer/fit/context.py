@@ -10,7 +10,9 @@ from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import RunFolder
-from trainer_lib.trainer.fit.running_means import RunningMeans
+from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
+from trainer_lib.trainer.losses.batch_loss import BatchLoss
+from trainer_lib.trainer.metrics.running_means import RunningMeans
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,10 @@ class FitContext:
         loader: The prepared loader of training data.
         named_models: The prepared models by name; a single one is called "".
         means: The means that the next log takes.
+        loss: The loss of a batch.
+        evaluation: What is evaluated.
         folder: The run's folder; `None`: nothing is written.
-        has_own_step: Whether the user overrides `training_step`.
+        schedule_length: The steps that schedules are made for; `None`: not known.
         in_sandbox: Whether a tool, such as the learning-rate finder, trains.
     """
 
@@ -35,14 +39,21 @@ class FitContext:
     loader: Any
     named_models: Mapping[str, nn.Module]
     means: RunningMeans
+    loss: BatchLoss
+    evaluation: EvaluationPlan
     folder: RunFolder | None
-    has_own_step: bool = False
-    in_sandbox: bool = False
+    schedule_length: int | None
+    in_sandbox: bool
 
     @property
     def models(self) -> Sequence[nn.Module]:
         """The prepared models."""
         return list(self.named_models.values())
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether the user overrides `training_step`."""
+        return self.loss.has_own_step
 
     @property
     def group(self) -> ProcessGroup:

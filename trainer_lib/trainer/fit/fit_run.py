@@ -57,27 +57,27 @@ def _train(trainer: TrainerInterface, resume_point: ResumePoint, lease: Lease) -
         status = "failed"
         try:
             session.begin(resume_point.checkpoint)
-            TrainLoop(session).train()
-            if session.interruption is None:
-                session.finish()
+            session.loop(TrainLoop).train()
+            if session.owed.interruption is None:
+                session.end.finish()
             status = session.run.state.status
         except KeyboardInterrupt:
             status = "interrupted"
-            session.saves.close()  # first, so that on_interrupt sees all checkpoints
+            session.saver.close()  # first, so that on_interrupt sees all checkpoints
             trainer.events.fire("on_interrupt", session.run)
             raise
         except BaseException as error:
-            session.saves.close()
+            session.saver.close()
             trainer.events.fire("on_exception", session.run, error)
             raise
         finally:
             session.close(status)
-    result = session.result()
-    if session.interruption is not None and not is_interactive():
-        session.leave_together()
+    result, interruption = session.end.result(), session.owed.interruption
+    if interruption is not None and not is_interactive():
+        session.end.leave_together()
         signals.hand_on()
-        raise Interrupted(session.interruption, result)
+        raise Interrupted(interruption, result)
     signals.hand_on()
     if result.status == "unsaved":
-        raise session.saves.unsaved_error(result)
+        raise session.saver.unsaved_error(result)
     return result

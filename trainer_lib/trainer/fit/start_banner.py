@@ -3,40 +3,37 @@
 import shutil
 import sys
 import textwrap
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from trainer_lib.foundation.duration import Every
 from trainer_lib.processes.exit_codes import is_interactive
-from trainer_lib.trainer.optim.schedules import peak_first_last
-from trainer_lib.trainer.safety.deadline import deadline_in
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer.fit.session import FitSession
-
+from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.optim.schedules import moves_each_update, peak_first_last
+from trainer_lib.trainer.safety.deadline import Deadline
+from trainer_lib.trainer.safety.signals import Signals
 
 _NARROWEST = 40
 
 
-def banner(session: "FitSession", columns: int | None = None) -> str:
+def banner(context: FitContext, signals: Signals, deadline: Deadline, columns: int | None = None) -> str:
     """Return what is going to happen, a line a subject, wrapped between words to so many columns."""
     lines = {
-        "model": _model(session),
-        "devices": _devices(session),
-        "batch": _batch(session),
-        "length": _length(session),
-        "optimizer": _optimizers(session),
-        "loss": session.trainer.parts.loss.describe(),
-        "evaluation": _evaluation(session),
-        "output": _output(session),
-        **_resume(session),
-        "ends early": _ends_early(session),
+        "model": _model(context),
+        "devices": _devices(context),
+        "batch": _batch(context),
+        "length": _length(context),
+        "optimizer": _optimizers(context),
+        "loss": context.loss.describe(),
+        "evaluation": _evaluation(context),
+        "output": _output(context),
+        **_resume(context),
+        "ends early": _ends_early(signals, deadline),
     }
     width = max(map(len, lines))
     text = "\n".join(_wrapped(f"  {name:<{width}}  ", line, columns) for name, line in lines.items())
-    return f"run {session.run.state.run_id or '(not saved)'}\n{text}\n"
+    return f"run {context.run.state.run_id or '(not saved)'}\n{text}\n"
 
 
 def _wrapped(label: str, line: str, columns: int | None) -> str:
@@ -54,19 +51,19 @@ def _wrapped(label: str, line: str, columns: int | None) -> str:
     )
 
 
-def show(session: "FitSession") -> None:
+def show(context: FitContext, signals: Signals, deadline: Deadline) -> None:
     """Write the banner, on the main process; a rehearsal has none, and neither has a run that nothing shows."""
-    shows = any(callback.is_display for callback in session.events)
-    if session.run.is_main_process and shows and not session.trainer.parts.in_sandbox:
+    shows = any(callback.is_display for callback in context.events)
+    if context.run.is_main_process and shows and not context.in_sandbox:
         file = sys.stdout if is_interactive() else sys.stderr  # which notebooks show in red
         columns = shutil.get_terminal_size().columns if file.isatty() else None
-        file.write(banner(session, columns))
+        file.write(banner(context, signals, deadline, columns))
         file.flush()
 
 
-def _model(session: "FitSession") -> str:
-    trainer = session.trainer
-    named: Any = trainer.model if not isinstance(trainer.model, nn.Module) else {"": trainer.model}
+def _model(context: FitContext) -> str:
+    given: Any = context.run.trainer.model
+    named: Any = {"": given} if isinstance(given, nn.Module) else given
     parts: list[str] = []
     for name, model in named.items():
         count = sum(_count(parameter) for parameter in model.parameters())
@@ -76,8 +73,8 @@ def _model(session: "FitSession") -> str:
     return "; ".join(parts)
 
 
-def _devices(session: "FitSession") -> str:
-    accelerator = session.run.accelerator
+def _devices(context: FitContext) -> str:
+    accelerator = context.run.accelerator
     count = accelerator.num_processes
     how = "" if count == 1 else f" ({accelerator.distributed_type.value})"
     precision = {"no": "full precision"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
@@ -85,8 +82,8 @@ def _devices(session: "FitSession") -> str:
     return f"{count} {plural}{how} on {accelerator.device.type}, {precision}"
 
 
-def _batch(session: "FitSession") -> str:
-    accelerator, of_round = session.run.accelerator, session.loader.total_batch_size
+def _batch(context: FitContext) -> str:
+    accelerator, of_round = context.run.accelerator, context.loader.total_batch_size
     steps, count = accelerator.gradient_accumulation_steps, accelerator.num_processes
     if of_round is None:
         return f"of the loader's own size × {steps} accumulated"
@@ -95,8 +92,8 @@ def _batch(session: "FitSession") -> str:
     )
 
 
-def _length(session: "FitSession") -> str:
-    state, args = session.run.state, session.trainer.args
+def _length(context: FitContext) -> str:
+    state, args = context.run.state, context.run.args
     parts = [f"{state.max_steps} steps" if state.max_steps is not None else "steps not known beforehand"]
     if state.steps_per_epoch:
         parts.append(f"{state.steps_per_epoch} an epoch")
@@ -111,50 +108,50 @@ def _length(session: "FitSession") -> str:
     return ", ".join(parts)
 
 
-def _optimizers(session: "FitSession") -> str:
+def _optimizers(context: FitContext) -> str:
     parts: list[str] = []
-    for name, optimizer in session.run.optimizers.items():
+    for name, optimizer in context.run.optimizers.items():
         rates = sorted({group["lr"] for group in optimizer.param_groups}, key=float)
-        scheduler = session.run.schedulers.get(name)
+        scheduler = context.run.schedulers.get(name)
         rate = "learning rate " + ", ".join(f"{float(value):g}" for value in rates)
-        if scheduler is not None and scheduler in session.step_schedulers:
-            first, peak, last = peak_first_last(scheduler, session.schedule_length)
+        if scheduler is not None and moves_each_update(scheduler):
+            first, peak, last = peak_first_last(scheduler, context.schedule_length)
             known = ((first, "first"), (peak, "at most"), (last, "last"))
             rate = "learning rate " + ", ".join(f"{value:g} {word}" for value, word in known if value is not None)
         label = "" if name == "default" else f"{name}: "
         parts.append(f"{label}{type(optimizer.optimizer).__name__}, {rate}")
-    return "; ".join(parts) + _clipping(session)
+    return "; ".join(parts) + _clipping(context)
 
 
-def _clipping(session: "FitSession") -> str:
-    norm = session.trainer.args.max_grad_norm
+def _clipping(context: FitContext) -> str:
+    norm = context.run.args.max_grad_norm
     if norm is None:
         return ""
-    unless = ", unless training_step steps the optimizer itself" if session.trainer.parts.loss.has_own_step else ""
+    unless = ", unless training_step steps the optimizer itself" if context.has_own_step else ""
     return f", gradients clipped to a norm of {norm:g}{unless}"
 
 
-def _evaluation(session: "FitSession") -> str:
-    trainer, plan = session.trainer, session.trainer.parts.evaluation
+def _evaluation(context: FitContext) -> str:
+    plan = context.evaluation
     if plan.interval is None:
         return "none"
-    by_set = trainer.args.eval_intervals.items()
+    by_set = context.run.args.eval_intervals.items()
     told = [f"{name} {'never' if every is None else f'every {_interval(every)}'}" for name, every in by_set]
     return f"{', '.join(told) or f'every {_interval(plan.interval)}'}, best by {plan.best_metric}"
 
 
-def _output(session: "FitSession") -> str:
-    if session.folder is None:
+def _output(context: FitContext) -> str:
+    if context.folder is None:
         return "none: give output_dir to keep checkpoints"
-    intervals = [session.trainer.args.save_interval]
-    intervals += [callback.save_interval for callback in session.events]
+    intervals = [context.run.args.save_interval]
+    intervals += [callback.save_interval for callback in context.events]
     told = list(dict.fromkeys(f"every {_interval(interval)}" for interval in intervals if interval is not None))
-    return f"{session.folder.path}, " + (f"a checkpoint {' and '.join(told)}" if told else "no checkpoints")
+    return f"{context.folder.path}, " + (f"a checkpoint {' and '.join(told)}" if told else "no checkpoints")
 
 
-def _resume(session: "FitSession") -> dict[str, str]:
+def _resume(context: FitContext) -> dict[str, str]:
     """Return what of a resumed run may differ from an uninterrupted one; workers start afresh with each epoch."""
-    loader, state = session.loader, session.run.state
+    loader, state = context.loader, context.run.state
     is_within = state.steps_in_epoch or (state.step and loader.persistent_workers)
     if not is_within or not loader.may_draw_in_workers:
         return {}
@@ -165,14 +162,12 @@ def _resume(session: "FitSession") -> dict[str, str]:
     }
 
 
-def _ends_early(session: "FitSession") -> str:
-    signals = session.signals
+def _ends_early(signals: Signals, deadline: Deadline) -> str:
     parts = [f"at {', '.join(signals.caught)}"] if signals.caught else ["at no signal"]
     reasons = dict.fromkeys(signals.left.values())
     parts += [f"not at {_those(signals.left, reason)} ({reason})" for reason in reasons]
-    ends = deadline_in(session.trainer.args.deadline)
-    if ends is not None and session.deadline is not None:
-        parts.append(time.strftime("saved before %Y-%m-%d %H:%M:%S", time.localtime(ends)))
+    if deadline.description is not None:
+        parts.append(deadline.description)
     return ", ".join(parts)
 
 

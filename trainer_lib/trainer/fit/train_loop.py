@@ -10,12 +10,19 @@ from enum import Enum
 from typing import Any
 
 from trainer_lib.logging import get_logger
+from trainer_lib.trainer.checkpoints.rewind import Rewind
+from trainer_lib.trainer.data.train_batches import TrainBatches
 from trainer_lib.trainer.fit.actions import Actions
-from trainer_lib.trainer.fit.gradient_check import GradientCheck
-from trainer_lib.trainer.fit.session import FitSession
+from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.fit.saving import Saving
+from trainer_lib.trainer.fit.train_log import TrainLog
 from trainer_lib.trainer.fit.update_window import UpdateWindow
+from trainer_lib.trainer.optim.schedules import moves_each_update
 from trainer_lib.trainer.safety.error_context import add_note
+from trainer_lib.trainer.safety.gradient_check import GradientCheck
+from trainer_lib.trainer.safety.micro_batching import TrainingStep
 from trainer_lib.trainer.safety.module_buffers import buffers_kept, no_gradients_of
+from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 
 _logger = get_logger(__name__)
 
@@ -32,18 +39,37 @@ class TrainLoop:
     """Trains until a limit is reached or somebody asks for the end.
 
     Args:
-        session: What is trained, with what, and where that stands.
+        context: The fit.
+        batches: The training batches.
+        step: Computes the gradients of a micro-batch.
+        guard: Decides which updates may be made.
+        log: Records what a step returns.
+        saving: Saves the state after an error.
+        rewind: Goes back to the last checkpoint.
+        actions: Handles requests.
     """
 
-    def __init__(self, session: FitSession) -> None:
-        context = session.context
-        self.session, self.run, self.events = session, context.run, context.events
+    def __init__(
+        self,
+        context: FitContext,
+        *,
+        batches: TrainBatches,
+        step: TrainingStep,
+        guard: NonFiniteGuard,
+        log: TrainLog,
+        saving: Saving,
+        rewind: Rewind,
+        actions: Actions,
+    ) -> None:
+        self.run, self.events = context.run, context.events
+        self.batches, self.log, self.saving, self.rewind = batches, log, saving, rewind
         self.accelerator, self.loader, self.models = context.accelerator, context.loader, context.models
         self.gradient_state = context.accelerator.gradient_state
-        self.guard, self.training_step = session.guard, session.training_step
-        self.optimizers, self.schedulers = list(self.run.optimizers.values()), session.step_schedulers
-        self.window, self.actions = UpdateWindow(context), Actions(session)
-        self.gradients = GradientCheck(context, session.has_own_step)
+        self.guard, self.training_step = guard, step
+        self.optimizers = list(self.run.optimizers.values())
+        self.schedulers = [each for each in self.run.schedulers.values() if moves_each_update(each)]
+        self.window, self.actions = UpdateWindow(context), actions
+        self.gradients = GradientCheck(context)
         self.is_between_updates = False
 
     def train(self) -> None:
@@ -55,12 +81,12 @@ class TrainLoop:
             while not self.actions.is_over:
                 step = self.run.state.step
                 if self.epoch() is Update.REWIND:
-                    self.session.rewind(self.window.first_sample)
+                    self.rewind.skip_from(self.window.first_sample)
                 elif self.run.state.step == step:
-                    self.actions.stop(self.session.out_of_data())
+                    self.actions.stop(self.batches.used_up())
         except Exception as error:
             if self.is_between_updates:
-                self.session.save_after(error)
+                self.saving.save_after(error)
             raise
         self.gradients.finish()
 
@@ -69,7 +95,7 @@ class TrainLoop:
         update = None
         self.is_between_updates = True
         self.events.fire("on_epoch_begin", self.run)
-        with self.session.batches() as batches:
+        with self.batches.of_epoch() as batches:
             for batch in batches:
                 self.is_between_updates = False
                 update = self.micro_batch(batch)
@@ -117,7 +143,7 @@ class TrainLoop:
         except Exception as error:
             add_note(error, f"step {run.state.step + 1}", run.batch, self.models)
             raise
-        self.session.record(result)
+        self.log.record(result)
         self.events.fire("on_micro_batch_end", run)
         run.outputs = None  # not kept until the next step, whose activations need the memory
 
@@ -180,7 +206,7 @@ class TrainLoop:
         run.state.steps_in_epoch = 0
         self.events.fire("on_epoch_end", run)
         run.control.sync_across_ranks(self.accelerator.group)
-        self.session.sync_findings()
+        self.log.sync_findings()
 
     @contextmanager
     def without_trace(self) -> Generator[None]:

@@ -58,26 +58,34 @@ class Triggers:
         intervals: dict[str, Every | None],
         time_limit: float | None,
         run: Run,
-        deadline: Deadline | None = None,
+        deadline: Deadline,
         eval_delay: Every | None = None,
         eval_intervals: Mapping[str, Every | None] = MappingProxyType({}),
     ) -> None:
-        self._deadline = deadline
-        delay = None if eval_delay is None else Trigger(eval_delay)
+        self._run, self._deadline = run, deadline
+        self._intervals, self._eval_intervals, self._eval_delay = intervals, eval_intervals, eval_delay
+        self._limit = time_limit if run.is_main_process else None
+        self._counted: list[IntervalRequest] = []
+        self._timed: list[IntervalRequest] = []
+        self._ends_at: float | None = None
+
+    def restart(self) -> None:
+        """Count from the state that the run has now."""
+        run = self._run
+        delay = None if self._eval_delay is None else Trigger(self._eval_delay)
         requests = [
             IntervalRequest(name, _trigger(_FIELDS[name], interval, run.state), delay if name == "evaluate" else None)
-            for name, interval in intervals.items()
+            for name, interval in self._intervals.items()
             if interval is not None
         ]
         requests += [
             IntervalRequest("evaluate_sets", _trigger(f"eval_every[{of_set!r}]", interval, run.state), delay, of_set)
-            for of_set, interval in eval_intervals.items()
+            for of_set, interval in self._eval_intervals.items()
             if interval is not None
         ]
         # Ranks count alike and need not agree; their clocks differ.
         self._counted = [request for request in requests if not request.trigger.is_timed]
         self._timed = [request for request in requests if request.trigger.is_timed] if run.is_main_process else []
-        self._limit = time_limit if run.is_main_process else None
         self._ends_at = None if self._limit is None else time.monotonic() + max(0.0, self._limit - run.state.seconds)
 
     def ask(self, run: Run) -> None:
@@ -91,8 +99,7 @@ class Triggers:
         if self._ends_at is not None and time.monotonic() >= self._ends_at:
             run.control.reason = "max_time is over"
             run.control.stop = True
-        if self._deadline is not None:
-            self._deadline.end_step()
+        self._deadline.end_step()
 
 
 def _trigger(option: str, interval: Every, state: RunState) -> Trigger:

@@ -4,8 +4,8 @@ from typing import Any
 
 from trainer_lib.foundation.errors import DistributedOperationException
 from trainer_lib.trainer.data.batch_rows import real_rows
+from trainer_lib.trainer.data.sample_counts import SampleCounts
 from trainer_lib.trainer.fit.context import FitContext
-from trainer_lib.trainer.fit.sample_counts import SampleCounts
 from trainer_lib.trainer.fit.step_message import StepMessage
 
 

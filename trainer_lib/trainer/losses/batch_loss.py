@@ -71,9 +71,13 @@ class BatchLoss:
         """Return the outputs of a model, and the loss by default if the batch allows it."""
         return (self._objective or self._made_objective()).evaluate(model, batch)
 
+    def computed(self, model: Any, batch: Any) -> LossResult:
+        """Return the loss of a batch as `compute_loss` returns it."""
+        return self.as_result(self._trainer.compute_loss(model, batch), batch)
+
     def of(self, model: Any, batch: Any) -> LossResult:
         """Return the loss of a training batch, as changed by callbacks in `on_loss`."""
-        return self.changed(self.as_result(self._trainer.compute_loss(model, batch), batch))
+        return self.changed(self.computed(model, batch))
 
     def as_result(self, value: Any, batch: Any) -> LossResult:
         """Return the value of `compute_loss` as a sum with its weight."""

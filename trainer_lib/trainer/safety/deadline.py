@@ -55,6 +55,28 @@ def check_ahead(value: str | float | datetime | None) -> None:
 
 
 class Deadline:
+    """No deadline: nothing is asked for.
+
+    Attributes:
+        description: When the run has to be saved, in words; `None` without a deadline.
+    """
+
+    description: str | None = None
+
+    def end_step(self) -> None:
+        """Look at the clock after a step."""
+
+    def begin_step(self) -> None:
+        """Note that steps continue, after something else."""
+
+    def end_evaluation(self, seconds: float) -> None:
+        """Note how long an evaluation took; the next one begins only if there is time for it."""
+
+    def look(self, more: float = 0.0) -> None:
+        """Ask for the end if it is time, with so many seconds more to come before the save."""
+
+
+class TimedDeadline(Deadline):
     """When to save and end; it is the clock of the main process that counts.
 
     Args:
@@ -64,6 +86,7 @@ class Deadline:
     """
 
     def __init__(self, ends: float, run: Run, steps_ahead: int) -> None:
+        self.description = time.strftime("saved before %Y-%m-%d %H:%M:%S", time.localtime(ends))
         self._told_as = time.strftime("the deadline at %Y-%m-%d %H:%M:%S", time.localtime(ends))
         self._ends = time.monotonic() + ends - time.time()
         self._run, self._steps_ahead = run, steps_ahead
@@ -78,7 +101,7 @@ class Deadline:
         self.look(self._due())
 
     def begin_step(self) -> None:
-        """Note that steps go on, after something else."""
+        """Note that steps continue, after something else."""
         self._since = time.monotonic()
 
     def end_evaluation(self, seconds: float) -> None:
@@ -111,3 +134,14 @@ class Deadline:
     def _first_save(self) -> float:
         sizes = (parameter.numel() * parameter.element_size() for parameter in self._run.trained_parameters)
         return math.ceil(_STATES * sum(sizes) / _BYTES_A_SECOND)
+
+
+def deadline_of(run: Run) -> Deadline:
+    """Return the deadline of a run, on the rank whose clock counts; one that is over is none."""
+    ends = deadline_in(run.args.deadline)
+    if ends is None or ends <= time.time() or not run.is_main_process:
+        return Deadline()
+    accelerator = run.accelerator
+    # Alone it is acted upon at once; on accelerators ranks learn of requests an update later.
+    steps_ahead = 1 if accelerator.num_processes == 1 else 2 if accelerator.device.type == "cpu" else 3
+    return TimedDeadline(ends, run, steps_ahead)

@@ -11,7 +11,6 @@ from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.logging import get_logger
 from trainer_lib.strategies.grad_norm import local_values
 from trainer_lib.trainer.fit.context import FitContext
-from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.safety.module_buffers import buffers_kept
 
 _logger = get_logger(__name__)
@@ -25,11 +24,10 @@ class NonFiniteReport:
 
     Args:
         context: What is trained.
-        loss_again: Computes the loss of the last batch once more.
     """
 
-    def __init__(self, context: FitContext, loss_again: Callable[[], LossResult]) -> None:
-        self._context, self._run, self._loss_again = context, context.run, loss_again
+    def __init__(self, context: FitContext) -> None:
+        self._context, self._run = context, context.run
         self._losses: list[tuple[int, float, str]] = []  # the step, the loss, and of which samples
         self._has_bad_weight: Tensor | None = None  # on the device, where nothing waits for it
 
@@ -108,7 +106,7 @@ class NonFiniteReport:
                 stack.enter_context(buffers_kept(models))
                 for model in models:
                     stack.enter_context(accelerator.no_sync(model))
-                self._loss_again().loss.backward()
+                self._context.loss.computed(self._run.model, self._run.batch).loss.backward()
         except Exception as error:  # noqa: BLE001 - what is wrong is known; this was to tell it in more detail
             _logger.debug("The step could not be computed again: %s", error)
             return []

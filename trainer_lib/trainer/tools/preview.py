@@ -131,7 +131,7 @@ def preview(trainer: TrainerInterface, batches: int) -> Preview:
         trainer.run = session.run
         try:
             session.begin(None)
-            looking = _Looking(session)
+            looking = session.loop(_Looking)
             looking.look_at(batches)
         finally:
             session.close("stopped")
@@ -141,13 +141,11 @@ def preview(trainer: TrainerInterface, batches: int) -> Preview:
 class _Looking(TrainLoop):
     """The loop, which looks at batches instead of training on them."""
 
-    def __init__(self, session: FitSession) -> None:
-        super().__init__(session)
-        self.seen: list[BatchView] = []
-        self.trainer = session.trainer
+    seen: list[BatchView]
 
     def look_at(self, batches: int) -> None:
         """Go over so many batches, or as many as a pass has."""
+        self.seen = []
         self.events.fire("on_epoch_begin", self.run)
         for number, batch in enumerate(self.loader, start=1):
             update = self.micro_batch(batch)
@@ -160,7 +158,7 @@ class _Looking(TrainLoop):
         """Note what a batch holds, unless it is a filler batch or skipped."""
         run = self.run
         if not self.window.is_filler and not run.control.skip_batch:
-            self.seen.append(_view_of(run.batch, self.trainer))
+            self.seen.append(_view_of(run.batch, run.trainer))
         run.control.skip_batch = False
 
     def update(self) -> Update:

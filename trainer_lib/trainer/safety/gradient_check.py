@@ -12,12 +12,11 @@ class GradientCheck:
 
     Args:
         context: What is trained.
-        has_own_step: Whether the user overrides `training_step`, which may leave out some batches.
     """
 
-    def __init__(self, context: FitContext, has_own_step: bool) -> None:
+    def __init__(self, context: FitContext) -> None:
         self._run, self._models = context.run, context.models
-        self._has_own_step = has_own_step
+        self._has_own_step = context.has_own_step  # which may leave out some batches
         self._without = 0  # updates without any gradient
         self.is_done = False
 
