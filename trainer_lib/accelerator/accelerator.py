@@ -76,6 +76,11 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
         scheduler_steps_per_process: Step schedules once for each rank instead of once an update, as Accelerate does.
         **older_arguments: Argument names of earlier versions of Accelerate.
 
+    Attributes:
+        prepared: The prepared models, optimizers, schedules and loaders, and the objects registered for checkpoints.
+        window: The accumulation window: the micro-batches of the current update, and the weights of their losses.
+        checkpoints: What saving and loading share: the project's folder, the hooks, the save in the background.
+
     Example:
         >>> accelerator = Accelerator(cpu=True)
         >>> model = torch.nn.Linear(4, 2)
