@@ -1,18 +1,18 @@
 """ClearML tracker."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.imports import require
-from trainer_lib.tracking.base import BuiltInTracker, on_main_process
+from trainer_lib.tracking.adapters.vendor import VendorTracker, images_by_name
+from trainer_lib.tracking.base import on_main_process
 
 _SERIES = ("eval", "test", "train")
 _DEFAULTS = {"auto_connect_frameworks": False, "auto_connect_arg_parser": False, "auto_resource_monitoring": False}
 
 
-class ClearMLTracker(BuiltInTracker):
+class ClearMLTracker(VendorTracker):
     """Reports to ClearML. Each program creates a new task, also when it resumes a run.
 
     Args:
@@ -23,49 +23,33 @@ class ClearMLTracker(BuiltInTracker):
     name: ClassVar[str] = "clearml"
     module: ClassVar[str] = "clearml"
     extra: ClassVar[str] = "clearml"
-    channels_last: ClassVar[bool] = True
+    object_name: ClassVar[str] = "task"
+    name_option: ClassVar[str] = "task_name"
+    takes_token: ClassVar[bool] = False
+    key_variable: ClassVar[str] = "CLEARML_API_ACCESS_KEY"
+    without_key: ClassVar[str] = (
+        "The tracker clearml is not configured. Run `clearml-init`, set CLEARML_API_ACCESS_KEY and "
+        "CLEARML_API_SECRET_KEY, or set CLEARML_OFFLINE_MODE=1 to write files."
+    )
 
     @on_main_process
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
-        self._options = {"project_name": run_name, "task_name": run_name, **_DEFAULTS, **kwargs}
-        self.task: Any = None
+        super().__init__(run_name, **{"project_name": run_name, "task_name": run_name, **_DEFAULTS, **kwargs})
 
     @classmethod
-    def is_configured(cls) -> bool:
-        """Whether there is a configuration file or a key, or offline mode is set."""
-        config_file = environment.variable("CLEARML_CONFIG_FILE")
-        key = environment.variable("CLEARML_API_ACCESS_KEY")
-        return Path(config_file or "~/clearml.conf").expanduser().is_file() or bool(key) or _is_offline()
+    def is_online(cls, options: Mapping[str, Any]) -> bool:
+        """Whether `CLEARML_OFFLINE_MODE` is not set."""
+        return (environment.variable("CLEARML_OFFLINE_MODE") or "0").lower() not in ("1", "true", "yes")
 
     @classmethod
-    def check(cls, project: str, **options: Any) -> None:
-        """Raise if it has no key."""
-        if not cls.is_configured():
-            raise ConfigurationError(
-                "The tracker clearml is not configured. Run `clearml-init`, set CLEARML_API_ACCESS_KEY and "
-                "CLEARML_API_SECRET_KEY, or set CLEARML_OFFLINE_MODE=1 to write files."
-            )
-
-    @classmethod
-    def runs_apart(cls, **options: Any) -> bool:
-        """Always: it waits for the network at the end."""
-        return True
-
-    @classmethod
-    def named(cls, run_name: str) -> dict[str, Any]:
-        """Return the options that set the run's name."""
-        return {"task_name": run_name}
-
-    @property
-    def tracker(self) -> Any:
-        """The task."""
-        return self.task
+    def has_login(cls) -> bool:
+        """Whether there is a configuration file."""
+        return Path(environment.variable("CLEARML_CONFIG_FILE") or "~/clearml.conf").expanduser().is_file()
 
     @on_main_process
     def start(self) -> None:
         """Start the task."""
-        self.task = require(self.module, self.extra).Task.init(**self._options)
+        self.task = self.vendor.Task.init(**self._options)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -88,9 +72,9 @@ class ClearMLTracker(BuiltInTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images, with the channels last."""
-        for name, value in values.items():
+        for name, images in images_by_name(values):
             title, series = _title_and_series(name)
-            for image in value if value.ndim == 4 else [value]:
+            for image in images:
                 self.task.get_logger().report_image(title, series, iteration=step, image=image, **kwargs)
 
     @on_main_process
@@ -119,7 +103,3 @@ def _title_and_series(name: str) -> tuple[str, str]:
         if name.startswith(f"{series}_"):
             return name.removeprefix(f"{series}_"), series
     return name, "train"
-
-
-def _is_offline() -> bool:
-    return (environment.variable("CLEARML_OFFLINE_MODE") or "0").lower() in ("1", "true", "yes")

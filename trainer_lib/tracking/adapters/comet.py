@@ -1,12 +1,12 @@
 """Comet tracker."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.imports import require
-from trainer_lib.tracking.base import BuiltInTracker, on_main_process
+from trainer_lib.tracking.adapters.vendor import VendorTracker, images_by_name
+from trainer_lib.tracking.base import on_main_process
 from trainer_lib.tracking.delivery.plain_values import flat
 
 # Comet's automatic logging would describe the tracker's process, not the training.
@@ -20,7 +20,7 @@ _QUIET = {
 }
 
 
-class CometMLTracker(BuiltInTracker):
+class CometMLTracker(VendorTracker):
     """Reports to Comet.
 
     Args:
@@ -34,7 +34,12 @@ class CometMLTracker(BuiltInTracker):
     name: ClassVar[str] = "comet_ml"
     module: ClassVar[str] = "comet_ml"
     extra: ClassVar[str] = "comet"
-    channels_last: ClassVar[bool] = True
+    object_name: ClassVar[str] = "writer"
+    key_variable: ClassVar[str] = "COMET_API_KEY"
+    without_key: ClassVar[str] = (
+        "The tracker comet_ml has no key. Set COMET_API_KEY, or give online=False to write files, which `comet upload` "
+        "sends."
+    )
 
     @on_main_process
     def __init__(
@@ -45,36 +50,24 @@ class CometMLTracker(BuiltInTracker):
         offline_directory: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
-        self.run_name, self._options = run_name, kwargs
+        super().__init__(run_name, **kwargs)
         self._folder = None if offline_directory is None else str(offline_directory)
         if token is not None and "experiment_key" not in kwargs:
             self._options |= {"experiment_key": token}
             if "mode" not in kwargs:
                 self._options |= {"mode": self._mode(is_resumed)}
-        self.writer: Any = None
 
     @classmethod
-    def is_configured(cls) -> bool:
-        """Whether there is a key, or offline mode is set."""
+    def is_online(cls, options: Mapping[str, Any]) -> bool:
+        """Whether `online` or `COMET_START_ONLINE` says so, and there is no key in the options."""
+        return _is_online(options) and not options.get("api_key")
+
+    @classmethod
+    def has_login(cls) -> bool:
+        """Whether there is a configuration file."""
         config_file = environment.variable("COMET_CONFIG")
         files = [Path("~/.comet.config"), Path(".comet.config")] + ([Path(config_file)] if config_file else [])
-        has_file = any(file.expanduser().is_file() for file in files)
-        return has_file or bool(environment.variable("COMET_API_KEY")) or not _is_online({})
-
-    @classmethod
-    def check(cls, project: str, **options: Any) -> None:
-        """Raise if it has no key."""
-        if _is_online(options) and not options.get("api_key") and not cls.is_configured():
-            raise ConfigurationError(
-                "The tracker comet_ml has no key. Set COMET_API_KEY, or give online=False to write files, which "
-                "`comet upload` sends."
-            )
-
-    @classmethod
-    def runs_apart(cls, **options: Any) -> bool:
-        """Always: its import patches other packages, and it waits for the network at the end."""
-        return True
+        return any(file.expanduser().is_file() for file in files)
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
@@ -86,27 +79,15 @@ class CometMLTracker(BuiltInTracker):
         """Return the options with the run's folder for offline files."""
         return options if _is_online(options) else {"offline_directory": str(folder / "comet"), **options}
 
-    @classmethod
-    def named(cls, run_name: str) -> dict[str, Any]:
-        """Return the options that set the run's name."""
-        return {"name": run_name}
-
-    @property
-    def tracker(self) -> Any:
-        """The experiment."""
-        return self.writer
-
     @on_main_process
     def start(self) -> None:
         """Start the experiment, or continue it."""
-        comet_ml = require(self.module, self.extra)
-
         options = dict(self._options)
         if options.get("experiment_config") is None:
-            options["experiment_config"] = comet_ml.ExperimentConfig(
+            options["experiment_config"] = self.vendor.ExperimentConfig(
                 offline_directory=self._folder, name=options.pop("name", None), tags=options.pop("tags", None), **_QUIET
             )
-        self.writer = comet_ml.start(project_name=self.run_name, **options)
+        self.writer = self.vendor.start(project_name=self.run_name, **options)
         self.writer.log_other("Created from", "trainer_lib")
 
     @on_main_process
@@ -128,8 +109,8 @@ class CometMLTracker(BuiltInTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images, with the channels last."""
-        for name, value in values.items():
-            for image in value if value.ndim == 4 else [value]:
+        for name, images in images_by_name(values):
+            for image in images:
                 self.writer.log_image(image, name=name, step=step, **kwargs)
 
     @on_main_process
@@ -162,7 +143,7 @@ class CometMLTracker(BuiltInTracker):
         return "get" if is_resumed else "create"
 
 
-def _is_online(options: dict[str, Any]) -> bool:
+def _is_online(options: Mapping[str, Any]) -> bool:
     if options.get("online") is not None:
         return bool(options["online"])
     setting = environment.variable("COMET_START_ONLINE")
