@@ -338,7 +338,7 @@ def test_updates_in_double_are_exact_in_double(shards: bool) -> None:
         options = arguments(max_grad_norm=0.01, learning_rate=0.1, lr_scheduler="constant", fsdp=shards)
         trainer = Trainer(classifier().double(), options, train_dataset=(inputs, targets), loss_fn=cross_entropy)
         trainer.fit()
-        return trainer.accelerator.get_state_dict(trainer.run.model)
+        return trainer.accelerator.get_state_dict(trainer.accelerator.prepared.models[0])
 
     model = classifier().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

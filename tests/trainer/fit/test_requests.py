@@ -219,7 +219,7 @@ def test_a_save_requested_after_the_last_step_survives_an_interrupted_evaluation
     def run() -> list[Any]:
         options: dict[str, Any] = {"max_steps": 3, "save_every": "never", "output_dir": tmp_path, "resume": "auto"}
         asks = SavesAndInterrupts()
-        data = {"train_dataset": samples(ROWS), "eval_dataset": samples(16), "loss_fn": cross_entropy}
+        data: dict[str, Any] = {"train_dataset": samples(ROWS), "eval_dataset": samples(16), "loss_fn": cross_entropy}
         trainer = Trainer(classifier(), arguments(**options), callbacks=[asks], **data)
         with pytest.raises(Interrupted) as caught:
             trainer.fit()

@@ -381,7 +381,7 @@ def test_gradients_whose_squares_overflow_are_finite(shards: bool, processes: in
         options: dict[str, Any] = {"fsdp": plugin()} if shards else {}
         one = prepared(model=Sloped(slope), points=points(), max_grad_norm=0.1, callbacks=[Norms()], **options)
         one.fit()
-        weights = one.accelerator.get_state_dict(one.run.model)
+        weights = one.accelerator.get_state_dict(one.accelerator.prepared.models[0])
         return weights, norms[:-1]
 
     def both() -> None:
