@@ -80,7 +80,7 @@ class Provenance(Callback):
         self._batches.append(_encode(samples))
         self._position = {"pass": run.state.epoch}
         if loader.seeds_samples:
-            self._position["seed"] = loader._seed
+            self._position["seed"] = loader.data_seed
 
     def on_step_skipped(self, run: Run) -> None:
         del run

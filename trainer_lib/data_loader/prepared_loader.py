@@ -323,6 +323,11 @@ class PreparedLoader(DataLoader[Any]):
         position = {"epoch": place.epoch, "position": place.consumed, "seed": self._seed}
         return {**position, **self._reader.facts(), "bookmark": place.bookmark}
 
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order, and of each sample where samples are seeded."""
+        return self._seed
+
     def state_at(self, epoch: int, batches: int) -> dict[str, Any]:
         """Return the `state_dict` after so many batches of an epoch."""
         state = self.state_dict()
