@@ -123,3 +123,10 @@ def test_fields_without_an_equivalent_must_stay_at_their_default() -> None:
     with pytest.raises(ConfigurationError, match=r"GradScalerKwargs\(enabled=False\): there is no such thing"):
         check_fields_are_default(GradScalerKwargs(enabled=False), ["enabled"], "there is no such thing")
     check_choice("mode", "a", ["a", "b"])
+
+
+def test_tpu_is_another_name_of_xla() -> None:
+    from trainer_lib import DistributedType
+
+    assert DistributedType.TPU is DistributedType.XLA
+    assert "TPU" not in DistributedType.list()

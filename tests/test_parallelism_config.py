@@ -84,10 +84,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallelism_config": "both"}, "parallelism_config must be a ParallelismConfig .got 'both'"),
     ({"fsdp_plugin": "full_shard"}, "fsdp_plugin must be a FullyShardedDataParallelPlugin .got 'full_shard'"),
     ({"fsdp_plugin": PLUGIN(sharding_strategy="HYBRID_SHARD")}, "ranks per machine is unknown .world size 1"),
-    (
-        {"fsdp_plugin": PLUGIN(), "kwargs_handlers": [DistributedDataParallelKwargs()]},
-        "DistributedDataParallelKwargs belong to DDP",
-    ),
 ]
 
 
@@ -95,6 +91,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_does_not_fit_one_process_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         Accelerator(cpu=True, **given)
+
+
+def test_options_of_ddp_are_ignored_with_fsdp(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=PLUGIN(), kwargs_handlers=[DistributedDataParallelKwargs()])
+    assert type(accelerator.strategy).__name__ == "FSDP"
+    (warning,) = [record.message for record in caplog.records if "DistributedDataParallelKwargs" in record.message]
+    assert warning == "DistributedDataParallelKwargs are ignored: FSDP shards the models, and DDP does not run."
 
 
 def _kinds() -> list[Any]:

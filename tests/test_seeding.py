@@ -112,7 +112,15 @@ def test_generators_that_are_not_there_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"Give generator=torch.Generator\(\)"):
         synchronize_rng_states(["generator"])
     with pytest.raises(UnsupportedError, match=r"rng_types has 'xla', .*no xla device. Available: torch, generator"):
-        synchronize_rng_states(["xla"])
+        synchronize_rng_state("xla")
+
+
+def test_generators_of_devices_that_are_not_there_are_left_out_of_a_list(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    synchronize_rng_states(["xla", "torch"])
+    assert [record.message for record in caplog.records] == [
+        "rng_types: 'xla' is left out, since this machine has no such device."
+    ]
 
 
 @pytest.mark.skipif(not HAS_ACCELERATOR, reason="needs an accelerator")

@@ -11,9 +11,11 @@ import torch
 from trainer_lib.collectives import broadcast_object_list
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.logging import get_logger
 from trainer_lib.options.enums import RNGType
 from trainer_lib.state.partial_state import PartialState
 
+_logger = get_logger(__name__)
 _SEEDS = 2**32  # numpy's limit
 
 
@@ -56,7 +58,10 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
         >>> synchronize_rng_states(["torch"])
     """
     for kind in rng_types:
-        synchronize_rng_state(kind, generator)
+        if _is_absent(kind):
+            _logger.warning_once("rng_types: %r is left out, since this machine has no such device.", str(kind))
+        else:
+            synchronize_rng_state(kind, generator)
 
 
 def synchronize_rng_state(rng_type: str | RNGType | None = None, generator: torch.Generator | None = None) -> None:
@@ -82,6 +87,12 @@ def _checked(seed: Any, name: str) -> int:
     return number
 
 
+def _is_absent(rng_type: str | RNGType) -> bool:
+    kind = RNGType.read("generator", rng_type)
+    present = torch.accelerator.current_accelerator(check_available=True)
+    return kind not in (RNGType.TORCH, RNGType.GENERATOR) and (present is None or present.type != str(kind))
+
+
 def _generator_of(rng_type: str | RNGType, generator: torch.Generator | None) -> Any:
     kind = RNGType.read("generator", rng_type)
     if kind is RNGType.GENERATOR:
@@ -93,7 +104,7 @@ def _generator_of(rng_type: str | RNGType, generator: torch.Generator | None) ->
     if kind is RNGType.TORCH:
         return torch.default_generator
     present = torch.accelerator.current_accelerator(check_available=True)
-    if present is None or present.type != str(kind):
+    if present is None or _is_absent(kind):
         raise UnsupportedError(
             f"rng_types has {str(kind)!r}, and this machine has no {kind} device. "
             f"Available: torch, generator{'' if present is None else f', {present.type}'}."

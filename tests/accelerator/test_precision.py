@@ -223,11 +223,6 @@ def test_unknown_precisions_are_refused(name: str, error: type[Exception], words
         Accelerator(cpu=True, mixed_precision=name)
 
 
-def test_scaler_options_without_fp16_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="belong to mixed_precision='fp16'"):
-        Accelerator(cpu=True, kwargs_handlers=[GradScalerKwargs()])
-
-
 @pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)])
 def test_a_loop_without_an_accelerator_has_its_autocast(precision: str, dtype: torch.dtype) -> None:
     from trainer_lib.utils import AutocastKwargs, get_mixed_precision_context_manager
@@ -249,3 +244,12 @@ def test_a_scaler_for_a_loop_without_an_accelerator() -> None:
     for make in (get_grad_scaler, get_fsdp2_grad_scaler):
         scaler = make(init_scale=8.0)
         assert scaler.scale(torch.tensor(2.0)).item() == 16
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_options_of_the_loss_scaler_are_ignored_without_one(precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=[GradScalerKwargs(init_scale=2.0)])
+    assert accelerator.scaler is None
+    assert [record.message for record in caplog.records] == [
+        f"GradScalerKwargs are ignored: only 'fp16' scales the loss (mixed_precision is {precision!r})."
+    ]

@@ -190,7 +190,7 @@ def test_reduce_keeps_containers(everywhere: Everywhere) -> None:
 
 
 def test_an_unknown_reduction_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"Unknown reduction 'avg'. Known: mean, none, sum."):
+    with pytest.raises(ConfigurationError, match=r"Unknown reduction 'avg'. Known: max, mean, min, none, sum."):
         reduce(torch.ones(1), "avg")
 
 
@@ -344,3 +344,17 @@ def test_a_shape_needs_a_tensor_somewhere() -> None:
 def test_shapes_of_a_tree() -> None:
     assert get_shape({"a": [torch.ones(2, 3)], "b": 4}) == {"a": [[2, 3]], "b": 4}
     assert not is_torch_xpu_tensor(torch.ones(1))
+
+
+def test_the_largest_and_the_smallest_of_all_ranks() -> None:
+    def body() -> list[Any]:
+        rank = PartialState(cpu=True).process_index
+        tensors = {"loss": torch.tensor([rank, -rank], dtype=torch.bfloat16), "any": torch.tensor([rank == 1, False])}
+        return [reduce(tensors, kind, scale) for kind, scale in (("max", 1.0), ("min", 1.0), ("max", 2.0))]
+
+    for largest, smallest, doubled in run_world(body, num_processes=2):
+        assert largest["loss"].tolist() == [1, 0]
+        assert largest["loss"].dtype is torch.bfloat16
+        assert smallest["loss"].tolist() == [0, -1]
+        assert (largest["any"].tolist(), smallest["any"].tolist()) == ([1, 0], [0, 0])
+        assert doubled["loss"].tolist() == [2, 0]

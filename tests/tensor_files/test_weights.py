@@ -157,3 +157,11 @@ def test_options_that_cannot_be_meant() -> None:
         weight_files(state(), max_shard_size="much")
     with pytest.raises(UnsupportedError, match="device_map"):
         load_state_dict("x", device_map="auto")
+
+
+def test_an_index_may_be_the_map_itself(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"a": "one.safetensors"}')
+    assert files_of_weights(tmp_path) == [tmp_path / "one.safetensors"]

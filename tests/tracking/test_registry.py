@@ -54,7 +54,7 @@ def test_invalid_trackers_are_refused(wanted: Any, said: str) -> None:
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_lib.tracking.base.is_package_available", lambda module: False)
     with pytest.raises(MissingPackageError, match=r"needs the package comet_ml.*pip install trainer_lib\[comet\]"):
-        Accelerator(cpu=True, log_with="comet_ml")
+        registry.tracker_class("comet_ml")
     assert get_available_trackers() == ["jsonl", *sorted(registry._registered)]
     assert filter_trackers(["wandb", "jsonl"], "logs") == ["jsonl"]
 
@@ -126,3 +126,21 @@ def test_classes_by_name() -> None:
     assert {str(kind) for kind in LoggerType if kind != LoggerType.ALL} <= set(LOGGER_TYPE_TO_CLASS)
     assert len(LOGGER_TYPE_TO_CLASS) == len(list(LOGGER_TYPE_TO_CLASS))
     assert "neptune" not in LOGGER_TYPE_TO_CLASS
+
+
+def test_a_tracker_named_twice_or_not_installed_is_left_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer_lib.tracking.adapters.swanlab import SwanLabTracker
+
+    monkeypatch.setattr(SwanLabTracker, "is_installed", classmethod(lambda cls: False))
+    silent = Silent()
+    accelerator = Accelerator(cpu=True, log_with=["mlflow", LoggerType.MLFLOW, "swanlab", silent, silent])
+    assert accelerator.log_with == ["mlflow", silent]
+    twice, gone, again = [record.message for record in caplog.records]
+    assert twice == "log_with names the tracker mlflow twice. It gets each value once."
+    assert gone.startswith("log_with: The tracker swanlab needs the package swanlab, which is not installed.")
+    assert gone.endswith("`pip install trainer_lib[swanlab]`. It is left out.")
+    assert "twice" in again
+    with pytest.raises(ConfigurationError, match="log_with has the tracker 'silent' twice"):
+        Accelerator(cpu=True, log_with=[Silent(), Silent()])

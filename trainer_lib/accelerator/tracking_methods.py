@@ -7,7 +7,7 @@ from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.project_options import ProjectConfiguration
 from trainer_lib.tracking.base import GeneralTracker
-from trainer_lib.tracking.registry import names_of, resolve, tracker_class
+from trainer_lib.tracking.registry import installed_trackers, names_of, tracker_class
 from trainer_lib.tracking.tracker_group import Isolation, TrackerGroup
 
 
@@ -104,13 +104,12 @@ class TrackingMethods(CollectiveMethods):
 
 
 def checked_trackers(log_with: Any, configuration: ProjectConfiguration) -> list[str | GeneralTracker]:
-    """Return the trackers of `log_with`.
+    """Return the trackers of `log_with` that are installed, each once; warn about the others.
 
     Raises:
-        ConfigurationError: If a tracker is unknown, named twice, or has no folder to write to.
-        MissingPackageError: If a tracker is not installed.
+        ConfigurationError: If a tracker is unknown, or has no folder to write to.
     """
-    trackers = resolve(log_with, "log_with")
+    trackers = installed_trackers(log_with)
     for tracker in trackers:
         needs_folder = isinstance(tracker, str) and getattr(tracker_class(tracker), "requires_logging_directory", False)
         if needs_folder and configuration.logging_dir is None:

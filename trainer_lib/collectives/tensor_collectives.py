@@ -13,7 +13,7 @@ from trainer_lib.foundation.pytree import leaves, map_tensors
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
 
-_REDUCTIONS = ("mean", "sum", "none")
+_REDUCTIONS = ("mean", "sum", "max", "min", "none")
 
 TENSOR_TYPE_TO_INT = {
     torch.float32: 1,
@@ -51,15 +51,15 @@ def gather(tensor: Any) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return the sum or the mean of the tensors of all ranks; the input does not change.
+    """Return the sum, mean, maximum or minimum of the tensors of all ranks; the input does not change.
 
     Whole numbers and booleans are summed as 64-bit integers and have a fractional mean; 16-bit floats are summed in 32
     bits and rounded once.
 
     Args:
         tensor: A tensor, or a tree of tensors, of one shape on all ranks.
-        reduction: "mean", "sum", or "none" for a copy of this rank's tensor.
-        scale: The factor of a sum or mean.
+        reduction: "mean", "sum", "max", "min", or "none" for a copy of this rank's tensor.
+        scale: The factor of the result; "none" has none.
 
     Example:
         >>> reduce(torch.tensor([True, False]), "sum")
@@ -167,7 +167,8 @@ def _group(operation: str, tree: Any, compared: Callable[[Leaf], Hashable] = who
 def _reduced(tensor: Tensor, group: ProcessGroup, reduction: str, scale: float) -> Tensor:
     if reduction == "none":
         return tensor.clone()
-    total = group.all_reduce(tensor.to(_summed_as(tensor.dtype), copy=True))
+    operation = "sum" if reduction == "mean" else reduction
+    total = group.all_reduce(tensor.to(_summed_as(tensor.dtype), copy=True), operation)
     if reduction == "mean":
         total = total / group.size
     if scale != 1:

@@ -21,6 +21,7 @@ class DistributedType(BaseEnum):
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
+    TPU = "XLA"  # its name in older scripts
     MEGATRON_LM = "MEGATRON_LM"
 
     @classmethod

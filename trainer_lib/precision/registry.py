@@ -3,10 +3,13 @@
 import torch
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.logging import get_logger
 from trainer_lib.options.precision_options import PRECISIONS, AutocastKwargs, GradScalerKwargs
 from trainer_lib.precision.autocast import Autocast, ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.precision.bf16_true import TrueBfloat16
+
+_logger = get_logger(__name__)
 
 
 def choose_precision(
@@ -15,12 +18,10 @@ def choose_precision(
     """Return the precision called `name` ("no", "bf16", "bf16-true", "fp16") on a type of device.
 
     Raises:
-        ConfigurationError: If the name is unknown, or the options do not belong to it.
+        ConfigurationError: If the name is unknown.
     """
     if scaler is not None and name != "fp16":
-        raise ConfigurationError(
-            f"GradScalerKwargs belong to mixed_precision='fp16', and this run has {name!r}. Leave them out."
-        )
+        _logger.warning_once("GradScalerKwargs are ignored: only 'fp16' scales the loss (mixed_precision is %r).", name)
     if name == "no":
         return FullPrecision()
     if name == "bf16":

@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
@@ -11,6 +11,8 @@ from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.strategies.ddp.ddp import DDP
 from trainer_lib.strategies.single_device import SingleDevice
+
+_logger = get_logger(__name__)
 
 
 def choose_strategy(
@@ -22,15 +24,11 @@ def choose_strategy(
     parallelism: ParallelismConfig | None = None,
     mixed_precision: str = "no",
 ) -> Strategy:
-    """Return the strategy: FSDP if `fsdp` asks for it, DDP wherever a launcher started ranks (even one), else none.
-
-    Raises:
-        ConfigurationError: If options of one strategy are given to another.
-    """
+    """Return the strategy: FSDP if `fsdp` asks for it, else DDP if a launcher started ranks (even one), else none."""
     if fsdp is not None and parallelism is not None:
         if ddp is not None:
-            raise ConfigurationError(
-                "DistributedDataParallelKwargs belong to DDP, and this run shards its models (FSDP). Leave them out."
+            _logger.warning_once(
+                "DistributedDataParallelKwargs are ignored: FSDP shards the models, and DDP does not run."
             )
         from trainer_lib.strategies.fsdp.fsdp import FSDP
 

@@ -98,7 +98,8 @@ def files_of_weights(checkpoint: Path) -> list[Path]:
     if not checkpoint.name.endswith(_INDEX_ENDING):
         return [checkpoint]
     try:
-        names = sorted(set(read_json(checkpoint.read_bytes())["weight_map"].values()))
+        index = read_json(checkpoint.read_bytes())
+        names = sorted(set(index.get("weight_map", index).values()))  # older indexes are the map itself
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint} is not an index of weights: {error!r}.") from error
     paths = [path_inside(checkpoint.parent, name, checkpoint.name) for name in names]

@@ -168,16 +168,31 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[str | Genera
     Raises:
         ConfigurationError: For unknown names, and for a tracker that needs a folder without `logging_dir`.
     """
-    installed: list[str | GeneralTracker] = []
-    for item in resolve(log_with, "log_with"):
-        if isinstance(item, str) and not _is_installed(item):
-            _logger.warning_once("The tracker %s is not installed, and left out.", item)
-            continue
-        kind = item if isinstance(item, GeneralTracker) else tracker_class(item)
-        if isinstance(item, str) and getattr(kind, "requires_logging_directory", False) and logging_dir is None:
+    trackers = installed_trackers(log_with)
+    for item in trackers:
+        if (
+            isinstance(item, str)
+            and getattr(tracker_class(item), "requires_logging_directory", False)
+            and logging_dir is None
+        ):
             raise ConfigurationError(f"The tracker {item} writes files and needs a folder. Give logging_dir.")
-        installed.append(item)
-    return installed
+    return trackers
+
+
+def installed_trackers(log_with: Any) -> list[str | GeneralTracker]:
+    """Return the installed trackers of a list (or "all"), each once; warn about the others.
+
+    Raises:
+        ConfigurationError: For unknown names.
+    """
+    trackers: list[str | GeneralTracker] = []
+    for item in log_with if isinstance(log_with, (list, tuple, set)) else [log_with]:
+        for tracker in resolve(item, "log_with"):
+            if tracker in trackers:
+                _logger.warning_once("log_with names the tracker %s twice. It gets each value once.", tracker)
+            elif isinstance(tracker, GeneralTracker) or _is_installed(tracker, warn=True):
+                trackers.append(tracker)
+    return resolve(trackers, "log_with")  # two objects may have one name
 
 
 def names_of(trackers: Sequence[str | GeneralTracker]) -> list[str]:
@@ -190,10 +205,12 @@ def _built_in(name: str) -> type[BuiltInTracker]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _is_installed(name: str) -> bool:
+def _is_installed(name: str, warn: bool = False) -> bool:
     try:
         tracker_class(name)
-    except MissingPackageError:
+    except MissingPackageError as error:
+        if warn:
+            _logger.warning_once("log_with: %s It is left out.", error)
         return False
     return True
 
