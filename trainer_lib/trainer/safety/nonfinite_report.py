@@ -63,9 +63,17 @@ class NonFiniteReport:
             (losses, self._parameters(), self.samples(), has_bad_weight)
         )
         several = len(told) > 1
-        bad = [f"{loss}{f' on process {rank}' if several else ''}" for rank, one in enumerate(told) for loss in one[0]]
+        bad = [
+            f"{loss}{f' on process {rank}' if several else ''}"
+            for rank, (losses, *_) in enumerate(told)
+            for loss in losses
+        ]
         parameters = list(dict.fromkeys(name for _, names, *_ in told for name in names))
-        weighed = [f" on process {rank}{one[2]}" if several else one[2] for rank, one in enumerate(told) if one[3]]
+        weighed = [
+            f" on process {rank}{samples}" if several else samples
+            for rank, (_, _, samples, is_bad) in enumerate(told)
+            if is_bad
+        ]
         if bad:
             what = f"In step {step + 1} the loss is {'; '.join(bad)}"
         elif weighed:
