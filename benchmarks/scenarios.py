@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from benchmarks import shapes
 from benchmarks.task import Task
 
 
@@ -93,6 +94,41 @@ SCENARIOS = [
         target="CPU ≤ 1.10, calls ≤ 700",
     ),
     Scenario(
+        name="fit-callable",
+        title="Trainers, a method of the user as the loss",
+        loop="fit",
+        settings={"shape": shapes.CALLABLE},
+        target="CPU ≤ 1.05, calls ≤ 490",
+    ),
+    Scenario(
+        name="fit-dict",
+        title="Trainers, dicts as batches",
+        loop="fit",
+        settings={"shape": shapes.DICTS},
+        target="CPU ≤ 1.05",
+    ),
+    Scenario(
+        name="fit-model-loss",
+        title="Trainers, a model that returns its loss",
+        loop="fit",
+        settings={"shape": shapes.MODEL_LOSS},
+        target="CPU ≤ 1.05",
+    ),
+    Scenario(
+        name="fit-llama",
+        title="Trainers, a Llama with `num_items_in_batch`",
+        loop="fit",
+        settings={"shape": shapes.LANGUAGE_MODEL},
+        target="CPU ≤ 1.05",
+    ),
+    Scenario(
+        name="fit-folder",
+        title="Trainers, with history, checkpoints and a report",
+        loop="fit",
+        settings={"folder": True},
+        target="CPU ≤ 1.05",
+    ),
+    Scenario(
         name="fit-bar",
         title="Trainers, with a progress bar",
         loop="fit",
@@ -114,11 +150,25 @@ SCENARIOS = [
         target="CPU ≤ 1.10",
     ),
     Scenario(
+        name="fit-callable-accumulation",
+        title="Trainers, a method of the user as the loss, an update for each 4 batches",
+        loop="fit",
+        settings={"accumulation": 4, "shape": shapes.CALLABLE},
+        target="CPU ≤ 1.08",
+    ),
+    Scenario(
         name="fit-ddp",
         title="Trainers on two processes (DDP)",
         loop="fit",
         settings={"world_size": 2},
         target="CPU ≤ 1.10",
+    ),
+    Scenario(
+        name="fit-callable-ddp",
+        title="Trainers on two processes (DDP), a method of the user as the loss",
+        loop="fit",
+        settings={"world_size": 2, "shape": shapes.CALLABLE},
+        target="CPU ≤ 1.08",
     ),
     Scenario(
         name="fit-transformer",

@@ -9,6 +9,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.shapes import TUPLES, Shape
+
 FEATURES, HIDDEN, CLASSES, BATCH_SIZE = 64, 64, 10, 32
 MAX_NORM = 1.0
 IGNORED = -100  # the label of what does not count, as `cross_entropy` knows it
@@ -52,7 +54,7 @@ class Parts(NamedTuple):
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler
-    loader: DataLoader[tuple[Tensor, ...]]
+    loader: DataLoader[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,8 @@ class Task:
     layers: int = 0  # those of a transformer, in the place of the perceptron
     width: int = 64  # of the transformer
     bar: bool = False  # a progress bar is shown
+    folder: bool = False  # the run has a folder: history, checkpoints and a report
+    shape: Shape = TUPLES
     world_size: int = 1
 
     def parts(self) -> Parts:
@@ -83,9 +87,9 @@ class Task:
         if self.layers:
             return Transformer(self.layers, self.width)
         middle = [Block() for _ in range(self.blocks)] or [nn.ReLU()]
-        return nn.Sequential(nn.Linear(FEATURES, HIDDEN), *middle, nn.Linear(HIDDEN, CLASSES))
+        return self.shape.model(nn.Sequential(nn.Linear(FEATURES, HIDDEN), *middle, nn.Linear(HIDDEN, CLASSES)))
 
-    def loader(self) -> DataLoader[tuple[Tensor, ...]]:
+    def loader(self) -> DataLoader[Any]:
         """Return a loader that is not shared out yet: it holds the batches of all processes."""
         rows = self.steps * self.world_size * BATCH_SIZE
         generator = torch.Generator().manual_seed(1)
@@ -93,7 +97,7 @@ class Task:
         labels = torch.randint(CLASSES, (rows,), generator=generator)
         if self.some_ignored:
             labels[torch.rand(rows, generator=generator) < 0.25] = IGNORED
-        return DataLoader(TensorDataset(inputs, labels), batch_size=BATCH_SIZE, shuffle=self.shuffle)
+        return DataLoader(self.shape.dataset(inputs, labels), batch_size=BATCH_SIZE, shuffle=self.shuffle)
 
     def scores(self, steps: int | None = None) -> DataLoader[tuple[Tensor, ...]]:
         """Return a loader, not shared out yet, of what is evaluated: what a model said, and the labels."""

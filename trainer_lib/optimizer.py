@@ -220,7 +220,7 @@ class AcceleratedOptimizer(Optimizer):
         return result
 
     def _apply_factor(self) -> None:
-        if not self.holds_gradients:  # the gradients are those of the last update, already divided
+        if self._backwards_at_step == self.window.backwards:  # gradients of the last update, already divided
             return
         factor = self.window.factor(self)
         if isinstance(factor, Tensor) or factor != 1.0:

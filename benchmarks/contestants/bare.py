@@ -27,10 +27,10 @@ class Bare(Contestant):
         if task.accumulation > 1:
             return self._accumulate(task, meter)
         model, optimizer, scheduler, loader = parts_by_hand(task)
-        total = torch.zeros(())
+        loss_of, total = task.shape.loss, torch.zeros(())
         with meter:
-            for inputs, labels in loader:
-                loss = cross_entropy(model(inputs), labels)
+            for batch in loader:
+                loss = loss_of(model, batch)
                 loss.backward()
                 clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
@@ -43,12 +43,12 @@ class Bare(Contestant):
         model, optimizer, scheduler, loader = parts_by_hand(task)
         steps, last = task.accumulation, task.steps - 1
         no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else nullcontext
-        total = torch.zeros(())
+        loss_of, total = task.shape.loss, torch.zeros(())
         with meter:
-            for index, (inputs, labels) in enumerate(loader):
+            for index, batch in enumerate(loader):
                 updates = (index + 1) % steps == 0 or index == last
                 with nullcontext() if updates else no_sync():
-                    loss = cross_entropy(model(inputs), labels)
+                    loss = loss_of(model, batch)
                     (loss / steps).backward()
                 if updates:
                     clip_grad_norm_(model.parameters(), MAX_NORM)

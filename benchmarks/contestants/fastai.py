@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import Any
 
-from torch.nn.functional import cross_entropy
-
 from benchmarks.contestants.base import Contestant, NotOfferedError, around
 from benchmarks.meters import Meter
 from benchmarks.task import BATCH_SIZE, MAX_NORM, Task, optimization, weights_norm
@@ -19,7 +17,7 @@ class Fastai(Contestant):
 
     def fit(self, task: Task, meter: Meter) -> float:
         """Train."""
-        if task.world_size > 1:
+        if task.world_size > 1 or not task.shape.has_tuples or task.folder:
             raise NotOfferedError
         learner, training = import_module("fastai.learner"), import_module("fastai.callback.training")
         callback, data = import_module("fastai.callback.core"), import_module("fastai.data.core")
@@ -37,7 +35,7 @@ class Fastai(Contestant):
         learn = learner.Learner(
             data.DataLoaders(loader, loader),
             model,
-            loss_func=cross_entropy,
+            loss_func=task.shape.loss_fn,
             opt_func=lambda *_, **__: import_module("fastai.optimizer").OptimWrapper(opt=optimizer),
             lr=1e-3,
             cbs=[

@@ -30,8 +30,7 @@ class HuggingFace(Contestant):
 
         def compute_loss(model: Any, batch: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
             del return_outputs, num_items_in_batch
-            inputs, labels = batch
-            return cross_entropy(model(inputs), labels)
+            return task.shape.loss(model, batch)
 
         with tempfile.TemporaryDirectory() as folder:
             trainer = transformers.Trainer(
@@ -52,7 +51,8 @@ class HuggingFace(Contestant):
                 optimizers=optimization(model),
                 callbacks=[around(transformers.TrainerCallback, "on_epoch_begin", "on_epoch_end", meter)],
             )
-            trainer.compute_loss = compute_loss
+            if task.shape.loss_fn is not None:
+                trainer.compute_loss = compute_loss
             trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(task.loader())
             trainer.train()
         return weights_norm(model)

@@ -26,13 +26,12 @@ class Ignite(Contestant):
         """Train."""
         engine_module = import_module("ignite.engine")
         model, optimizer, scheduler, loader = parts_by_hand(task)
-        steps, total = task.accumulation, torch.zeros(())
+        steps, total, loss_of = task.accumulation, torch.zeros(()), task.shape.loss
         if steps > 1 and isinstance(model, DistributedDataParallel):
             raise NotOfferedError
 
-        def step(engine: Any, batch: list[Tensor]) -> Tensor:
-            inputs, labels = batch
-            loss = cross_entropy(model(inputs), labels)
+        def step(engine: Any, batch: Any) -> Tensor:
+            loss = loss_of(model, batch)
             (loss if steps == 1 else loss / steps).backward()
             if engine.state.iteration % steps == 0:
                 clip_grad_norm_(model.parameters(), MAX_NORM)

@@ -30,8 +30,7 @@ class LightningTrainer(Contestant):
         )
 
         def training_step(batch: Any) -> Any:
-            inputs, labels = batch
-            return cross_entropy(module.model(inputs), labels)
+            return task.shape.loss(module.model, batch)
 
         module.training_step = training_step
         trainer = _trainer(

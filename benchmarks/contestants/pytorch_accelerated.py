@@ -3,11 +3,10 @@
 from importlib import import_module
 from typing import Any
 
-from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.contestants.accelerate import forget_state
-from benchmarks.contestants.base import Contestant, around
+from benchmarks.contestants.base import Contestant, NotOfferedError, around
 from benchmarks.meters import Meter
 from benchmarks.task import BATCH_SIZE, MAX_NORM, Task, optimization, rate, weights_norm
 
@@ -21,6 +20,8 @@ class PytorchAccelerated(Contestant):
 
     def fit(self, task: Task, meter: Meter) -> float:
         """Train."""
+        if not task.shape.has_tuples or task.folder:
+            raise NotOfferedError  # its loop takes a batch apart by position
         library, callbacks = import_module("pytorch_accelerated"), import_module("pytorch_accelerated.callbacks")
         accelerate = import_module("accelerate")
         model = task.model()
@@ -28,7 +29,7 @@ class PytorchAccelerated(Contestant):
         own = type("Own", (library.Trainer,), {"_create_accelerator": lambda _: accelerate.Accelerator(cpu=True)})
         trainer = own(
             model,
-            loss_func=cross_entropy,
+            loss_func=task.shape.loss_fn,
             optimizer=optimization(model)[0],
             callbacks=[*shown, around(callbacks.TrainerCallback, "on_train_epoch_start", "on_train_epoch_end", meter)],
         )

@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.contestants.base import Contestant, NotOfferedError, around
 from benchmarks.meters import Meter
+from benchmarks.shapes import TUPLES
 from benchmarks.task import BATCH_SIZE, MAX_NORM, Task, rate, weights_norm
 
 
@@ -20,7 +21,7 @@ class Skorch(Contestant):
 
     def fit(self, task: Task, meter: Meter) -> float:
         """Train."""
-        if task.accumulation > 1 or task.world_size > 1:
+        if task.accumulation > 1 or task.world_size > 1 or task.shape is not TUPLES or task.folder:
             raise NotOfferedError
         skorch, callbacks = import_module("skorch"), import_module("skorch.callbacks")
         network = skorch.NeuralNet(

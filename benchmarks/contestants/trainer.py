@@ -1,5 +1,7 @@
 """This library's `Trainer`."""
 
+import shutil
+import tempfile
 from typing import Any
 
 from torch import nn
@@ -58,6 +60,7 @@ class Trainer(Contestant):
         from trainer_lib.callbacks import LambdaCallback
 
         objects = {name: options.pop(name) for name in ("optimizer", "scheduler") if name in options}
+        folder = tempfile.mkdtemp() if task.folder else None
         arguments = TrainingArguments(
             num_train_epochs=1,
             gradient_accumulation_steps=task.accumulation,
@@ -65,11 +68,14 @@ class Trainer(Contestant):
             log_every=LOG_EVERY,
             progress_bar=task.bar,
             use_cpu=True,
+            output_dir=folder,
             **options,
         )
         around = LambdaCallback(on_epoch_begin=lambda _: meter.start(), on_epoch_end=lambda _: meter.stop())
         trainer = Trainer(
-            model, arguments, train_dataset=train_dataset, loss_fn=cross_entropy, callbacks=[around], **objects
+            model, arguments, train_dataset=train_dataset, loss_fn=task.shape.loss_fn, callbacks=[around], **objects
         )
         trainer.fit()
+        if folder is not None:
+            shutil.rmtree(folder)
         return weights_norm(model)

@@ -13,7 +13,11 @@ from trainer_lib import Accelerator, ConfigurationError, GradScalerKwargs
 
 
 def _update(
-    splits: tuple[int, ...], tensor_weights: bool = True, clip: bool = False, precision: str = "no"
+    splits: tuple[int, ...],
+    tensor_weights: bool = True,
+    clip: bool = False,
+    precision: str = "no",
+    is_mean: bool = False,
 ) -> tuple[list[Tensor], float]:
     """Spread micro-batches of `splits` samples unevenly over the processes; return one update's gradients."""
     handlers = [GradScalerKwargs(init_scale=256.0)] if precision == "fp16" else None
@@ -30,7 +34,8 @@ def _update(
         with accelerator.accumulate(network):
             weight = weights[samples]
             loss = (toy.losses(network, inputs[samples], targets[samples]) * weight).sum()
-            accelerator.backward(loss, weight=weight.sum() if tensor_weights else int(weight.sum()))
+            items = weight.sum() if tensor_weights else int(weight.sum())
+            accelerator.backward(loss / items if is_mean else loss, weight=items, is_mean=is_mean)
             if clip and accelerator.sync_gradients:
                 norm = float(accelerator.clip_grad_norm_(network.parameters(), 0.05))
             optimizer.step()
@@ -44,6 +49,16 @@ def test_one_process_equals_one_big_batch(splits: tuple[int, ...], tensor_weight
     toy.assert_same(ours, toy.mean_gradients(list(range(sum(splits))), toy.data()[2]))
 
 
+@pytest.mark.parametrize("tensor_weights", [True, False])
+@pytest.mark.parametrize("splits", [(5, 9, 10), (1, 23), (23, 1)])
+def test_means_with_their_weights_equal_one_big_batch(splits: tuple[int, ...], tensor_weights: bool) -> None:
+    """A rank without samples has a mean of NaN, 0 / 0, with weight 0."""
+    expected = toy.mean_gradients(list(range(24)), toy.data()[2])
+    for processes in (1, 2):
+        for ours, _ in run_world(_update, (splits, tensor_weights, False, "no", True), processes, timeout=60):
+            toy.assert_same(ours, expected)
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("splits", [(24,), (5, 9, 10), (1, 23), (23, 1)])
 def test_several_processes_equal_one_big_batch(processes: int, splits: tuple[int, ...]) -> None:
@@ -51,6 +66,22 @@ def test_several_processes_equal_one_big_batch(processes: int, splits: tuple[int
     expected = toy.mean_gradients(list(range(24)), toy.data()[2])
     for ours, _ in run_world(_update, (splits,), processes, timeout=60):
         toy.assert_same(ours, expected)
+
+
+def test_a_mean_over_no_items_changes_nothing() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    layer = torch.nn.Linear(3, 4)
+    layer, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0))
+    inputs = torch.arange(6.0).reshape(2, 3)
+    torch.nn.functional.cross_entropy(layer(inputs), torch.tensor([1, 2])).backward()
+    expected = toy.gradients(layer)
+    layer.zero_grad()
+    for labels, items in (([1, 2], 2), ([3, 3], 0), ([-100, -100], 0)):
+        with accelerator.accumulate(layer):
+            loss = torch.nn.functional.cross_entropy(layer(inputs), torch.tensor(labels))
+            accelerator.backward(loss, weight=items, is_mean=True)
+            optimizer.step()
+    toy.assert_same(toy.gradients(layer), expected)
 
 
 def test_clipping_sees_the_gradients_of_the_big_batch() -> None:

@@ -219,7 +219,9 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
     # -- one update ----------------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> "_MicroBatch":
-        """Return the context of one micro-batch: reductions and steps wait until the accumulation window is complete.
+        """Return the context of a micro-batch: reductions and steps wait until the accumulation window is complete.
+
+        You can enter the same context again for the next micro-batch.
 
         Args:
             *models: The prepared models that you train on it; all, by default.
@@ -280,6 +282,7 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
         *,
         weight: float | Tensor | None = None,
         optimizer: AcceleratedOptimizer | Sequence[AcceleratedOptimizer] | None = None,
+        is_mean: bool = False,
         **kwargs: Any,
     ) -> None:
         """Compute gradients.
@@ -292,6 +295,7 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
             loss: The loss of this micro-batch: a mean, or with `weight` a sum.
             weight: How many items the loss sums over; a number, or a tensor with one value.
             optimizer: The optimizer of these gradients; required with `weight` if several are prepared.
+            is_mean: Whether the loss is the mean over `weight` items instead of their sum.
             **kwargs: Passed on to `torch.Tensor.backward`; with `learning_rate`, see `lomo_backward`.
 
         Example:
@@ -308,7 +312,7 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
             return
         window = self.window
         if weight is not None:
-            self._weighted.run(loss, weight, optimizer, kwargs)
+            self._weighted.run(loss, weight, optimizer, is_mean, kwargs)
             return
         if len(self.prepared.optimizers) == 1 and window.has_weights(self.prepared.optimizers[0]):
             raise ConfigurationError(
@@ -333,10 +337,10 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Unscale gradients now, and divide them by the weight of their accumulation window."""
-        if self.sync_gradients:
-            chosen = self.prepared.optimizers if optimizer is None else _listed(optimizer)
+        if self.gradient_state.sync_gradients:
+            chosen = None if optimizer is None else _listed(optimizer)
             for prepared in self.prepared.optimizers:
-                if any(optimizer in (prepared, prepared.optimizer) for optimizer in chosen):
+                if chosen is None or any(optimizer in (prepared, prepared.optimizer) for optimizer in chosen):
                     prepared.finalize_gradients()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -443,8 +447,10 @@ class _MicroBatch:
                 self._local.append(local)
 
     def __exit__(self, *error: Any) -> None:
-        for local in self._local:
-            local.__exit__(*error)
+        if self._local:
+            for local in self._local:
+                local.__exit__(*error)
+            self._local.clear()
         self._accelerator.window.end_micro_batch()
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.optimizer import AcceleratedOptimizer
-from trainer_lib.state.accumulation_window import Share, nan_if_negative
+from trainer_lib.state.accumulation_window import Share, nan_if_negative, sum_from_mean
 
 
 class WeightedBackward:
@@ -24,19 +24,23 @@ class WeightedBackward:
         self._prepared, self._window = engine.prepared, engine.window
         self._strategy, self._precision = engine.strategy, engine.precision
 
-    def run(self, loss: Tensor, weight: Any, optimizer: Any, kwargs: dict[str, Any]) -> None:
-        """Compute gradients of a loss that is a sum over `weight` items."""
+    def run(self, loss: Tensor, weight: Any, optimizer: Any, is_mean: bool, kwargs: dict[str, Any]) -> None:
+        """Compute gradients of a loss that is a sum over `weight` items, or their mean."""
         window = self._window
         reduces = window.state.sync_gradients and not window.is_alone
         share = self._share(optimizer)
-        before = share.local
-        share.local = before + _checked_weight(weight)
+        before, weight, divisor = share.local, _checked_weight(weight), share.nominal
+        share.local = before + weight
+        if is_mean and type(weight) is float and weight > 0:
+            divisor /= weight  # of the mean: the sum would take two operations more
+        elif is_mean:
+            loss = sum_from_mean(loss, weight)
         if reduces:
             extra = () if window.message is None else window.message.to_floats()
             self._strategy.send_with_gradients([share.local, *extra])
         window.begin_backward()
         try:
-            self._precision.backward(loss, window.is_fresh, share.nominal, **kwargs)
+            self._precision.backward(loss, window.is_fresh, divisor, **kwargs)
         except BaseException:
             # The script may retry with a smaller batch; the failed one must not count.
             share.local = before
@@ -50,6 +54,9 @@ class WeightedBackward:
     def _share(self, optimizer: AcceleratedOptimizer | Sequence[AcceleratedOptimizer] | None) -> Share:
         prepared = self._prepared.optimizers
         optimizers = tuple(prepared if optimizer is None else _listed(optimizer))
+        share = self._window.share_of(optimizers)
+        if share is not None:  # of an earlier micro-batch
+            return share
         if optimizer is None and len(optimizers) != 1:
             raise ConfigurationError(
                 f"backward(loss, weight=…) needs optimizer=: {len(optimizers)} optimizers are prepared. Call "
@@ -60,15 +67,12 @@ class WeightedBackward:
                 raise ConfigurationError(
                     f"optimizer={type(candidate).__name__} is not prepared. Give the object that prepare() returned."
                 )
-        share = self._window.share_of(optimizers)
-        if share is None:
-            if len(prepared) == 1 and optimizers[0].holds_gradients:
-                raise ConfigurationError(
-                    "backward got a loss with weight= in an update that has losses without. Give weight= with all "
-                    "losses of an update, or with none."
-                )
-            share = self._window.open_share(optimizers)
-        return share
+        if len(prepared) == 1 and optimizers[0].holds_gradients:
+            raise ConfigurationError(
+                "backward got a loss with weight= in an update that has losses without. Give weight= with all losses "
+                "of an update, or with none."
+            )
+        return self._window.open_share(optimizers)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -21,7 +21,8 @@ class Dispatcher:
         callbacks: The callbacks.
 
     Attributes:
-        handlers: For each event with listeners, the callbacks and their methods, in the order of the calls.
+        handlers: For each event with listeners, the callbacks and their methods, in the order of the calls. The same
+            dict as long as the dispatcher lives: you can keep it.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
@@ -133,7 +134,7 @@ class Dispatcher:
 
     def _bind_handlers(self) -> None:
         # One list per event that has listeners. New lists, since a callback may be removed while an event is fired.
-        self.handlers = {}
+        self.handlers.clear()
         for callback in self._callbacks:
             for event in EVENTS:
                 if overrides(callback, event):

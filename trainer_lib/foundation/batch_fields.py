@@ -17,9 +17,10 @@ SPAN = ["start_positions", "end_positions"]  # the targets of extractive questio
 
 def as_mapping(batch: Any) -> Mapping[str, Any] | None:
     """Return a batch of named values as a mapping; `None` if its values have no names."""
-    if type(batch) in _UNNAMED:  # the most frequent case
+    kind = type(batch)
+    if kind in _UNNAMED:  # the most frequent case
         return None
-    if isinstance(batch, Mapping):
+    if kind is dict or isinstance(batch, Mapping):
         return batch
     if is_dataclass_value(batch):
         return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
@@ -41,8 +42,7 @@ def split(batch: Any, label_names: Sequence[str] | None = None) -> tuple[Any, An
                 f"The batch has {', '.join(map(str, named))} and no target: none of {', '.join(candidates)}. Name it: "
                 f"TrainingArguments(label_names=[…]).{did_you_mean(candidates[0], named) if label_names else ''}"
             )
-        inputs = {name: value for name, value in named.items() if name not in names}
-        return inputs, named[names[0]] if len(names) == 1 else {name: named[name] for name in names}
+        return {name: value for name, value in named.items() if name not in names}, _targets_in(named, names)
     if isinstance(batch, (tuple, list)) and len(batch) > 1:
         return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
     raise ConfigurationError(
@@ -54,19 +54,20 @@ def split(batch: Any, label_names: Sequence[str] | None = None) -> tuple[Any, An
 def targets_of(batch: Any, label_names: Sequence[str] | None = None) -> Any:
     """Return the targets of a batch; `None` if it has no recognizable targets."""
     named = as_mapping(batch)
-    if named is not None and not label_names_in(named, label_names):
-        return None
-    if named is None and not (isinstance(batch, (tuple, list)) and len(batch) > 1):
-        return None
-    return split(batch, label_names)[1]
+    if named is None:
+        return batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    names = label_names_in(named, label_names)
+    return _targets_in(named, names) if names else None
 
 
 def label_names_in(named: Mapping[str, Any], label_names: Sequence[str] | None) -> list[str]:
     """Return the names of the targets in a batch."""
     if label_names:
         return [name for name in label_names if name in named]
-    first = [name for name in LABEL_NAMES if name in named][:1]
-    return first or (list(SPAN) if all(name in named for name in SPAN) else [])
+    for name in LABEL_NAMES:
+        if name in named:
+            return [name]
+    return list(SPAN) if all(name in named for name in SPAN) else []
 
 
 def with_targets(batch: Any, targets: Any, label_names: Sequence[str] | None = None) -> Any:
@@ -92,3 +93,7 @@ def replaced(batch: Any, values: Mapping[str, Any]) -> Any:
     if is_dataclass_value(batch):
         return dataclasses.replace(batch, **values)
     return {**batch, **values}
+
+
+def _targets_in(named: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return named[names[0]] if len(names) == 1 else {name: named[name] for name in names}

@@ -65,11 +65,14 @@ class FullPrecision:
 
 
 def differentiate(loss: Tensor, divisor: float, options: dict[str, Any]) -> None:
-    """Compute the gradients of `loss / divisor`, without the two operations of a division."""
-    if divisor == 1.0:
-        loss.backward(**options)
-    elif type(loss) is Tensor and not loss.ndim and "gradient" not in options:
+    """Compute the gradients of `loss / divisor`, without the two operations of a division.
+
+    The gradient of the loss is given even where it is 1: torch would make a tensor of it each time.
+    """
+    if type(loss) is Tensor and not loss.ndim and "gradient" not in options:
         loss.backward(_one_over(divisor, loss.dtype, loss.device), **options)
+    elif divisor == 1.0:
+        loss.backward(**options)
     else:
         (loss / divisor).backward(**options)
 

@@ -23,6 +23,13 @@ def nan_if_negative(weight: Tensor) -> Tensor:
     return torch.where(weight < 0, torch.nan, weight)
 
 
+def sum_from_mean(mean: Tensor, weight: Weight) -> Tensor:
+    """Return the sum behind a mean; 0 if the weight is 0, where the mean is 0 / 0."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, mean * weight, 0.0)
+    return mean * weight if weight else mean.nan_to_num() * 0.0
+
+
 class Message(Protocol):
     """What else ranks tell each other with the weights of an update."""
 

@@ -14,7 +14,11 @@ from trainer_lib.foundation.foreach import foreach_mul_, foreach_norm
 
 def local_values(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the values of each tensor on this rank: its shard, the values of a sparse tensor, or the tensor."""
-    return [tensor._values() if tensor.is_sparse else getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    return [tensor if type(tensor) is Tensor and not tensor.is_sparse else _local_value(tensor) for tensor in tensors]
+
+
+def _local_value(tensor: Tensor) -> Tensor:
+    return tensor._values() if tensor.is_sparse else getattr(tensor, "_local_tensor", tensor)
 
 
 def weight_dtype(device: torch.device) -> torch.dtype:
@@ -30,14 +34,13 @@ def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float, d
     """Clip the gradients to a total norm of at most `max_norm`, and return the norm before clipping."""
     gradients = _gradients(parameters)
     total = total_norm(gradients, norm_type, device)
-    multiply(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    multiply(gradients, _coefficient(max_norm, total))
     return total
 
 
-@torch.no_grad()
 def shrink(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients of the known total norm `norm` to at most `max_norm`, as torch's `clip_grad_norm_` does."""
-    multiply(_gradients(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    multiply(_gradients(parameters), _coefficient(max_norm, norm))
 
 
 @torch.no_grad()
@@ -54,7 +57,7 @@ def clip_whole(parameters: Iterable[Tensor], max_norm: float, norm_type: float) 
         if any(gradient.is_sparse for gradient in gradients):
             return clip_norm(parameters, max_norm, norm_type, gradients[0].device)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    foreach_mul_(gradients, _coefficient(max_norm, total))
     return total
 
 
@@ -62,7 +65,7 @@ def clip_whole(parameters: Iterable[Tensor], max_norm: float, norm_type: float) 
 def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients in place, without waiting for the device."""
     values = local_values(gradients)
-    if not isinstance(factor, Tensor):
+    if not isinstance(factor, Tensor) or (factor.is_cpu and not [value for value in values if not value.is_cpu]):
         if values:
             foreach_mul_(values, factor)
         return
@@ -95,14 +98,16 @@ def total_grad_norm(
     return total_norm(_gradients(parameters), norm_type, device, in_double)
 
 
-@torch.no_grad()
 def norm_of_whole(parameters: Iterable[Tensor], norm_type: float, in_double: bool = False) -> Tensor:
     """Return the norm over gradients that are whole, bit for bit as torch's `get_total_norm` does."""
     gradients = _gradients(parameters)
-    if in_double or any(gradient.is_sparse for gradient in gradients):
-        return total_norm(gradients, norm_type, gradients[0].device, in_double)
-    total = _norm_of_uniform(gradients, norm_type)
-    return torch.nn.utils.get_total_norm(gradients, norm_type) if total is None else total
+    total = None if in_double else _norm_of_uniform(gradients, norm_type)
+    if total is not None:  # not under no_grad, which takes longer than to detach
+        return total.detach() if total.requires_grad else total
+    with torch.no_grad():
+        if in_double or any(gradient.is_sparse for gradient in gradients):
+            return total_norm(gradients, norm_type, gradients[0].device, in_double)
+        return torch.nn.utils.get_total_norm(gradients, norm_type)
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device, in_double: bool = False) -> Tensor:
@@ -116,6 +121,11 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.devi
         return torch.zeros((), device=device)
     is_double = any(gradient.dtype is torch.float64 for gradient in gradients)
     return torch.linalg.vector_norm(torch.cat(norms), norm_type).to(torch.float64 if is_double else torch.float32)
+
+
+def _coefficient(max_norm: float, norm: Tensor) -> Tensor:
+    """Return `min(max_norm / (norm + 1e-6), 1)`, bit for bit as `clip_grad_norm_` computes it."""
+    return (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.scheduler import AcceleratedScheduler
+from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checkpoints.resume import checkpoint_at
@@ -247,7 +248,12 @@ class Trainer(ToolMethods, PublishMethods):
             self.parts.means.add(name, value, weight)
 
     def backward(
-        self, loss: Tensor, weight: Weight | None = None, optimizer: str | Sequence[str] | None = None
+        self,
+        loss: Tensor,
+        weight: Weight | None = None,
+        optimizer: str | Sequence[str] | None = None,
+        *,
+        is_mean: bool = False,
     ) -> None:
         """Compute gradients, in a `training_step` that you override.
 
@@ -255,14 +261,18 @@ class Trainer(ToolMethods, PublishMethods):
             loss: With `weight`, the sum of the losses of that many items; without, a mean with weight 1.
             weight: The number of items.
             optimizer: The optimizer that uses these gradients, by name, or several; by default all.
+            is_mean: Whether the loss is the mean over `weight` items instead of their sum.
         """
-        weight = 1.0 if weight is None else weight
+        weight, guard = 1.0 if weight is None else weight, self.parts.guard
+        if is_mean and (isinstance(weight, Tensor) or not weight):  # a mean of nothing is NaN
+            loss, is_mean = sum_from_mean(loss, weight), False
         if self.run.weighs_nothing:
             loss, weight = loss * 0.0, 0.0
-        if self.parts.guard is not None:
-            weight = self.parts.guard.weigh(loss.new_zeros(()) if self.run.weighs_nothing else loss, weight)
+        if guard is not None:
+            weight = guard.weigh(loss.new_zeros(()) if self.run.weighs_nothing else loss, weight, is_mean)
         is_only = len(self.run.optimizers) == 1 and optimizer is None
-        self.accelerator.backward(loss, weight=weight, optimizer=None if is_only else self._optimizers(optimizer))
+        optimizers = None if is_only else self._optimizers(optimizer)
+        self.accelerator.backward(loss, weight=weight, optimizer=optimizers, is_mean=is_mean)
 
     @property
     def state(self) -> RunState:
@@ -297,11 +307,16 @@ class Trainer(ToolMethods, PublishMethods):
     @overridable
     def training_step(self, model: Any, batch: Any) -> LossResult | None:
         """Compute the gradients of a batch. An override that steps optimizers itself returns `None` and logs itself."""
-        result = self.parts.loss.as_result(self.compute_loss(model, batch), batch)
+        loss = self.parts.loss
+        result = loss.checked(self.compute_loss(model, batch))
         if "on_loss" in self.events.handlers:
-            result = self.parts.loss.changed(result)
-        self.backward(result.loss, result.weight)
-        return result
+            result = loss.changed(loss.as_result(result, batch))
+        if result.weight is not None:
+            self.backward(result.loss, result.weight)
+            return result
+        weight = loss.items(batch)
+        self.backward(result.loss, weight, is_mean=True)
+        return LossResult(sum_from_mean(result.loss.detach(), weight), weight, result.outputs, result.logs)
 
     @overridable
     def evaluation_step(self, model: Any, batch: Any) -> EvaluationOutput:
@@ -311,7 +326,8 @@ class Trainer(ToolMethods, PublishMethods):
     @overridable
     def num_items(self, batch: Any) -> Weight:
         """Return the number of items in the mean loss of a batch: labels that are not ignored, else samples."""
-        return count_items(batch, self.args.label_names, self.label_shift(batch))
+        shift = self.label_shift
+        return count_items(batch, self.args.label_names, shift.answer if shift.is_known else shift(batch))
 
     @overridable
     def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainer_lib import ConfigurationError, LossResult
+from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
 from trainer_lib.trainer.losses.loss_result import summed
 from trainer_lib.trainer.losses.model_io import count_items
@@ -50,6 +51,15 @@ def model_loss(model: nn.Module) -> ModelLoss:
     return ModelLoss(model, count_items)
 
 
+def loss_sum(objective: ModelLoss, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    """Return a loss as the Trainer completes it: a mean has no weight yet."""
+    result = objective(model, batch)
+    if result.weight is not None:
+        return result.loss, result.weight
+    weight = count_items(batch)
+    return sum_from_mean(result.loss, weight), weight
+
+
 @pytest.mark.parametrize("cls", [Dividing, Ignoring])
 def test_a_mean_becomes_a_sum_for_all_kinds_of_models(cls: type[Dividing]) -> None:
     model = cls()
@@ -59,11 +69,11 @@ def test_a_mean_becomes_a_sum_for_all_kinds_of_models(cls: type[Dividing]) -> No
     assert model.layer.weight.grad is not None
     gradient = model.layer.weight.grad.clone()
     for _ in range(3):
-        result = objective(model, BATCH)
-        assert result.weight == 3
-        torch.testing.assert_close(result.loss, wanted, rtol=1e-6, atol=0)
+        loss, weight = loss_sum(objective, model, BATCH)
+        assert weight == 3
+        torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
         model.zero_grad()
-        result.loss.backward()
+        loss.backward()
         torch.testing.assert_close(model.layer.weight.grad, gradient, rtol=1e-6, atol=1e-7)
 
 
@@ -89,9 +99,9 @@ def test_a_batch_without_valid_items_has_loss_zero(cls: type[Dividing]) -> None:
     model = cls()
     objective = model_loss(model)
     for _ in range(2):  # the first batch too
-        result = objective(model, {"inputs": INPUTS, "labels": torch.full((4,), -100)})
-        assert (result.loss.item(), result.weight) == (0.0, 0.0)
-        result.loss.backward()
+        loss, weight = loss_sum(objective, model, {"inputs": INPUTS, "labels": torch.full((4,), -100)})
+        assert (loss.item(), weight) == (0.0, 0.0)
+        loss.backward()
         assert model.layer.weight.grad is not None
         assert not model.layer.weight.grad.any()
 
@@ -99,9 +109,9 @@ def test_a_batch_without_valid_items_has_loss_zero(cls: type[Dividing]) -> None:
 @torch.no_grad()
 def test_in_evaluations_the_model_computes_the_mean_itself() -> None:
     model = Dividing()
-    result = model_loss(model)(model, BATCH)
+    loss, _ = loss_sum(model_loss(model), model, BATCH)
     assert model.given == [None]
-    torch.testing.assert_close(result.loss, cross_entropy(model.layer(INPUTS), TARGETS, reduction="sum"))
+    torch.testing.assert_close(loss, cross_entropy(model.layer(INPUTS), TARGETS, reduction="sum"))
 
 
 def test_without_labels_there_is_no_loss() -> None:

@@ -51,7 +51,6 @@ class SampleCounts:
 
     def gather(self) -> None:
         """Count what all ranks read by a message of its own, where no gradients take the numbers along."""
-        pending = self.pending
-        if pending:
-            gathered = self._group.all_gather_objects([float(number) for number in pending])
+        if self._counts_tokens or self._loader.samples_in_round is None:
+            gathered = self._group.all_gather_objects([float(number) for number in self.pending])
             self.add(sum(numbers) for numbers in zip(*gathered, strict=True))

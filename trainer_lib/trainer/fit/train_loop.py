@@ -61,9 +61,11 @@ class TrainLoop:
         rewind: Rewind,
         actions: Actions,
     ) -> None:
-        self.run, self.events = context.run, context.events
+        self.run, self.events, self.handlers = context.run, context.events, context.events.handlers
         self.batches, self.log, self.saving, self.rewind = batches, log, saving, rewind
         self.accelerator, self.loader, self.models = context.accelerator, context.loader, context.models
+        self.accumulating = context.accelerator.accumulate(*context.models)
+        self.accumulation = context.accelerator.window
         self.gradient_state = context.accelerator.gradient_state
         self.guard, self.training_step = guard, step
         self.optimizers = list(self.run.optimizers.values())
@@ -109,12 +111,13 @@ class TrainLoop:
         """Add the gradients of a batch to those of its window; return what became of the update it completes."""
         run, window, update = self.run, self.window, None
         run.batch = window.read(batch)
-        with self.accelerator.accumulate(*self.models):
+        with self.accumulating:
             is_last = self.gradient_state.sync_gradients
-            if self.accelerator.window.size == 1:
+            if self.accumulation.size == 1:
                 self.begin_window()
             if not window.is_skipped:
-                self.events.fire("on_micro_batch_begin", run)
+                if "on_micro_batch_begin" in self.handlers:
+                    self.events.fire("on_micro_batch_begin", run)
                 if is_last:
                     window.write_message()
                 self.forward_backward()
@@ -128,7 +131,8 @@ class TrainLoop:
         self.window.begin()
         if not self.window.is_skipped:
             self.guard.begin_window()
-            self.events.fire("on_step_begin", self.run)
+            if "on_step_begin" in self.handlers:
+                self.events.fire("on_step_begin", self.run)
 
     def forward_backward(self) -> None:
         """Compute the gradients of the micro-batch in hand; a filler or skipped one takes part with weight 0."""
@@ -144,7 +148,8 @@ class TrainLoop:
             add_note(error, f"step {run.state.step + 1}", run.batch, self.models)
             raise
         self.log.record(result)
-        self.events.fire("on_micro_batch_end", run)
+        if "on_micro_batch_end" in self.handlers:
+            self.events.fire("on_micro_batch_end", run)
         run.outputs = None  # not kept until the next step, whose activations need the memory
 
     def update(self) -> Update:
@@ -154,24 +159,31 @@ class TrainLoop:
         has_stepped = any(optimizer.has_stepped for optimizer in optimizers)  # in a training_step of the user
         if not self.guard.passes_to_callbacks(has_stepped):
             return self.skip()
-        events.fire("on_backward_end", run)
+        if "on_backward_end" in self.handlers:
+            events.fire("on_backward_end", run)
         if not self.gradients.is_done:
             self.gradients.check()
         if not has_stepped:
             if not self.guard.passes():
                 return self.skip()
-            events.fire("on_optimizer_step_begin", run)
-            for optimizer in optimizers:
-                optimizer.step()
+            self.step_optimizers()
         for scheduler in self.schedulers:
             scheduler.step()
-        events.fire("on_optimizer_step_end", run)
+        if "on_optimizer_step_end" in self.handlers:
+            events.fire("on_optimizer_step_end", run)
         if self.guard.is_scaled and self.accelerator.optimizer_step_was_skipped:
             self.guard.restore_buffers()
             events.fire("on_step_skipped", run)
         for optimizer in optimizers:
             optimizer.zero_grad()
         return Update.STEP
+
+    def step_optimizers(self) -> None:
+        """Change the weights."""
+        if "on_optimizer_step_begin" in self.handlers:
+            self.events.fire("on_optimizer_step_begin", self.run)
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def skip(self) -> Update:
         """Leave no trace of an update."""
@@ -187,7 +199,8 @@ class TrainLoop:
             self.events.fire("on_step_skipped", run)
         run.state.step += 1
         run.state.steps_in_epoch += 1
-        self.events.fire("on_step_end", run)
+        if "on_step_end" in self.handlers:
+            self.events.fire("on_step_end", run)
         is_epoch_over = loader.end_of_dataloader and not loader.others_read_on
         if not is_epoch_over and run.control.end_epoch and self.actions.end_epoch_on_request():
             loader.end_pass()

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.losses.loss_checks import check_loss, check_weight
-from trainer_lib.trainer.losses.loss_result import LossResult, Weight, sum_from_mean
+from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import is_scalar
 from trainer_lib.trainer.losses.objectives import LossFunction, ModelLoss, Objective
@@ -81,20 +82,33 @@ class BatchLoss:
 
     def as_result(self, value: Any, batch: Any) -> LossResult:
         """Return the value of `compute_loss` as a sum with its weight."""
+        result = self.checked(value)
+        if result.weight is not None:
+            return result
+        weight = self.items(batch)
+        return result._replace(loss=sum_from_mean(result.loss, weight), weight=weight)
+
+    def checked(self, value: Any) -> LossResult:
+        """Return the value of `compute_loss`, checked; without a weight it is a mean."""
         if type(value) is LossResult:
             if not self._has_checked:
                 check_loss(value.loss, "compute_loss")
                 self._has_checked = True
-            if value.weight is not None:
-                return value
-            weight = self._items(batch)
-            return value._replace(loss=sum_from_mean(value.loss, weight), weight=weight)
+            return value
         parts: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         loss, outputs = parts
         if not is_scalar(loss):
             check_loss(loss, "compute_loss")
-        weight = self._items(batch)
-        return LossResult(sum_from_mean(loss, weight), weight, outputs)
+        return LossResult(loss, None, outputs)
+
+    def items(self, batch: Any) -> Weight:
+        """Return the number of items in a mean, checked."""
+        weight = self._trainer.num_items(batch)
+        if type(weight) is float and weight >= 0:  # first: by far the most frequent
+            return weight
+        if not isinstance(weight, Tensor) or weight.ndim:
+            check_weight(weight, "The value that num_items returns")
+        return weight
 
     def changed(self, result: LossResult) -> LossResult:
         """Return a training loss as changed by callbacks in `on_loss`."""
@@ -111,12 +125,6 @@ class BatchLoss:
         if overridden or not isinstance(self._trainer.model, nn.Module):
             return f"as {kind.__name__}.{overridden[0] if overridden else 'training_step'} returns it"
         return (self._objective or self._made_objective()).describe()
-
-    def _items(self, batch: Any) -> Weight:
-        weight = self._trainer.num_items(batch)
-        if not isinstance(weight, Tensor) or weight.ndim:
-            check_weight(weight, "The value that num_items returns")
-        return weight
 
     def _made_objective(self) -> Objective:
         trainer = self._trainer

@@ -65,18 +65,11 @@ def summed(loss_fn: Any) -> SummedLoss | None:
 
 def count_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Weight:
     """Return the number of labels that are not ignored: a number on the CPU, else a tensor, which needs no waiting."""
-    if labels.device.type != "cpu":
+    if not labels.is_cpu:
         return torch.count_nonzero(labels != ignored)
     if labels.ndim == 1 and len(labels) <= _FEW:  # for a few labels Python is faster than torch
         return float(len(labels) - labels.tolist().count(ignored))
     return float(torch.count_nonzero(labels != ignored))
-
-
-def sum_from_mean(mean: Tensor, weight: Weight) -> Tensor:
-    """Return the sum behind a mean; 0 if the weight is 0, where the mean is 0 / 0."""
-    if isinstance(weight, Tensor):
-        return torch.where(weight > 0, mean * weight, 0.0)
-    return mean * weight if weight else mean.nan_to_num() * 0.0
 
 
 def _sum_of(function: nn.Module, outputs: Any, targets: Any) -> Tensor:

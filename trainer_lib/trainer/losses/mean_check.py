@@ -77,6 +77,9 @@ class MeanCheck:
         count: Counts the items of a batch.
         label_names: The names of a batch that are targets.
         is_needed: Whether an update has several micro-batches, on several ranks or by accumulation.
+
+    Attributes:
+        is_done: Whether it has checked a loss; it does so once.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class MeanCheck:
         is_needed: Callable[[], bool],
     ) -> None:
         self._bare, self._count, self._label_names, self._is_needed = bare, count, label_names, is_needed
-        self._is_done = False
+        self.is_done = False
 
     def check_model(self, loss_of: ComputeLoss, batch: Any) -> None:
         """Check the loss that a model returns."""
@@ -114,9 +117,9 @@ class MeanCheck:
             self._warn(name, is_mean)
 
     def _is_due(self) -> bool:
-        if self._is_done or not torch.is_grad_enabled():
+        if self.is_done or not torch.is_grad_enabled():
             return False
-        self._is_done = True
+        self.is_done = True
         return self._is_needed() and all(parameter.dtype is torch.float32 for parameter in self._bare.parameters())
 
     def _measure(self, loss_of: ComputeLoss, count: Callable[[Any], Weight], batch: Any, masks: bool) -> bool | None:

@@ -11,7 +11,7 @@ from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, comparison_error
-from trainer_lib.trainer.losses.loss_result import LossResult, SummedLoss, Weight, sum_from_mean, summed
+from trainer_lib.trainer.losses.loss_result import LossResult, SummedLoss, Weight, summed
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import (
     as_mapping,
@@ -77,7 +77,7 @@ class LossFunction:
             predictions = outputs if type(outputs) is Tensor else predictions_of(outputs)
             loss, weight = self._compared(self._summed, predictions, targets)
             return LossResult(loss, weight, outputs)
-        if self._check_mean is not None:
+        if self._check_mean is not None and not self._check_mean.is_done:
             self._check_mean.check_function(self._loss_fn, self._name, batch, outputs, targets)
         loss = self._loss_fn(outputs, targets)
         if isinstance(loss, LossResult):
@@ -156,16 +156,15 @@ class ModelLoss:
         if not self._is_checked:
             check_names(self._bare, batch)
             check_values(self._bare, batch)
+            self._count(batch)  # the first count may run the model, which has to be before its forward
             self._is_checked = True
-        weight = self._count(batch)
-        if self._check_mean is not None:
+        if self._check_mean is not None and not self._check_mean.is_done:
             self._check_mean.check_model(self._plain_loss, batch)
         if self._divides is False or not torch.is_grad_enabled():
             outputs = call_model(model, batch)
-            return outputs, _summed(outputs, weight)
-        # Requires a gradient until it is known whether the loss depends on it. At least 1: without any items the sum
-        # is 0 as well.
-        items = torch.as_tensor(weight, dtype=torch.float32).clamp(min=1).requires_grad_(self._divides is None)
+            return outputs, _mean(outputs)
+        weight = self._count(batch)
+        items = _items(weight).requires_grad_(self._divides is None)  # until it is known whether the loss depends on it
         outputs = call_model(model, batch, num_items_in_batch=items)
         loss = _loss_of(outputs)
         if loss is None:
@@ -173,7 +172,7 @@ class ModelLoss:
         if self._divides is None:
             self._divides = _depends(loss, items)
             if not self._divides:
-                return outputs, _summed(outputs, weight)
+                return outputs, _mean(outputs)
         return outputs, LossResult(loss * items.detach(), weight, outputs)
 
     def describe(self) -> str:
@@ -204,9 +203,16 @@ def _loss_of(outputs: Any) -> Tensor | None:
     return loss
 
 
-def _summed(outputs: Any, weight: Weight) -> LossResult | None:
+def _items(weight: Weight) -> Tensor:
+    """Return a number of items as a tensor; at least 1, since without any items the sum is 0 as well."""
+    if isinstance(weight, Tensor):
+        return weight.to(torch.float32).clamp(min=1)
+    return torch.full((), max(weight, 1.0), dtype=torch.float32)
+
+
+def _mean(outputs: Any) -> LossResult | None:
     loss = _loss_of(outputs)
-    return None if loss is None else LossResult(sum_from_mean(loss, weight), weight, outputs)
+    return None if loss is None else LossResult(loss, None, outputs)
 
 
 def _no_loss(outputs: Any) -> NoReturn:

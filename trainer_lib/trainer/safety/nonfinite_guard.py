@@ -78,11 +78,11 @@ class NonFiniteGuard:
             self._buffers.copy()
         self.mark = self._context.means.mark() if self.policy != "raise" else None
 
-    def weigh(self, loss: Tensor, weight: float | Tensor) -> float | Tensor:
-        """Return the weight of a loss: NaN if the loss is NaN or infinite."""
+    def weigh(self, loss: Tensor, weight: float | Tensor, is_mean: bool) -> float | Tensor:
+        """Return the weight of a loss, a mean or a sum over so many items: NaN if the loss is NaN or infinite."""
         value = loss.item()
         if self.watches_spikes:
-            self._in_window += value
+            self._in_window += value * float(weight) if is_mean else value
             if isinstance(self._window.message, StepMessage):
                 self._window.message.window_loss = self._in_window
         if math.isfinite(value):
@@ -119,7 +119,7 @@ class NonFiniteGuard:
             has_stepped: Whether the training step stepped the optimizers itself.
         """
         events = self._context.events
-        if not (events.listens("on_backward_end") or events.listens("on_optimizer_step_begin")):
+        if "on_backward_end" not in events.handlers and "on_optimizer_step_begin" not in events.handlers:
             return True
         self._run.accelerator.unscale_gradients()  # callbacks see the true size of gradients
         return has_stepped or not events.modifies("on_backward_end") or self._is_finite_unmodified()
