@@ -81,7 +81,7 @@ class LanguageModel(ModelLoss):
         """Return the model of this shape."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "intermediate_size": 2 * _WIDTH}
+        sizes: dict[str, Any] = {"vocab_size": _VOCABULARY, "hidden_size": _WIDTH, "intermediate_size": 2 * _WIDTH}
         return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2))
 
     def dataset(self, inputs: Tensor, labels: Tensor) -> Dataset[Any]:

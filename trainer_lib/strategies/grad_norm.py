@@ -125,7 +125,7 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.devi
 
 def _coefficient(max_norm: float, norm: Tensor) -> Tensor:
     """Return `min(max_norm / (norm + 1e-6), 1)`, bit for bit as `clip_grad_norm_` computes it."""
-    return (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
