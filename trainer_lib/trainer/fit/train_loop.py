@@ -156,7 +156,7 @@ class TrainLoop:
         """Clip, step, schedule, zero; unless the gradients are not finite."""
         run, events, optimizers = self.run, self.events, self.optimizers
         self.window.read_message()
-        has_stepped = any(optimizer.has_stepped for optimizer in optimizers)  # in a training_step of the user
+        has_stepped = True in [optimizer.has_stepped for optimizer in optimizers]  # in a training_step of the user
         if not self.guard.passes_to_callbacks(has_stepped):
             return self.skip()
         if "on_backward_end" in self.handlers:
