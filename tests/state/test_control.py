@@ -137,6 +137,11 @@ def parts(inputs: Any, apply_padding: bool = False, num_processes: int = 2) -> l
     return run_world(part, (inputs, apply_padding), num_processes, timeout=60)
 
 
+def test_a_single_rank_gets_the_inputs_themselves() -> None:
+    inputs = {"prompts", "that", "have", "no", "order"}
+    assert part(inputs) is inputs
+
+
 def test_inputs_are_shared_out_in_order() -> None:
     assert parts([1, 2, 3, 4, 5], num_processes=4) == [[1, 2], [3], [4], [5]]
     assert parts((1, 2, 3)) == [(1, 2), (3,)]

@@ -10,6 +10,7 @@ from torch import nn
 from tests.accelerator import toy
 from tests.strategies.sharded import Block, Case, Tied, give_values, train
 from tests.worlds import run_world
+from trainer_lib import Accelerator, FullyShardedDataParallelPlugin
 
 
 def _on_meta_but_main(network: nn.Module, rank: int) -> nn.Module:
@@ -122,3 +123,10 @@ def test_shards_train_as_one_process_does(processes: int, name: str) -> None:
         own = main["optimizer"]["state"][key]
         toy.assert_same([own[part].float() for part in values], [value.float() for value in values.values()], rtol=1e-4)
     assert all(told["weights"] == told["optimizer"] == {} for told in others)
+
+
+def test_forwards_are_in_lockstep_only_where_there_are_other_ranks() -> None:
+    def body() -> bool:
+        return Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).strategy.is_in_lockstep
+
+    assert [run_world(body, num_processes=size) for size in (1, 2)] == [[False], [True, True]]
