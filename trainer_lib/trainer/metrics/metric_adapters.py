@@ -187,12 +187,12 @@ def _merges_exactly(metric: Any, base: Any) -> bool:
     if type(metric).merge_state is not base.merge_state:
         return True
     reductions = list(metric._reductions.values())
-    is_alone = sum(isinstance(module, base) for module in metric.modules()) == 1
+    has_no_parts = sum(isinstance(module, base) for module in metric.modules()) == 1
     exact = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
     return (
         metric.full_state_update is False
         and not metric.dist_sync_on_step
-        and is_alone
+        and has_no_parts
         and bool(reductions)
         and all(reduction in exact for reduction in reductions)
     )
