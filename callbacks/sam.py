@@ -10,6 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.kept_state import attributes_kept, tensors_kept
+
+_OF_A_BATCH = ("batch", "loss_sum", "weight", "outputs")
 
 
 class SAM(Modifier):
@@ -69,18 +72,12 @@ class SAM(Modifier):
         if share is None or not weights:
             return
         total = share.local if share.total is None else share.total
-        kept = [weight.detach().clone() for weight in weights]
-        statistics = [(buffer, buffer.clone()) for buffer in _statistics(run)]
-        self._climb(run, weights)
-        for weight in weights:
-            weight.grad = None
-        try:
-            self._differentiate(run, total)
-        finally:
-            with torch.no_grad():
-                for tensor, before in (*zip(weights, kept, strict=True), *statistics):
-                    tensor.copy_(before)
-            self._batches = []
+        batches, self._batches = self._batches, []
+        with tensors_kept([*weights, *_statistics(run)]), attributes_kept([run], _OF_A_BATCH):
+            self._climb(run, weights)
+            for weight in weights:
+                weight.grad = None
+            self._differentiate(run, batches, total)
 
     @torch.no_grad()
     def _climb(self, run: Run, weights: list[Any]) -> None:
@@ -92,20 +89,18 @@ class SAM(Modifier):
             step = weight.grad * (self.radius / (norm + 1e-12)).to(weight.grad.dtype)
             weight.add_(step * weight.abs() if self.adaptive else step)
 
-    def _differentiate(self, run: Run, total: float | Tensor) -> None:
+    def _differentiate(self, run: Run, batches: list[tuple[Any, float]], total: float | Tensor) -> None:
         """Compute the gradients of the whole update again; the ranks reduce them with the last batch."""
-        trainer, state = run.trainer, (run.batch, run.loss_sum, run.weight, run.outputs)
         models = [run.model] if isinstance(run.model, nn.Module) else list(run.model.values())
         divisor = torch.where(total == 0, 1, total) if isinstance(total, Tensor) else total or 1.0
-        for number, (batch, weight) in enumerate(self._batches, start=1):
+        for number, (batch, weight) in enumerate(batches, start=1):
             with ExitStack() as local:
-                if number < len(self._batches):
+                if number < len(batches):
                     for model in models:
                         local.enter_context(run.accelerator.strategy.no_sync(model))
                 run.batch = batch
-                result = trainer.parts.loss.of(run.model, batch)
+                result = run.trainer.parts.loss.of(run.model, batch)
                 (result.loss * weight / divisor).backward()
-        run.batch, run.loss_sum, run.weight, run.outputs = state
 
 
 def _statistics(run: Run) -> list[Tensor]:

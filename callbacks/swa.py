@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - the base of all of them
 
 from trainer_lib.callbacks.weight_averaging import WeightAverage
@@ -13,6 +14,7 @@ from trainer_lib.events.trigger import Trigger, callback_trigger
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.foreach import foreach_lerp_
+from trainer_lib.foundation.kept_state import attributes_kept
 
 
 class SWA(WeightAverage):
@@ -94,9 +96,21 @@ def _batch_norms(run: Run) -> list[_BatchNorm]:
 
 def _recompute_statistics(run: Run, layers: list[_BatchNorm]) -> None:
     """Recompute running statistics as the mean over all batches of the training data."""
-    trainer, models = run.trainer, list(run.modules.values())
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    momenta = [layer.momentum for layer in layers]
+    models = list(run.modules.values())
+    modules = [module for model in models for module in model.modules()]
+    with attributes_kept(modules, ["training"]), attributes_kept(layers, ["momentum"]):
+        batches = _average_statistics(run, models, layers)
+    total_batches = sum(run.accelerator.group.all_gather_objects(batches))
+    for layer in layers:
+        for statistic in (layer.running_mean, layer.running_var):
+            assert statistic is not None
+            # Each rank's statistics are weighted by its number of batches.
+            statistic.copy_(run.accelerator.reduce(statistic * (batches / total_batches), "sum"))  # type: ignore[arg-type]
+
+
+def _average_statistics(run: Run, models: list[nn.Module], layers: list[_BatchNorm]) -> int:
+    """Set the running statistics to their means over the batches of this rank, and return how many these are."""
+    trainer = run.trainer
     for layer in layers:
         layer.reset_running_stats()
         layer.momentum = None  # None: the plain mean over all batches
@@ -108,12 +122,4 @@ def _recompute_statistics(run: Run, layers: list[_BatchNorm]) -> None:
     for batch in loader:
         trainer.compute_loss(model_or_models, batch)
         batches += 1
-    total_batches = sum(run.accelerator.group.all_gather_objects(batches))
-    for layer, momentum in zip(layers, momenta, strict=True):
-        layer.momentum = momentum
-        for statistic in (layer.running_mean, layer.running_var):
-            assert statistic is not None
-            # Each rank's statistics are weighted by its number of batches.
-            statistic.copy_(run.accelerator.reduce(statistic * (batches / total_batches), "sum"))  # type: ignore[arg-type]
-    for module, was_training in modes:
-        module.training = was_training
+    return batches

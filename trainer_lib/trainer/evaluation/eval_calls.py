@@ -1,7 +1,6 @@
 """What `Trainer.evaluate` and `Trainer.predict` do: loaders and metrics of the sets, then the evaluation loop."""
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch.utils.data import DataLoader
 from trainer_lib.filesystem.remote_paths import local_path
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.defaults import prepare_models
@@ -17,7 +17,7 @@ from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED, Evaluatio
 from trainer_lib.trainer.evaluation.eval_sets import metrics_over_sets
 from trainer_lib.trainer.evaluation.prediction_results import Predictions
 from trainer_lib.trainer.safety.bad_samples import leave_out_while_evaluating
-from trainer_lib.trainer.trainer_interface import TrainerInterface, TrainerParts
+from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _logger = get_logger(__name__)
 
@@ -33,7 +33,8 @@ def evaluate(trainer: TrainerInterface, dataset: Any, prefix: str, generation: M
     loaders = before_fit.eval_loaders(trainer, data, label)
     models, evaluator = prepare_models(trainer), trainer.parts.evaluator
     sets = {name: _set(trainer, name, loader) for name, loader in loaders.items()}
-    with _generating(trainer.parts, generation):
+    with attributes_kept([trainer.parts], ["generation_options"]):
+        trainer.parts.generation_options = generation
         over_sets = metrics_over_sets(trainer)
         metrics = evaluator.evaluate(trainer.run, models.model_or_models, sets, prefix, over_sets)
     if not metrics:
@@ -52,7 +53,8 @@ def predict(
     prepared = evaluator.prepared(loader)
     target = None if to is None else local_path(to, "predict(to=…)")
     _, compute_metrics = trainer.parts.evaluation.measures("")
-    with _generating(trainer.parts, generation):
+    with attributes_kept([trainer.parts], ["generation_options"]):
+        trainer.parts.generation_options = generation
         return evaluator.predict(
             trainer.run, models.model_or_models, prepared, to=target, prefix=prefix, compute_metrics=compute_metrics
         )
@@ -63,12 +65,3 @@ def _set(trainer: TrainerInterface, name: str, loader: DataLoader[Any]) -> Evalu
     prepared = trainer.parts.evaluator.prepared(loader)
     leave_out_while_evaluating(trainer.args, prepared, trainer.accelerator.group)
     return EvaluationSet(loader=prepared, metrics=metrics, compute_metrics=compute_metrics)
-
-
-@contextmanager
-def _generating(parts: TrainerParts, options: Mapping[str, Any]) -> Generator[None]:
-    parts.generation_options = options
-    try:
-        yield
-    finally:
-        parts.generation_options = {}

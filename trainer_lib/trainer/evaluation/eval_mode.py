@@ -8,6 +8,7 @@ from torch import nn
 
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.events import Run
+from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.trainer.optim import optimizer_modes
 
 _OF_A_BATCH = ("batch", "outputs", "loss_sum", "weight")
@@ -22,18 +23,14 @@ def eval_mode(run: Run, models: Sequence[nn.Module], device: torch.device) -> Ge
         models: The models.
         device: The device whose random generator is restored.
     """
-    of_batch = {name: getattr(run, name) for name in _OF_A_BATCH}
-    try:
-        with (
-            preserved_generators(device),
-            optimizer_modes.evaluating(run.optimizers.values()),
-            evaluating(models),
-            torch.no_grad(),
-        ):
-            yield
-    finally:
-        for name, value in of_batch.items():
-            setattr(run, name, value)
+    with (
+        attributes_kept([run], _OF_A_BATCH),
+        preserved_generators(device),
+        optimizer_modes.evaluating(run.optimizers.values()),
+        evaluating(models),
+        torch.no_grad(),
+    ):
+        yield
 
 
 @contextmanager

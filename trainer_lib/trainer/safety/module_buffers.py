@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.foreach import foreach_copy_
+from trainer_lib.foundation.kept_state import tensors_kept
 from trainer_lib.modules.tensor_slots import buffer_slots
 
 
@@ -58,12 +59,8 @@ class Buffers:
 @contextmanager
 def buffers_kept(models: Iterable[nn.Module]) -> Generator[None]:
     """Restore the buffers after the block, whose data does not count."""
-    before = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
-    try:
+    with tensors_kept(buffer for model in models for buffer in model.buffers()):
         yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)
 
 
 @contextmanager

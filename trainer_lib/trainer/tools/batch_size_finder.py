@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.memory.release_memory import clear_device_cache
 from trainer_lib.options.base import check_count
@@ -77,12 +78,9 @@ def _loader(trainer: TrainerInterface, size: int) -> Callable[[], DataLoader[Any
     """Return a `train_dataloader` with a given batch size instead of the arguments' one."""
 
     def train_dataloader() -> DataLoader[Any]:
-        args = trainer.args
-        trainer.args = replace(args, per_device_train_batch_size=size)
-        try:
+        with attributes_kept([trainer], ["args"]):
+            trainer.args = replace(trainer.args, per_device_train_batch_size=size)
             return defaults.train_loader(trainer, trainer.train_dataset)
-        finally:
-            trainer.args = args
 
     return train_dataloader
 

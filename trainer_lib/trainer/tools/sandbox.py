@@ -15,6 +15,7 @@ from trainer_lib.accelerator import Accelerator
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import before_fit
@@ -48,6 +49,7 @@ _SHORT: Mapping[str, Any] = {
     "report_to": (),
 }
 _PLAIN = (bool, int, float, str, type(None))
+_ENGINE_SETTINGS = ("gradient_accumulation_steps", "sync_gradients")
 
 
 def check_can_sandbox(trainer: TrainerInterface, tool: str) -> None:
@@ -166,16 +168,13 @@ def _engine_kept(accelerator: Accelerator) -> Generator[None]:
     """Empty the accelerator's lists of optimizers, schedules and loaders, and restore them afterwards."""
     window, precision = accelerator.window, accelerator.precision
     counts, scale = dict(vars(window)), precision.state_dict()
-    settings = {name: getattr(accelerator, name) for name in ("gradient_accumulation_steps", "sync_gradients")}
     window.reset()
     try:
-        with accelerator.prepared.only_models():
+        with accelerator.prepared.only_models(), attributes_kept([accelerator], _ENGINE_SETTINGS):
             yield
     finally:
         vars(window).update(counts)
         precision.load_state_dict(scale)
-        for name, value in settings.items():
-            setattr(accelerator, name, value)
 
 
 @contextmanager
