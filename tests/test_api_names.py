@@ -28,7 +28,6 @@ NAMES = {
 LEFT_OUT = {
     "trainer_lib.commands.menu.": "the menus of Accelerate's dialog, which no script imports",
     "trainer_lib.commands.env": "`run.json` records the environment of each run",
-    "trainer_lib.commands.estimate": "not there yet",
     "trainer_lib.commands.launch.CustomHelpFormatter": "how Accelerate's help looks",
     "trainer_lib.commands.launch.clean_option": "a part of CustomHelpFormatter",
     "trainer_lib.commands.merge": "the command is `trainer-lib checkpoint consolidate`",

@@ -111,7 +111,7 @@ class CollectiveMethods(ProcessControl):
         return gather_real_objects(input_data, rows) if use_gather_object else gather_real_rows(input_data, rows)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean of the tensors of all ranks."""
+        """Return the sum, mean, maximum or minimum ("max", "min") of the tensors of all ranks."""
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:

@@ -1,0 +1,86 @@
+"""Estimates of the memory that a model takes."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig
+
+from trainer_lib import ConfigurationError
+from trainer_lib.commands.estimate import (
+    check_has_model,
+    create_ascii_table,
+    create_empty_model,
+    estimate_command_parser,
+    estimate_training_usage,
+    gather_data,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Return a folder with the configuration of a small model."""
+    config = BertConfig(vocab_size=10, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config.architectures = ["BertForSequenceClassification"]
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_a_model_has_shapes_and_no_memory(folder: str) -> None:
+    model = create_empty_model(folder)
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    with pytest.raises(ConfigurationError, match=r"Unknown library_name 'diffusers'. Known: timm, transformers."):
+        create_empty_model(folder, "diffusers")
+
+
+def test_a_training_holds_weights_gradients_and_two_states_of_adam() -> None:
+    assert estimate_training_usage(1000, "float32") == {
+        "model": 1000, "optimizer": 2000, "gradients": 1000, "step": 4000
+    }  # fmt: skip
+    assert estimate_training_usage(1000, "bfloat16") == {
+        "model": 1000, "optimizer": 2000, "gradients": 1500, "step": 2000
+    }  # fmt: skip
+    assert set(estimate_training_usage(1000, "int4").values()) == {-1}
+
+
+def test_rows_of_types(folder: str) -> None:
+    args = estimate_command_parser().parse_args([folder, "--dtypes", "float32", "int8"])
+    (wide, wide_layer, wide_total, wide_use), (narrow, narrow_layer, narrow_total, narrow_use) = gather_data(args)
+    parameters = sum(parameter.numel() for parameter in create_empty_model(folder).parameters())
+    buffers = 2 * 512 * 8  # position_ids and token_type_ids
+    assert (wide, wide_total) == ("float32", 4 * parameters + buffers)
+    embeddings = (10 + 512 + 2) * 4 + 2 * 4  # one layer, since the model says that it is not to be split
+    assert wide_layer == 4 * embeddings + buffers
+    assert (narrow, narrow_total, narrow_layer) == ("int8", wide_total // 4, wide_layer // 4)
+    assert (wide_use["step"], narrow_use["step"]) == (4 * wide_total, -1)
+
+
+def test_the_table(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    args = estimate_command_parser(commands).parse_args([folder, "--dtypes", "float32", "int8"])
+    args.func(args)
+    lines = capsys.readouterr().out.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert f"Memory Usage for loading `{folder}`" in lines[1]
+    assert [line.split("│")[1].strip() for line in lines[3:4] + lines[5:7]] == ["dtype", "float32", "int8"]
+    assert lines[6].rstrip("│").endswith("-" + " " * (len(lines[6].rstrip("│").split("│")[-1]) - 1))
+
+
+def test_a_table_is_as_wide_as_its_title_or_its_cells() -> None:
+    assert create_ascii_table(["a", "bb"], [["x", 1], ["yyyy", 2]], "title").splitlines() == [
+        "┌───────┐",
+        "│ title │",
+        "├────┬──┤",
+        "│a   │bb│",
+        "├────┼──┤",
+        "│x   │1 │",
+        "│yyyy│2 │",
+        "└────┴──┘",
+    ]
+    assert create_ascii_table(["a", "b"], [["1", "2"]], "a longer title").splitlines()[1] == "│a longer title│"
+
+
+def test_errors_of_models_that_are_not_there() -> None:
+    assert check_has_model(OSError("x does not appear to have a file named config.json")) == "transformers"
+    assert check_has_model(ValueError("anything else")) == "unknown"
