@@ -137,7 +137,7 @@ class TimedDeadline(Deadline):
 
 
 def deadline_of(run: Run) -> Deadline:
-    """Return the deadline of a run, on the rank whose clock counts; one that is over is none."""
+    """Return the deadline of a run; no deadline on ranks whose clock does not count, and after the time given."""
     ends = deadline_in(run.args.deadline)
     if ends is None or ends <= time.time() or not run.is_main_process:
         return Deadline()
