@@ -54,7 +54,11 @@ class Handed(NamedTuple):
 
 
 def worlds(loader: DataLoader[Any], processes: int, **options: Any) -> list[Any]:
-    """Return what each of several processes would prepare."""
+    """Return what each of several processes would prepare.
+
+    The order is computed from seed and epoch: processes that cannot communicate draw no other order in common.
+    """
+    options = {"low_memory_shuffle": True, **options}
     return [
         prepare_data_loader(loader, num_processes=processes, process_index=rank, **options) for rank in range(processes)
     ]

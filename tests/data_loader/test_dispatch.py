@@ -22,7 +22,7 @@ def _everywhere(function: Callable[[], Any], processes: int = 2) -> list[Any]:
 
 
 def _read(loader: DataLoader[Any], **options: Any) -> tuple[list[Handed], int | None]:
-    prepared = prepare_data_loader(loader, dispatch_batches=True, data_seed=5, **options)
+    prepared = prepare_data_loader(loader, dispatch_batches=True, data_seed=5, low_memory_shuffle=True, **options)
     batches = [handed(batch, prepared) for batch in prepared]
     try:
         return batches, len(prepared)
@@ -77,7 +77,7 @@ def _without_end(batches: list[Handed]) -> list[Handed]:
 def test_a_shuffled_loader_has_the_order_of_one_process() -> None:
     def orders(dispatches: bool, batch_size: int) -> list[list[list[int]]]:
         loader = DataLoader(Numbers(24), batch_size=batch_size, shuffle=True)
-        prepared = prepare_data_loader(loader, dispatch_batches=dispatches, data_seed=5)
+        prepared = prepare_data_loader(loader, dispatch_batches=dispatches, data_seed=5, low_memory_shuffle=True)
         assert isinstance(prepared, DataLoaderDispatcher) == dispatches
         return [read(prepared) for _ in range(2)]
 
@@ -136,7 +136,7 @@ def test_every_position_can_be_gone_on_from(kind: str) -> None:
             workers = 2 if "workers" in kind else 0
             stream, numbers = DataLoader(Stream(20), 2, num_workers=workers), DataLoader(Numbers(20), 2, shuffle=True)
             loader = numbers if kind == "map" else stream
-            return prepare_data_loader(loader, dispatch_batches=True, data_seed=5)
+            return prepare_data_loader(loader, dispatch_batches=True, data_seed=5, low_memory_shuffle=True)
 
         loader = prepared()
         passes = [read(loader), read(loader)]

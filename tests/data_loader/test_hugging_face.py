@@ -148,7 +148,9 @@ def test_an_augmentation_on_the_fly_depends_on_the_sample_only_if_seeded() -> No
     def prepared(batch_size: int, num_workers: int) -> Any:
         rows = _rows().with_transform(lambda batch: {"id": batch["id"], "draw": [random.random() for _ in batch["id"]]})
         loader = DataLoader(rows, batch_size=batch_size, shuffle=True, num_workers=num_workers)
-        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5, seed_each_sample=True)
+        return prepare_data_loader(
+            loader, num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True, seed_each_sample=True
+        )
 
     def drawn(loader: Any) -> list[tuple[int, float]]:
         return [

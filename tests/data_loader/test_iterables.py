@@ -136,7 +136,9 @@ def test_a_dataset_that_shuffles_has_one_order_for_all_and_a_resume(num_workers:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(10 * processes + rank)
         loader = DataLoader(Shuffling(), batch_size=4 // processes, num_workers=num_workers)
-        return prepare_data_loader(loader, num_processes=processes, process_index=rank, data_seed=5)
+        return prepare_data_loader(
+            loader, num_processes=processes, process_index=rank, data_seed=5, low_memory_shuffle=True
+        )
 
     (alone, first, second) = (prepared(1, 0), prepared(2, 0), prepared(2, 1))
     whole = [read(alone), read(alone)]
@@ -151,7 +153,8 @@ def test_a_dataset_that_shuffles_has_one_order_for_all_and_a_resume(num_workers:
 
 
 def test_reading_leaves_the_generators_of_training_alone() -> None:
-    loader = prepare_data_loader(DataLoader(Shuffling(), batch_size=4), num_processes=1, process_index=0)
+    loader = DataLoader(Shuffling(), batch_size=4)
+    loader = prepare_data_loader(loader, num_processes=1, process_index=0, low_memory_shuffle=True)
 
     def drawn(source: Any) -> list[Any]:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -243,7 +246,7 @@ class Wandering(Keeping):
 def test_a_bookmark_holds_the_random_numbers_too() -> None:
     def prepared() -> Any:
         loader = DataLoader(Wandering(400), batch_size=4)
-        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5)
+        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True)
 
     whole = read(prepared())
     saving, resumed = prepared(), prepared()

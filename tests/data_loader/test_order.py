@@ -1,4 +1,4 @@
-"""The global order: the same for any number of processes, whatever the sampler, and apart from training's chance."""
+"""A computed order (`low_memory_shuffle=True`): a function of seed and epoch for any sampler and world size."""
 
 import random
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from tests.data_loader.reference import Numbers, flat, read, worlds
 from tests.worlds import run_world
-from trainer_lib.data_loader import SeedableRandomSampler, get_sampler, prepare_data_loader
+from trainer_lib.data_loader import LowMemoryRandomSampler, SeedableRandomSampler, get_sampler, prepare_data_loader
 
 SIZE = 48
 
@@ -107,22 +107,26 @@ def test_the_order_does_not_depend_on_the_world(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_depends_on_seed_and_epoch_only(kind: str) -> None:
-    loader = prepare_data_loader(_loader(kind, 8), num_processes=1, process_index=0, data_seed=5)
+    loader = prepare_data_loader(
+        _loader(kind, 8), num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True
+    )
     passes = [read(loader) for _ in range(3)]
     assert passes[0] != passes[1] != passes[2]
     loader.set_epoch(1)
     assert [read(loader), read(loader)] == passes[1:]
-    other = prepare_data_loader(_loader(kind, 8), num_processes=1, process_index=0, data_seed=6)
+    other = prepare_data_loader(
+        _loader(kind, 8), num_processes=1, process_index=0, data_seed=6, low_memory_shuffle=True
+    )
     assert read(other) != passes[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_reading_leaves_the_generators_of_training_alone(kind: str, num_workers: int) -> None:
+def test_a_computed_order_leaves_the_generators_of_training_alone(kind: str, num_workers: int) -> None:
     loader = _loader(kind, 8)
     users = torch.Generator().manual_seed(9)
     loader = DataLoader(loader.dataset, 8, sampler=loader.sampler, num_workers=num_workers, generator=users)
-    loader = prepare_data_loader(loader, num_processes=1, process_index=0)
+    loader = prepare_data_loader(loader, num_processes=1, process_index=0, low_memory_shuffle=True)
 
     def draw() -> tuple[Any, ...]:
         return random.random(), np.random.random(), torch.rand(1).item(), torch.rand(1, generator=users).item()
@@ -137,11 +141,11 @@ def test_reading_leaves_the_generators_of_training_alone(kind: str, num_workers:
     assert drawn(reads=True) == drawn(reads=False)
 
 
-def test_users_samplers_stay_as_they_are() -> None:
+def test_a_computed_order_leaves_users_samplers_as_they_are() -> None:
     sampler = HasGenerators()
     before = sampler.python.getstate(), sampler.numpy.bit_generator.state, sampler.generator.get_state()
     loader = DataLoader(Numbers(SIZE), batch_size=8, sampler=sampler)
-    read(prepare_data_loader(loader, num_processes=1, process_index=0))
+    read(prepare_data_loader(loader, num_processes=1, process_index=0, low_memory_shuffle=True))
     assert (sampler.python.getstate(), sampler.numpy.bit_generator.state) == before[:2]
     assert torch.equal(sampler.generator.get_state(), before[2])
     assert loader.sampler is sampler
@@ -189,16 +193,16 @@ def test_batches_of_a_users_batch_sampler_come_in_one_order_for_all() -> None:
         assert [batch for pair in zip(read(first), read(second), strict=True) for batch in pair] == expected
 
 
-def test_torchs_shuffle_becomes_one_that_is_a_function_of_the_seed() -> None:
+def test_low_memory_shuffle_replaces_torchs_shuffle_by_a_function_of_the_seed() -> None:
     generator = torch.Generator().manual_seed(21)
     loader = DataLoader(Numbers(SIZE), batch_size=8, shuffle=True, generator=generator)
-    prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
+    prepared = prepare_data_loader(loader, num_processes=1, process_index=0, low_memory_shuffle=True)
     sampler = get_sampler(prepared)
-    assert isinstance(sampler, SeedableRandomSampler)
+    assert isinstance(sampler, LowMemoryRandomSampler)
     assert prepared.state_dict()["seed"] == 21
     assert prepared.sampler is sampler
     assert prepared.get_sampler() is sampler
-    assert flat(read(prepared)) == list(SeedableRandomSampler(range(SIZE), data_seed=21))
+    assert flat(read(prepared)) == list(LowMemoryRandomSampler(range(SIZE), data_seed=21))
     assert type(loader.sampler) is RandomSampler
 
 

@@ -134,9 +134,11 @@ def _synchronized(kinds: list[str] | None, start: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "same"), [(None, [False, False]), (["torch"], [True, False]), (["torch", "generator"], [True, True])]
+    ("kinds", "same"), [(None, [False, True]), (["torch"], [True, True]), (["torch", "generator"], [True, True])]
 )
-def test_generators_are_synchronized_if_asked(kinds: list[str] | None, same: list[bool]) -> None:
+def test_generators_are_synchronized_if_asked_and_those_of_the_order_always(
+    kinds: list[str] | None, same: list[bool]
+) -> None:
     first, second = run_world(_synchronized, (kinds, 0), 2, timeout=60)
     assert [one == other for one, other in zip(first, second, strict=True)] == same
 
@@ -225,5 +227,6 @@ def test_a_pass_costs_few_calls_beside_torchs_own() -> None:
         DataLoader(data, batch_size=32, shuffle=True),
         num_processes=1, process_index=0, device="cpu", put_on_device=True,
     )  # fmt: skip
-    # Twelve a batch: the loop, and the way of two tensors to the device.
-    assert calls(ours) - calls(plain) < 12 * 100 + 600
+    # Fourteen a batch: the loop, the count of its samples, and the way of two tensors to the device. (Torch's sampler
+    # has the same calls in both.)
+    assert calls(ours) - calls(plain) < 14 * 100 + 600

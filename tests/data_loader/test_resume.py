@@ -198,7 +198,7 @@ def test_what_was_drawn_from_a_users_sampler_is_not_lost(before: int, after: int
 
     def prepared(batch_size: int) -> Any:
         loader = DataLoader(Numbers(1000), batch_size=batch_size, sampler=Large())
-        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5)
+        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True)
 
     order = flat(read(prepared(1000)))
     resumed = prepared(after)
@@ -285,8 +285,12 @@ def test_naming_an_epoch_after_a_pass_starts_it_over(leave: str) -> None:
 
 
 def test_the_seed_comes_with_the_state() -> None:
-    first = prepare_data_loader(_made("shuffle"), num_processes=1, process_index=0, data_seed=1)
-    second = prepare_data_loader(_made("shuffle"), num_processes=1, process_index=0, data_seed=2)
+    first = prepare_data_loader(
+        _made("shuffle"), num_processes=1, process_index=0, data_seed=1, low_memory_shuffle=True
+    )
+    second = prepare_data_loader(
+        _made("shuffle"), num_processes=1, process_index=0, data_seed=2, low_memory_shuffle=True
+    )
     second.load_state_dict(first.state_dict())
     assert read(second) == read(first)
 
@@ -429,7 +433,7 @@ def test_without_workers_even_random_numbers_go_on_bitwise(kind: str) -> None:
     def prepared() -> Any:
         dataset = Noisy(SIZE) if kind == "dataset" else Stream(SIZE) if "stream" in kind else Numbers(SIZE)
         loader = DataLoader(dataset, batch_size=3, collate_fn=list if kind == "dataset" else _noisy)
-        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5)
+        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True)
 
     def training(loader: Any) -> Iterator[Any]:
         while True:

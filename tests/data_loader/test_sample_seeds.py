@@ -101,7 +101,9 @@ def test_samples_may_have_names() -> None:
 
     def prepared(sampler: list[str], num_workers: int = 0) -> Any:
         loader = DataLoader(Augmented(), 2, sampler=sampler, num_workers=num_workers, collate_fn=list)  # type: ignore[arg-type]
-        return prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5, seed_each_sample=True)
+        return prepare_data_loader(
+            loader, num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True, seed_each_sample=True
+        )
 
     assert _drawn(prepared(names)) == _drawn(prepared(names[::-1], num_workers=1))
 
@@ -111,10 +113,14 @@ def test_batches_of_a_users_sampler_and_single_samples_are_seeded_too() -> None:
     first = _drawn(alone)
     order = [[3, 1], [2, 0]]
     loader = DataLoader(Augmented(), batch_sampler=order, collate_fn=list)
-    batched = prepare_data_loader(loader, num_processes=1, process_index=0, data_seed=5, seed_each_sample=True)
+    batched = prepare_data_loader(
+        loader, num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True, seed_each_sample=True
+    )
     assert _drawn(batched) == {index: first[index] for index in range(4)}
     single = DataLoader(Augmented(), batch_size=None)
-    single = prepare_data_loader(single, num_processes=1, process_index=0, data_seed=5, seed_each_sample=True)
+    single = prepare_data_loader(
+        single, num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True, seed_each_sample=True
+    )
     assert {sample[0]: tuple(sample[1:]) for sample in single} == first
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler
 
-from trainer_lib.data_loader import SeedableRandomSampler
+from trainer_lib.data_loader import LowMemoryRandomSampler, SeedableRandomSampler
 from trainer_lib.data_loader.order.permutation import Shuffle
 
 
@@ -56,13 +56,13 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 
 def test_passes_differ_and_a_pass_comes_again() -> None:
-    sampler = SeedableRandomSampler(range(1000), data_seed=3)
+    sampler = LowMemoryRandomSampler(range(1000), data_seed=3)
     first, second = list(sampler), list(sampler)
     assert sum(one == other for one, other in zip(first, second, strict=True)) < 10
     sampler.set_epoch(0)
     assert list(sampler) == first
     assert list(sampler) == second
-    assert list(SeedableRandomSampler(range(1000), data_seed=4)) != first
+    assert list(LowMemoryRandomSampler(range(1000), data_seed=4)) != first
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,9 @@ def test_passes_differ_and_a_pass_comes_again() -> None:
         (9, {"num_samples": 30}),
     ],
 )
-def test_a_pass_can_be_entered_anywhere(size: int, options: dict[str, Any]) -> None:
-    sampler = SeedableRandomSampler(range(size), data_seed=3, **options)
+@pytest.mark.parametrize("kind", [SeedableRandomSampler, LowMemoryRandomSampler])
+def test_a_pass_can_be_entered_anywhere(kind: type[SeedableRandomSampler], size: int, options: dict[str, Any]) -> None:
+    sampler = kind(range(size), data_seed=3, **options)
     whole = list(sampler)
     assert len(whole) == len(sampler) == options.get("num_samples", size)
     for position in {0, 1, 3, len(whole) - 1, len(whole), 4096, 4097} & set(range(len(whole) + 1)):
@@ -85,7 +86,7 @@ def test_a_pass_can_be_entered_anywhere(size: int, options: dict[str, Any]) -> N
 
 
 def test_more_samples_than_there_are_come_in_whole_rounds() -> None:
-    drawn = list(SeedableRandomSampler(range(9), num_samples=30, data_seed=3))
+    drawn = list(LowMemoryRandomSampler(range(9), num_samples=30, data_seed=3))
     rounds = [drawn[start : start + 9] for start in range(0, 27, 9)]
     assert all(sorted(samples) == list(range(9)) for samples in rounds)
     assert len(set(map(tuple, rounds))) == 3
@@ -93,25 +94,24 @@ def test_more_samples_than_there_are_come_in_whole_rounds() -> None:
 
 
 def test_draws_with_replacement_are_even() -> None:
-    drawn = SeedableRandomSampler(range(10), replacement=True, num_samples=20_000, data_seed=3)
+    drawn = LowMemoryRandomSampler(range(10), replacement=True, num_samples=20_000, data_seed=3)
     counts = Counter(drawn)
     assert _are_even([counts[sample] for sample in range(10)])
 
 
-def test_the_seed_is_the_given_one_else_the_generators_else_torchs() -> None:
+def test_the_seed_is_the_given_one_else_torchs() -> None:
     generator = torch.Generator().manual_seed(5)
     assert SeedableRandomSampler(range(9), generator=generator, data_seed=3).initial_seed == 3
-    assert SeedableRandomSampler(range(9), generator=generator).initial_seed == 5
     torch.manual_seed(8)
-    sampler = SeedableRandomSampler(range(9))
+    sampler = SeedableRandomSampler(range(9), generator=generator)  # as with Accelerate
     assert sampler.initial_seed == 8
     assert isinstance(sampler, RandomSampler)
     torch.manual_seed(-1)
-    assert SeedableRandomSampler(range(9)).initial_seed == 2**63 - 1
+    assert SeedableRandomSampler(range(9)).initial_seed == 2**64 - 1
 
 
 def test_any_place_of_a_huge_dataset_is_found_at_once() -> None:
-    sampler = SeedableRandomSampler(range(10**12), data_seed=3)
+    sampler = LowMemoryRandomSampler(range(10**12), data_seed=3)
     places = np.array([0, 1, 10**12 - 1])
     samples = sampler.lookup(3, 0)(places)
     assert len(set(samples.tolist())) == 3

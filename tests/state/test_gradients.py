@@ -49,21 +49,21 @@ def test_all_instances_are_one_and_a_new_plugin_counts() -> None:
 def test_the_innermost_loader_is_the_active_one() -> None:
     state = GradientState()
     outer, inner = Loader(remainder=3), Loader(end_of_dataloader=True, remainder=5)
-    state._add_dataloader(outer)
-    state._add_dataloader(inner)
+    state.add_dataloader(outer)
+    state.add_dataloader(inner)
     assert state.active_dataloader is inner
     assert state.dataloader_references == [None, outer, inner]
     assert (state.in_dataloader, state.end_of_dataloader, state.remainder) == (True, True, 5)
-    state._remove_dataloader(outer)  # abandoned in the middle, and closed late
+    state.remove_dataloader(outer)  # abandoned in the middle, and closed late
     assert state.active_dataloader is inner
-    state._remove_dataloader(inner)
-    state._remove_dataloader(inner)
+    state.remove_dataloader(inner)
+    state.remove_dataloader(inner)
     assert not state.in_dataloader
 
 
 def test_a_loader_may_be_read_in_two_loops_at_a_time() -> None:
     state, loader = GradientState(), Loader()
-    state._add_dataloader(loader)
-    state._add_dataloader(loader)
-    state._remove_dataloader(loader)
+    state.add_dataloader(loader)
+    state.add_dataloader(loader)
+    state.remove_dataloader(loader)
     assert state.active_dataloader is loader

@@ -65,8 +65,8 @@ class PrepareMethods(CollectiveMethods):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether seed and epoch determine the order of shuffled loaders: always `True`."""
-        return True
+        """Whether the order of shuffled loaders is drawn from seed + epoch."""
+        return self.dataloader_config.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
@@ -188,9 +188,11 @@ class PrepareMethods(CollectiveMethods):
             dispatch_batches=config.dispatch_batches,
             even_batches=config.even_batches,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=config.use_seedable_sampler,
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             seed_each_sample=config.seed_each_sample,
+            low_memory_shuffle=config.low_memory_shuffle,
         )
         self.prepared.dataloaders.append(prepared)
         return prepared

@@ -1,9 +1,9 @@
 """Data loading across ranks: each rank reads its share of one global order, from any position on."""
 
 from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
-from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
-from trainer_lib.data_loader.order.samplers import SeedableRandomSampler, SkipBatchSampler
-from trainer_lib.data_loader.prepare import get_sampler, prepare_data_loader, skip_first_batches
+from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard, get_sampler
+from trainer_lib.data_loader.order.samplers import LowMemoryRandomSampler, SeedableRandomSampler, SkipBatchSampler
+from trainer_lib.data_loader.prepare import prepare_data_loader, skip_first_batches
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.data_loader.readers.iterable_shard import IterableDatasetShard
 from trainer_lib.data_loader.shard_loader import DataLoaderShard, SkipDataLoader
@@ -18,6 +18,7 @@ __all__ = [
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",
+    "LowMemoryRandomSampler",
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "SkipDataLoader",

@@ -9,10 +9,8 @@ from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
 from trainer_lib.data_loader.order.batch_slicing import Slicing
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.rank_rounds import Counted, Ending
-from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
-from trainer_lib.data_loader.readers.shard_reader import Reader
+from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.foundation.errors import UnsupportedError
-from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradient_state import Rows
 
 
@@ -34,31 +32,14 @@ class DataLoaderDispatcher(PreparedLoader):
     For data that only one rank can read. Batches are sent as objects, so they may hold anything in any shape.
     """
 
-    _group: ProcessGroup
-    _slicing: Slicing | None
-
-    @classmethod
-    def around(
-        cls, reader: Reader, delivery: Delivery, seed: int, group: ProcessGroup, slicing: Slicing | None = None
-    ) -> "DataLoaderDispatcher":
-        """Return the loader for a reader of a user's loader.
-
-        Args:
-            reader: Reads, on rank 0, the batches of all ranks one after the other.
-            delivery: How batches are delivered to the user.
-            seed: The seed of the order.
-            group: The ranks.
-            slicing: How to cut the batches of the reader, if each is one for all ranks.
-        """
-        loader = cls._of(reader, delivery, seed, group.size)
-        loader._group, loader._slicing = group, slicing
-        return loader
+    slicing: Slicing | None = None  # how the batches of the reader are cut, if each is one for all ranks
+    _LOCAL_ATTRIBUTES = PreparedLoader._LOCAL_ATTRIBUTES | {"slicing"}
 
     def _samples_from(self, reading: Pass, start: int, rows: Rows | None) -> list[Any] | None:
-        rank, cut = self._group.rank, self._slicing
+        rank, cut = self._group.rank, self.slicing
         if cut is None:
-            return self._reader.samples(self._seed, reading.epoch, start, rank, rows)
-        samples = self._reader.samples(self._seed, reading.epoch, start, 0, None)
+            return self._reader.samples(self._seed, reading, start, rank, rows)
+        samples = self._reader.samples(self._seed, reading, start, 0, None)
         if samples is None:
             return None
         share = (cut.batch_size or len(samples)) // cut.processes
@@ -66,7 +47,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def trim_repeats(self) -> None:
         """Do nothing where rank 0 cuts whole batches, since the cut needs all rows."""
-        if self._slicing is None:
+        if self.slicing is None:
             super().trim_repeats()
 
     def skip_bad_samples(self, quarantine: Quarantine) -> None:
@@ -88,6 +69,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 ending.batches = received
             if parcel.holds_batch:
                 yield parcel.batch if parcel.rows is None else Counted(parcel.batch, parcel.rows, parcel.remainder)
+        for _ in rounds or ():  # lets the sampler of rank 0 come to its end, as torch does
+            pass
 
     def _next_parcel(self, rounds: Iterator[list[Parcel]] | None) -> Parcel:
         """Return this rank's parcel of the next round; an error of the first rank is raised on all."""
@@ -107,10 +90,10 @@ class DataLoaderDispatcher(PreparedLoader):
     def _rounds(self, place: LoaderPosition) -> Iterator[list[Parcel]]:
         """Yield the parcels of all ranks, round by round."""
         ending, read_ending, read, left = Ending(), Ending(), 0, None
-        if self._slicing is None:
+        if self.slicing is None:
             batches = self._reader.open(place, self._seed, ending)
         else:
-            batches = self._slicing.slices(self._reader.open(place, self._seed, read_ending), read_ending, ending)
+            batches = self.slicing.slices(self._reader.open(place, self._seed, read_ending), read_ending, ending)
         while left != 0:
             round_ = list(islice(batches, self._group.size))
             read += len(round_)
@@ -118,6 +101,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 ending.batches = read
             left = None if ending.batches is None else ending.batches - read
             yield [self._parcel(rank, round_, left, ending) for rank in range(self._group.size)]
+        next(batches, None)
 
     def _parcel(self, rank: int, round_: list[Any], left: int | None, ending: Ending) -> Parcel:
         holds_batch = rank < len(round_)

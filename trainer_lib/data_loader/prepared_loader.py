@@ -4,7 +4,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -12,12 +12,15 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.error_notes import add_notes, dead_workers, iterator_in
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
+from trainer_lib.data_loader.order.epoch_start import EpochStart
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass, Progress
+from trainer_lib.data_loader.order.rank_batches import get_sampler
 from trainer_lib.data_loader.order.rank_rounds import Counted, Ending
 from trainer_lib.data_loader.readers.shard_reader import Reader
 from trainer_lib.foundation.errors import StateError, TrainerLibError
 from trainer_lib.foundation.pytree import send_to_device
 from trainer_lib.options.enums import RNGType
+from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradient_state import GradientState, Rows
 
 
@@ -61,15 +64,24 @@ class PreparedLoader(DataLoader[Any]):
     _progress: Progress
 
     @classmethod
-    def _of(cls, reader: Reader, delivery: Delivery, seed: int, processes: int) -> Self:
+    def around(cls, reader: Reader, delivery: Delivery, seed: int, processes: int, group: ProcessGroup) -> Self:
+        """Return the loader for a reader of a user's loader; torch's `__init__` would build another loader.
+
+        Args:
+            reader: Reads the batches.
+            delivery: How batches are delivered to the user.
+            seed: The seed of an order that is a function of seed and epoch.
+            processes: How many ranks share the batches.
+            group: The ranks.
+        """
         loader = object.__new__(cls)
-        loader._set_up(reader, delivery, seed, processes)
+        loader.set_up(reader, delivery, seed, processes, group)
         return loader
 
-    def _set_up(self, reader: Reader, delivery: Delivery, seed: int, processes: int) -> None:
-        """Initialize; torch's `__init__` would build another loader."""
+    def set_up(self, reader: Reader, delivery: Delivery, seed: int, processes: int, group: ProcessGroup) -> None:
+        """Initialize; see `around`."""
         self._reader, self._delivery, self._seed, self._processes = reader, delivery, seed, processes
-        self._progress = Progress()
+        self._progress, self._group = Progress(), group
         self._skip_batches = 0
         self._skip_is_due = False
         self.end_of_dataloader, self.remainder, self.rows = False, -1, None
@@ -86,11 +98,12 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         place = self._starting_place()
+        self._synchronize_generators(place)
+        place = replace(place, start=self._agreed_start(place.start))
         reading, ending = self._progress.begin(place, self._reader.bookmark_before), Ending()
         before = self.end_of_dataloader, self.others_read_on, self.remainder, self.rows
         GradientState().add_dataloader(self)
         try:
-            self._synchronize_generators(place)
             batches = self._read(place, ending)
             self.end_of_dataloader, self.others_read_on = False, False
             self.remainder, self.rows = ending.remainder, None
@@ -149,7 +162,14 @@ class PreparedLoader(DataLoader[Any]):
         place = self._progress.following
         self._skip_batches = self._skip_batches if self._skip_is_due else 0
         self._skip_is_due = False
-        return LoaderPosition(place.epoch, self._skip_batches * self._reader.step) if self._skip_batches else place
+        if not self._skip_batches:
+            return place
+        return LoaderPosition(place.epoch, self._skip_batches * self._reader.step, start=place.start)
+
+    def _agreed_start(self, start: EpochStart | None) -> EpochStart | None:
+        """Return the states that random generators start an epoch with: those of rank 0."""
+        start = start or self._reader.epoch_start()
+        return self._group.broadcast_objects([start])[0] if self._reader.agrees_on_start else start
 
     def _synchronize_generators(self, place: LoaderPosition) -> None:
         # In the middle of a pass the generators come from a checkpoint.
@@ -196,8 +216,12 @@ class PreparedLoader(DataLoader[Any]):
         return self._reader.opening_digest
 
     def first_samples(self) -> list[Any] | None:
-        """Return the samples that rank 0 reads first, as computed on this rank; see `sample_ids`."""
-        return self._reader.samples(self._seed, 0, 0, 0, None)
+        """Return the samples that rank 0 reads first, as computed on this rank; see `sample_ids`.
+
+        All ranks have to call it.
+        """
+        start = self._agreed_start(None)
+        return self._reader.samples(self._seed, LoaderPosition(start=start), 0, 0, None)
 
     def skip_bad_samples(self, quarantine: Quarantine) -> None:
         """From the next pass on, skip samples that cannot be read, and add them to `quarantine`.
@@ -276,7 +300,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _samples_from(self, reading: Pass, start: int, rows: Rows | None) -> list[Any] | None:
         """Return the samples of this rank's batch in the round that begins at `start`."""
-        return self._reader.samples(self._seed, reading.epoch, start, self._reader.rank, rows)
+        return self._reader.samples(self._seed, reading, start, self._reader.rank, rows)
 
     @property
     def seconds_waited(self) -> float:
@@ -288,7 +312,8 @@ class PreparedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next pass, and call `set_epoch` of the samplers and the dataset if they have it.
 
-        Without it each pass is the next epoch. A position inside `epoch` from `load_state_dict` is kept.
+        An order that is drawn from random generators does not depend on the number of the epoch. Without this call
+        each pass is the next epoch. A position inside `epoch` from `load_state_dict` is kept.
         """
         self._progress.set_epoch(epoch)
         self._reader.set_epoch(epoch)
@@ -309,19 +334,22 @@ class PreparedLoader(DataLoader[Any]):
             self._progress.now.finished = True
 
     def rewind(self) -> None:
-        """Make the next pass the first one, from its start."""
-        self._progress.go_to(LoaderPosition())
+        """Make the next pass the first one, from its start and in its order."""
+        self._progress.rewind()
         self._reader.set_epoch(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the pass, and how many of its samples were delivered to all ranks.
 
         You can resume from it with another world size. It consists of numbers and texts (except for the `state_dict`
-        of an iterable dataset, which may hold anything).
+        of an iterable dataset, which may hold anything). Inside an epoch whose order is drawn from random generators,
+        it holds their states at the start of the epoch; between two epochs those of the loader's and the sampler's own.
         """
         place = self._progress.where()
+        start = place.start if place.start and place.consumed else EpochStart(own=self._states_between(place))
         position = {"epoch": place.epoch, "position": place.consumed, "seed": self._seed}
-        return {**position, **self._reader.facts(), "bookmark": place.bookmark}
+        order = {"low_memory_shuffle": self._reader.low_memory, "start": start.state_dict()}
+        return {**position, **order, **self._reader.facts(), "bookmark": place.bookmark}
 
     @property
     def data_seed(self) -> int:
@@ -332,7 +360,19 @@ class PreparedLoader(DataLoader[Any]):
         """Return the `state_dict` after so many batches of an epoch."""
         state = self.state_dict()
         position = min(batches * self._reader.step, state.get("length") or math.inf)
-        return {**state, "epoch": epoch, "position": int(position) if batches else 0, "bookmark": None}
+        place = {"epoch": epoch, "position": int(position) if batches else 0, "bookmark": None}
+        # The generators come from the checkpoint, with what the epoch had drawn at its start.
+        start = EpochStart(own=self._reader.generator_states(), seeds_workers=False)
+        return {**state, **place, "start": start.state_dict()}
+
+    def _states_between(self, place: LoaderPosition) -> list[Any]:
+        """Return the states with which the loader's own generators start the pass at `place`."""
+        now = self._progress.now
+        if place.start is not None:
+            return place.start.own
+        if now is not None and self._progress.at_last_batch and not self._reader.low_memory:
+            return self._reader.generator_states_after(self._seed, now)
+        return self._reader.generator_states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next pass at the position in `state_dict`, in the same order.
@@ -347,22 +387,40 @@ class PreparedLoader(DataLoader[Any]):
                     f"This state was saved by a loader with {name} {saved!r}, and this loader has {name} {current!r}. "
                     "Load it into a loader over the same kind of dataset."
                 )
-        missing = [name for name in self.state_dict() if name not in state_dict]
+        missing = [name for name in self.state_dict() if name not in (*state_dict, "low_memory_shuffle", "start")]
         if missing:
             raise StateError(
                 f"This is not the state of a prepared loader: {', '.join(missing)} is missing. Pass what its "
                 "state_dict() returned."
             )
         self._reader.check(state_dict)
+        # States without this entry are of orders that are computed from seed and epoch.
+        self._reader.use_low_memory(state_dict.get("low_memory_shuffle", True))
         self._seed = state_dict["seed"]
-        self._progress.go_to(LoaderPosition(state_dict["epoch"], state_dict["position"], state_dict["bookmark"]))
+        start, position = self._loaded_start(state_dict), state_dict["position"]
+        if start is not None and not position:
+            self._reader.restore_generators(start.own)
+            start = None
+        self._progress.go_to(LoaderPosition(state_dict["epoch"], position, state_dict["bookmark"], start))
+
+    def _loaded_start(self, state: dict[str, Any]) -> EpochStart | None:
+        if self._reader.low_memory:
+            return None
+        start = EpochStart.from_state_dict(state["start"])
+        saved, current = len(start.own), len(self._reader.generator_states())
+        if saved != current:
+            raise StateError(
+                f"This state was saved by a loader with {saved} random generators (its own and its sampler's), and "
+                f"this loader has {current}: the order would differ. Pass a generator to the loader and to its sampler "
+                "as before."
+            )
+        return start
 
     def starting_at(self, num_batches: int) -> "PreparedLoader":
         """Return a loader whose next pass skips `num_batches`; it shares the count of passes with this one."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._reader = self._reader.duplicate()
-        other._skip_batches, other._skip_is_due = num_batches, True
+        skipping = {"_reader": self._reader.duplicate(), "_skip_batches": num_batches, "_skip_is_due": True}
+        other.__dict__.update({**self.__dict__, **skipping})
         return other
 
     # -- the interface of a DataLoader ---------------------------------------------------------------------------
@@ -414,8 +472,6 @@ class PreparedLoader(DataLoader[Any]):
 
     def get_sampler(self) -> Any:
         """Return the sampler."""
-        from trainer_lib.data_loader.prepare import get_sampler
-
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:

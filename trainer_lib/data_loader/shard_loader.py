@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainer_lib.data_loader.order.data_rng import positive_seed
 from trainer_lib.data_loader.order.loader_position import LoaderPosition
 from trainer_lib.data_loader.order.rank_rounds import Ending
 from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
-from trainer_lib.data_loader.readers.shard_reader import Reader
+from trainer_lib.data_loader.rank_split import RankSplit, check_preparable
+from trainer_lib.process_group import LoneProcess
 
 
 class DataLoaderShard(PreparedLoader):
@@ -43,27 +45,20 @@ class DataLoaderShard(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        from trainer_lib.data_loader.prepare import prepare_data_loader
-
-        prepared = prepare_data_loader(
-            DataLoader(dataset, drop_last=kwargs.pop("drop_last", _drop_last), **kwargs),
-            device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=device is not None,
-            rng_types=rng_types,
+        del use_stateful_dataloader
+        loader = DataLoader(dataset, drop_last=kwargs.pop("drop_last", _drop_last), **kwargs)
+        check_preparable(loader, torch_device_mesh)
+        split = RankSplit(group=LoneProcess())
+        reader, _ = split.reader(loader)
+        delivery = Delivery(
+            device=device,
             non_blocking=_non_blocking,
-            use_stateful_dataloader=use_stateful_dataloader,
-            torch_device_mesh=torch_device_mesh,
+            rng_types=tuple(rng_types or ()),
+            generator=synchronized_generator,
         )
-        self.__dict__.update(prepared.__dict__)
+        self.set_up(reader, delivery, positive_seed(torch.initial_seed()), split.processes, split.own_group)
         self._progress.set_epoch(iteration)
         self._skip_batches, self._skip_is_due = skip_batches, True
-
-    @classmethod
-    def around(cls, reader: Reader, delivery: Delivery, seed: int, processes: int) -> "DataLoaderShard":
-        """Return the loader for a reader of a user's loader."""
-        return cls._of(reader, delivery, seed, processes)
 
     def _read(self, place: LoaderPosition, ending: Ending) -> Iterator[Any]:
         return self._reader.open(place, self._seed, ending)

@@ -15,13 +15,16 @@ class DataLoaderConfiguration(KwargsHandler):
             datasets too.
         even_batches: Fill the last batches with samples from the beginning, so that all ranks have the same number of
             full batches. `gather_for_metrics` drops the repeated samples.
-        use_seedable_sampler: No effect: the order of a shuffled loader always depends on seed and epoch only.
-        data_seed: The seed of that order; by default from the generator of the loader's sampler, else torch's seed on
-            rank 0.
+        use_seedable_sampler: Draw the order of a shuffled loader from a generator that is seeded with seed + epoch. By
+            default it is drawn from the loader's own generator, or from torch's global one, as without this library.
+        data_seed: The seed of an order that is a function of seed and epoch (`use_seedable_sampler` and
+            `low_memory_shuffle`); by default torch's seed on rank 0.
         non_blocking: Do not wait for copies to the device (useful with pinned memory).
         use_stateful_dataloader: No effect: prepared loaders always have `state_dict` and `load_state_dict`.
         seed_each_sample: Seed the random generators before each sample from (seed, epoch, index), so that random
             augmentations depend on nothing else: not on workers, ranks or skipped batches. Costs about 7 µs a sample.
+        low_memory_shuffle: Compute the order of a shuffled loader from seed and epoch instead of listing it. For
+            datasets of so many samples that their permutation does not fit into memory.
     """
 
     split_batches: bool = False
@@ -32,6 +35,7 @@ class DataLoaderConfiguration(KwargsHandler):
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     seed_each_sample: bool = False
+    low_memory_shuffle: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -43,6 +47,7 @@ class DataLoaderConfiguration(KwargsHandler):
             "non_blocking",
             "use_stateful_dataloader",
             "seed_each_sample",
+            "low_memory_shuffle",
         ):
             check_flag(name, getattr(self, name))
         if self.data_seed is not None:

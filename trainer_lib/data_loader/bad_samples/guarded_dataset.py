@@ -5,6 +5,8 @@ This code runs where samples are read: in a worker process, or in the training p
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import repeat
+from operator import getitem
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
@@ -90,8 +92,10 @@ class GuardedSamples:
         self.__dict__["current_keys"] = keys  # setattr would set it on the dataset
         if type(keys) is MarkedBatch:
             return self._filtered(keys)
-        fetch = getattr(self.dataset, "__getitems__", None)
-        if fetch is None:
+        dataset = self.dataset
+        try:
+            fetch = dataset.__getitems__
+        except AttributeError:
             return self._one_by_one(keys)
         try:
             return fetch(keys)
@@ -136,8 +140,9 @@ class GuardedSamples:
         samples: list[Any] = []
         dataset = self.dataset
         try:
-            for key in keys:
-                samples.append(dataset[key])  # noqa: PERF401 - their number tells which sample raised
+            samples.extend(map(getitem, repeat(dataset), keys))
+            if len(samples) < len(keys):  # `map` takes a StopIteration of the dataset for the end of the keys
+                raise StopIteration
         except Exception as error:
             if self.skips:
                 return self._filtered(keys, samples, error)

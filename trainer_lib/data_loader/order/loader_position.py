@@ -1,8 +1,10 @@
 """The position of a loader: its pass, and how much of the global order it has delivered."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from trainer_lib.data_loader.order.epoch_start import EpochStart
 
 
 @dataclass(frozen=True)
@@ -12,6 +14,7 @@ class LoaderPosition:
     epoch: int = 0
     consumed: int = 0
     bookmark: Any = None  # a state that makes going there faster, if there is one
+    start: EpochStart | None = None  # where the epoch started, if its order follows from random generators
 
 
 @dataclass
@@ -21,6 +24,7 @@ class Pass:
     epoch: int
     consumed: int
     bookmark_before: Callable[[int], Any]  # returns the newest bookmark before a position of this pass
+    start: EpochStart | None = None
     finished: bool = False
 
 
@@ -37,6 +41,7 @@ class Progress:
         self.waited = 0.0
         self._following = LoaderPosition()
         self._readers = 0
+        self._first: EpochStart | None = None
 
     @property
     def following(self) -> LoaderPosition:
@@ -47,7 +52,8 @@ class Progress:
         """Start a pass at `place`; the pass after it is the next epoch."""
         self._following = LoaderPosition(place.epoch + 1)
         self._readers += 1
-        self.now = Pass(place.epoch, place.consumed, bookmark_before)
+        self._first = self._first or place.start
+        self.now = Pass(place.epoch, place.consumed, bookmark_before, place.start)
         return self.now
 
     def leave(self) -> None:
@@ -65,8 +71,18 @@ class Progress:
         """Start the next pass at `place`."""
         self._following, self.now = place, None
 
+    @property
+    def at_last_batch(self) -> bool:
+        """Whether the last batch of a pass is in hand, so that torch has not asked its sampler for an end yet."""
+        return self._readers > 0 and self.now is not None and self.now.finished
+
+    def rewind(self) -> None:
+        """Start the next pass where the first one started."""
+        self.go_to(LoaderPosition(start=self._first and replace(self._first, is_new=False)))
+
     def where(self) -> LoaderPosition:
         """Return the position at which reading has to resume so that no sample is missed or repeated."""
         if self.now is None or self.now.finished:
             return self._following
-        return LoaderPosition(self.now.epoch, self.now.consumed, self.now.bookmark_before(self.now.consumed))
+        now = self.now
+        return LoaderPosition(now.epoch, now.consumed, now.bookmark_before(now.consumed), now.start)

@@ -5,13 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
-from trainer_lib.data_loader.order.epoch_order import ComputedOrder, Replay, iterates_as, order_of
+from trainer_lib.data_loader.order.epoch_order import ComputedOrder, Replay, ReplayedOrder, iterates_as, order_of
+from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream
+from trainer_lib.data_loader.order.loader_position import LoaderPosition
 from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing, completed, deal
 from trainer_lib.foundation.errors import ConfigurationError
 
 _CHUNK = 4096  # samples whose positions are computed at once
+_MANY = 1 << 16  # samples taken at once from a sampler that has drawn all of them
 # Units drawn from a user's sampler at once: swapping the random generators and back takes 25 µs.
 _SAMPLES_AT_ONCE, _BATCHES_AT_ONCE = 256, 8
 
@@ -44,17 +47,22 @@ class BatchSamplerShard(BatchSampler):
         even_batches: bool = True,
     ) -> None:
         # Not super().__init__: sampler, batch size and drop_last are those of the other batch sampler.
-        self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
         self._even_batches = even_batches
-        self.shares_samples = iterates_as(batch_sampler, "BatchSampler")
-        self.order = order_of(self.sampler if self.shares_samples else batch_sampler)
-        self._place: tuple[int, int, int, Ending] | None = None
+        self.use_source(batch_sampler)
+        self._place: tuple[int, LoaderPosition, Ending, EpochStream | None] | None = None
+        self._opened: Replay | None = None
         self._reads_for_all = self._trims = self._keeps_last = False
         self._evened = num_processes
         self.sharing = self._sharing()
+
+    def use_source(self, batch_sampler: Iterable[Any]) -> None:
+        """Divide another batch sampler of the same kind."""
+        self.batch_sampler = batch_sampler
+        self.shares_samples = iterates_as(batch_sampler, "BatchSampler")
+        self.order = order_of(batch_sampler)
 
     @property
     def sampler(self) -> Any:
@@ -113,22 +121,56 @@ class BatchSamplerShard(BatchSampler):
         self._keeps_last = True
         self.sharing = self._sharing()
 
-    def enter(self, seed: int, epoch: int, position: int, ending: Ending) -> None:
-        """Start the next iteration at a position of a pass of the global order, and fill in `ending`."""
-        self._place = (seed, epoch, position, ending)
-        if isinstance(self.order, ComputedOrder) and not self.cuts_batches:
-            length = self.order.length()
-            ending.foresee(self.sharing, 0, min(position, length), max(0, length - position))
+    def enter(self, seed: int, place: LoaderPosition, ending: Ending, stream: EpochStream | None = None) -> None:
+        """Start the next iteration at a position of the global order, and fill in `ending`.
+
+        Args:
+            seed: The seed of the order.
+            place: The position.
+            ending: Receives how the epoch ends.
+            stream: What samplers draw from; `None`: their generators are seeded from seed and epoch.
+        """
+        self._place, self._opened = (seed, place, ending, stream), None
+        length = self.known_length
+        if length is not None:
+            ending.foresee(self.sharing, 0, min(place.consumed, length), max(0, length - place.consumed))
+
+    def drawn(self, start: EpochStart | None, last: int) -> list[Any] | None:
+        """Return the units of the current iteration up to a position, if they were kept.
+
+        Args:
+            start: Where the epoch of that position started.
+            last: The position.
+        """
+        if self._opened is None or self._place is None or start is None or self._place[1].start is not start:
+            return None
+        kept, length = self._opened.opening, self.known_length
+        return kept if len(kept) >= last or len(kept) == length else None
+
+    @property
+    def known_length(self) -> int | None:
+        """How many units an epoch has, if that is certain."""
+        if self.cuts_batches or not (isinstance(self.order, ComputedOrder) or self.order.is_torchs):
+            return None
+        return self.order.length()
 
     def __iter__(self) -> Iterator[Any]:
         if self._place is None:
             # No pass was set: use the one that the sampler itself is at.
             return self._replayed(lambda: Replay(self.order.source, self.step), 0, Ending())
-        seed, epoch, position, ending = self._place
+        seed, place, ending, stream = self._place
         order = self.order
         if isinstance(order, ComputedOrder):
-            return self._computed(order, order.lookup(seed, epoch), position)
-        return self._replayed(lambda: order.replay(seed, epoch, self.step, self.at_once), position, ending)
+            return self._computed(order, order.lookup(seed, place.epoch), place.consumed)
+
+        def opened() -> Replay:
+            self._opened = order.replay(seed, place.epoch, stream, self.step, self.at_once)
+            self._opened.skip(place.consumed)
+            return self._opened
+
+        if self.known_length is not None:
+            return self._listed(order, opened, place.consumed)
+        return self._replayed(opened, place.consumed, ending)
 
     @property
     def step(self) -> int:
@@ -198,7 +240,6 @@ class BatchSamplerShard(BatchSampler):
         """Yield batches of a sampler that has to be drawn from its start."""
         # Not earlier, since torch makes two iterators for a pass with workers and reads only one of them.
         units = start()
-        units.skip(position)
         if self.cuts_batches:
             yield from self._cut(units, position, ending)
             return
@@ -206,6 +247,28 @@ class BatchSamplerShard(BatchSampler):
         rounds = deal(lambda: units.draw(size), lambda: units.opening, self.sharing, position, ending)
         for _, part, _ in rounds:
             yield part if self.shares_samples else part[0]
+
+    def _listed(self, order: ReplayedOrder, start: Callable[[], Replay], position: int) -> Iterator[Any]:
+        """Yield batches of a sampler of torch, which is drawn no further than torch draws it."""
+        units = start()
+        sharing, size, share = self.sharing, self.sharing.round_size, self.sharing.share
+        offsets = [rank * share for rank in sharing.ranks]
+        at_once = size if order.draws_on_the_way else _MANY // size * size + size
+        whole_rounds = max(0, (order.length() or 0) - position) // size * size
+        while drawn := units.draw(
+            min(at_once, whole_rounds) or size
+        ):  # not to the end at once, where torch draws again
+            whole = len(drawn) // size * size
+            whole_rounds -= whole
+            for first in range(0, whole, size):
+                for offset in offsets:
+                    place = first + offset
+                    yield drawn[place : place + share] if self.shares_samples else drawn[place]
+            rest = drawn[whole:]
+            if sharing.tail_batches(len(rest)):
+                filled = completed(rest, units.opening, size) if sharing.fill else rest
+                for _, part in sharing.parts(filled, len(rest)):
+                    yield part if self.shares_samples else part[0]
 
     def _cut(self, units: Replay, position: int, ending: Ending) -> Iterator[Any]:
         """Yield slices of ready batches; each batch is a round."""
@@ -231,3 +294,22 @@ class BatchSamplerShard(BatchSampler):
                 batch = completed(list(batch), list(units.opening[0]), sharing.round_size)
             for _, part in sharing.parts(batch, rest):
                 yield part
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """Return the sampler of single samples, also if it is inside a batch sampler.
+
+    Example:
+        >>> type(get_sampler(DataLoader(range(3), shuffle=True))).__name__
+        'RandomSampler'
+    """
+    source = getattr(dataloader, index_source(dataloader))
+    if isinstance(source, BatchSamplerShard):
+        source = source.batch_sampler
+    is_single = dataloader.batch_sampler is None and not isinstance(source, BatchSampler)
+    return source if is_single else getattr(source, "sampler", None)
+
+
+def index_source(loader: DataLoader[Any]) -> str:
+    """Return the name of the loader's attribute that yields what to read."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"

@@ -1,12 +1,12 @@
 """The indices of the samples in a batch, computed from the order on request instead of being stored."""
 
-import copy
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from trainer_lib.data_loader.order.epoch_order import ComputedOrder, ReplayedOrder
+from trainer_lib.data_loader.order.epoch_order import ComputedOrder
 from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
 
@@ -15,10 +15,10 @@ _BLOCK = 4096
 _blocks: WeakKeyDictionary[ComputedOrder, tuple[tuple[int, ...], Positions]] = WeakKeyDictionary()
 
 
-def samples_of_batch(shard: BatchSamplerShard, seed: int, epoch: int, start: int, rank: int) -> list[Any] | None:
+def samples_of_batch(
+    shard: BatchSamplerShard, seed: int, epoch: int, start: int, rank: int, units: Callable[[int, int], list[Any]]
+) -> list[Any] | None:
     """Return the indices of the samples in a rank's batch, without repeats that fill a round.
-
-    The order of a user's sampler is drawn again up to that position, without using training's random numbers.
 
     Args:
         shard: The batch sampler that divides the batches between ranks.
@@ -26,6 +26,7 @@ def samples_of_batch(shard: BatchSamplerShard, seed: int, epoch: int, start: int
         epoch: The pass.
         start: The position in the pass at which the round begins.
         rank: The rank of the batch.
+        units: Returns the units between two positions of an order that is replayed.
 
     Returns:
         The indices; `None` where a sampler cannot be read a second time.
@@ -37,13 +38,13 @@ def samples_of_batch(shard: BatchSamplerShard, seed: int, epoch: int, start: int
     if hasattr(order.source, "__next__"):  # an iterator, which is read once
         return None
     if shard.cuts_batches:
-        (batch,) = _units(shard, order, seed, epoch, start, start + 1) or ([],)
+        (batch,) = units(start, start + 1) or ([],)
         share = -(-len(batch) // shard.sharing.processes)
         return list(batch)[rank * share : (rank + 1) * share]
-    units = _units(shard, order, seed, epoch, first, last)
+    samples = units(first, last)
     if shard.shares_samples:
-        return units
-    return [sample for unit in units for sample in (unit if isinstance(unit, (list, tuple)) else [unit])]
+        return samples
+    return [sample for unit in samples for sample in (unit if isinstance(unit, (list, tuple)) else [unit])]
 
 
 def _looked_up(order: ComputedOrder, seed: int, epoch: int, first: int, last: int) -> list[Any]:
@@ -57,10 +58,3 @@ def _looked_up(order: ComputedOrder, seed: int, epoch: int, first: int, last: in
         samples = order.lookup(seed, epoch)(np.arange(begin, min(begin + _BLOCK, order.length())))
         _blocks[order] = key, samples
     return samples[first - begin : max(last - begin, 0)].tolist()
-
-
-def _units(shard: BatchSamplerShard, order: ReplayedOrder, seed: int, epoch: int, first: int, last: int) -> list[Any]:
-    # A copy, since the sampler may count its passes.
-    units = ReplayedOrder(copy.copy(order.source)).replay(seed, epoch, 0, shard.at_once)
-    units.skip(first)
-    return units.draw(last - first)

@@ -1,35 +1,36 @@
-"""Samplers: a shuffle that is a function of seed and epoch, and a batch sampler that skips batches."""
+"""Samplers: shuffles that are functions of seed and epoch, and a batch sampler that skips batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from trainer_lib.data_loader.order.data_rng import positive_seed
 from trainer_lib.data_loader.order.permutation import Draws, Positions, Shuffle
 
 _CHUNK = 4096  # positions computed at once: the overhead of a numpy call is small beside it, and so is the memory
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random order that is a function of seed and epoch, the same on all ranks, and can start at any position.
+    """Torch's random order, drawn from a generator that is seeded with seed + epoch: the same on all ranks.
+
+    It is the order of Accelerate's sampler of this name, and of Hugging Face's Trainer.
 
     Args:
         data_source: The dataset.
         replacement: Draw with replacement.
-        num_samples: How many samples a pass has; by default as many as the dataset.
-        generator: The generator whose seed is used if `data_seed` is not given.
-        data_seed: The seed; by default that of `generator`, or else torch's.
+        num_samples: How many samples an epoch has; by default as many as the dataset.
+        generator: Accepted for compatibility: the order is a function of seed and epoch.
+        data_seed: The seed; by default torch's.
 
     Example:
         >>> sampler = SeedableRandomSampler(range(6), data_seed=7)
-        >>> first, second = list(sampler), list(sampler)  # each pass is an epoch further on
-        >>> sampler.set_epoch(0)
-        >>> list(sampler) == first, sorted(second)
-        (True, [0, 1, 2, 3, 4, 5])
+        >>> list(sampler) == torch.randperm(6, generator=torch.Generator().manual_seed(7)).tolist()
+        True
+        >>> list(sampler) == torch.randperm(6, generator=torch.Generator().manual_seed(8)).tolist()  # the next epoch
+        True
     """
 
     def __init__(
@@ -41,28 +42,27 @@ class SeedableRandomSampler(RandomSampler):
         data_seed: int | None = None,
     ) -> None:
         super().__init__(data_source, replacement, num_samples, generator)
-        if data_seed is None:
-            data_seed = torch.initial_seed() if generator is None else generator.initial_seed()
-        self.initial_seed = positive_seed(data_seed)
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
 
     @classmethod
-    def like(cls, sampler: Any) -> "SeedableRandomSampler":
+    def like(cls, sampler: Any) -> Self:
         """Return a sampler over the same samples as torch's (or torchdata's) random sampler."""
-        seedable = cls(sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator)
+        seed = getattr(sampler, "initial_seed", None)
+        seedable = cls(sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, seed)
         # Attributes that a subclass adds.
         seedable.__dict__ = {**sampler.__dict__, **seedable.__dict__}
         return seedable
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next pass."""
+        """Make `epoch` the next one."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
         return self.iterate_from(0)
 
     def iterate_from(self, position: int) -> Iterator[int]:
-        """Yield the samples of this epoch from `position` on, without computing the ones before."""
+        """Yield the samples of this epoch from `position` on."""
         epoch, end = self.epoch, self.num_samples
         sample_at = self.lookup(self.initial_seed, epoch)
         for start in range(position, end, _CHUNK):
@@ -71,7 +71,26 @@ class SeedableRandomSampler(RandomSampler):
             self.epoch = epoch + 1
 
     def lookup(self, seed: int, epoch: int) -> Callable[[Positions], Positions]:
-        """Return the function from positions of a pass to its samples."""
+        """Return the function from positions of an epoch to its samples."""
+        generator = torch.Generator().manual_seed(seed + epoch)
+        samples = RandomSampler(self.data_source, self.replacement, self._num_samples, generator)
+        return np.fromiter(samples, np.int64, self.num_samples).__getitem__
+
+
+class LowMemoryRandomSampler(SeedableRandomSampler):
+    """A random order that is computed instead of listed: it takes no memory, and can start at any position.
+
+    The sample at a position is a function of seed, epoch and position. For datasets whose permutation does not fit into
+    memory (`low_memory_shuffle=True`).
+
+    Example:
+        >>> sampler = LowMemoryRandomSampler(range(10**12), data_seed=7)
+        >>> next(sampler.iterate_from(10**11)) < 10**12
+        True
+    """
+
+    def lookup(self, seed: int, epoch: int) -> Callable[[Positions], Positions]:
+        """Return the function from positions of an epoch to its samples."""
         size, key = len(self.data_source), f"{seed}:{epoch}"
         if self.replacement:
             return Draws(size, key)

@@ -6,11 +6,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Self
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from trainer_lib.data_loader.order.data_rng import derived_seed
 from trainer_lib.data_loader.order.epoch_order import announce_epoch
-from trainer_lib.data_loader.order.loader_position import LoaderPosition
+from trainer_lib.data_loader.order.epoch_start import GLOBAL_GENERATORS, EpochStream
+from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.rank_rounds import Counted, Ending, Sharing
 from trainer_lib.data_loader.order.uneven_end import until_all_end
 from trainer_lib.data_loader.readers.iterable_shard import IterableDatasetShard, TailCollate
@@ -125,13 +126,29 @@ class IterableReader(Reader):
 
     def open(self, place: LoaderPosition, seed: int, ending: Ending) -> Iterator[Any]:
         """Return the batches from a position on."""
-        by_process = (self.rank,) if self._split_among > 1 else ()
-        self._generator.manual_seed(derived_seed(seed, place.epoch, *by_process, "workers"))
+        keys = (self.rank,) if self._split_among > 1 else ()
+        stream = self._begin(place, seed, keys, as_torch=not any(keys))
         self.set_epoch(place.epoch)
         if self._group is None or not self.even_batches:
-            return self._batches(place, seed, ending)
+            return self._batches(place, seed, ending, stream)
         own = Ending()
-        return until_all_end(self._batches(place, seed, own), own, ending, self._group)
+        return until_all_end(self._batches(place, seed, own, stream), own, ending, self._group)
+
+    @property
+    def order_generators(self) -> list[Any]:
+        """The generator that the dataset holds, if it has one."""
+        generator = getattr(self.attribute("dataset"), "generator", None)
+        return [generator] if isinstance(generator, torch.Generator) else []
+
+    @property
+    def draws_from(self) -> tuple[str, ...]:
+        """The global generators that the dataset may draw from, by name; in workers they follow from torch's."""
+        return ("torch",) if self.loader.num_workers else GLOBAL_GENERATORS
+
+    @property
+    def agrees_on_start(self) -> bool:
+        """Whether all ranks have to start an epoch with the generators of rank 0."""
+        return super().agrees_on_start and self._split_among == 1
 
     @property
     def read_ahead(self) -> int:
@@ -193,12 +210,14 @@ class IterableReader(Reader):
         fitting = [bookmark for bookmark in self._bookmarks if bookmark["position"] <= position]
         return fitting[-1] if fitting else None
 
-    def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
+    def samples(
+        self, seed: int, reading: LoaderPosition | Pass, start: int, rank: int, rows: Rows | None
+    ) -> list[Any] | None:
         """Return the positions of a batch's samples in the pass; see `Reader.samples`.
 
         Where each rank has its own samples, they are positions among those.
         """
-        del seed, epoch
+        del seed, reading
         if self.iterates_itself or (self.loader.num_workers and not self.loader.in_order):
             return None
         share = self._rank_sharing.share
@@ -231,12 +250,12 @@ class IterableReader(Reader):
             # It yields no samples, only the number of them in a batch.
             self.swap("batch_sampler", BatchSampler(self.loader.sampler, self._rank_sharing.share, drop_last=False))
 
-    def _batches(self, place: LoaderPosition, seed: int, ending: Ending) -> Iterator[Any]:
+    def _batches(self, place: LoaderPosition, seed: int, ending: Ending, stream: EpochStream | None) -> Iterator[Any]:
         loader, bookmark = self.loader, self._usable(place.bookmark)
         self._bookmarks.clear()
         if loader.num_workers == 0:
             own = Ending() if self.iterates_itself else ending
-            self._shard.enter(seed, place.epoch, place.consumed, bookmark, own)
+            self._shard.enter(seed, place.epoch, place.consumed, bookmark, own, stream)
             batches = self._iterated()
             return look_ahead(batches, ending, own, by=len(self.sharing.ranks)) if self.iterates_itself else batches
         if bookmark is not None:
@@ -245,7 +264,7 @@ class IterableReader(Reader):
         # A single worker finds the position itself; several workers divide the samples in their own way.
         skipped = 0 if bookmark is None else bookmark["position"]
         by_worker = loader.num_workers == 1 and bookmark is None
-        self._shard.enter(seed, place.epoch, place.consumed if by_worker else 0, None, Ending())
+        self._shard.enter(seed, place.epoch, place.consumed if by_worker else 0, None, Ending(), stream)
         if by_worker:
             skipped = place.consumed
         batches = self._marked(self._iterated(), skipped) if self._loader_keeps_place else self._iterated()

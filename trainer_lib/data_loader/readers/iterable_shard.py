@@ -8,6 +8,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
 from trainer_lib.data_loader.order.epoch_order import announce_epoch
+from trainer_lib.data_loader.order.epoch_start import EpochStream
 from trainer_lib.data_loader.order.rank_rounds import Counted, Ending, Sharing, deal
 from trainer_lib.data_loader.readers.fingerprint import digest
 from trainer_lib.data_loader.readers.sample_stream import Bookmark, SampleStream, is_split_already
@@ -15,6 +16,7 @@ from trainer_lib.foundation.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
 
 _OPENING = 2  # samples that ranks compare
+_SEEDED, _AS_TORCH = 1, 2  # how a pass draws random numbers
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -51,11 +53,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.dataset = dataset
         self._sharing = Sharing.of_batches(batch_size, num_processes, process_index, split_batches, drop_last)
         self._marks_tails = False
-        # Whether entered, and if so the seed, the epoch and the position, in memory that workers can share.
+        # How it was entered, and if so the seed, the epoch and the position, in memory that workers can share.
         self._place = torch.zeros(4, dtype=torch.int64)
         self._resumed_at: int | None = None
         self._bookmark: Bookmark | None = None
         self._ending = Ending()
+        self._randomness: EpochStream | None = None
         self._stream: SampleStream | None = None
         self._position = 0
         self._digest = torch.zeros((), dtype=torch.int64)  # of the first samples; 0: not read
@@ -94,10 +97,28 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Yield the samples of a last round as `TailSample`s, for a `TailCollate` to count."""
         self._marks_tails = True
 
-    def enter(self, seed: int, epoch: int, position: int, bookmark: Bookmark | None, ending: Ending) -> None:
-        """Start the next iteration at a position of a pass, and fill in `ending` (if in the same process)."""
-        self._place.copy_(torch.tensor([1, seed, epoch, position]))
+    def enter(
+        self,
+        seed: int,
+        epoch: int,
+        position: int,
+        bookmark: Bookmark | None,
+        ending: Ending,
+        stream: EpochStream | None = None,
+    ) -> None:
+        """Start the next iteration at a position of a pass, and fill in `ending` (if in the same process).
+
+        Args:
+            seed: The seed of random numbers, if they have no stream.
+            epoch: The pass.
+            position: The position.
+            bookmark: A bookmark before it.
+            ending: Receives how the pass ends.
+            stream: What the dataset draws from; `None`: it is seeded from seed and epoch.
+        """
+        self._place.copy_(torch.tensor([_SEEDED if stream is None else _AS_TORCH, seed, epoch, position]))
         self._bookmark, self._ending = bookmark, ending
+        self._randomness = stream
         self._digest.zero_()
 
     def bookmark_before(self, position: int) -> Bookmark | None:
@@ -126,12 +147,14 @@ class IterableDatasetShard(IterableDataset[Any]):
         if not entered:
             return SampleStream(self.dataset, size)
         announce_epoch(epoch, self.dataset)
-        generator = getattr(self.dataset, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(derived_seed(seed, epoch, "generator"))
         # Workers are seeded, and only samples draw random numbers there.
         worker = get_worker_info()
-        stream = RandomStream(derived_seed(seed, epoch, "stream")) if worker is None else None
+        stream = self._randomness if worker is None else None
+        if entered == _SEEDED:
+            generator = getattr(self.dataset, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(derived_seed(seed, epoch, "generator"))
+            stream = RandomStream(derived_seed(seed, epoch, "stream")) if worker is None else None
         looks = self._sharing.processes > 1 and (worker is None or worker.id == 0)
         return SampleStream(self.dataset, size, stream, self._digest_opening if looks else None)
 
@@ -166,7 +189,18 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 _LOCAL_ATTRIBUTES = frozenset(
-    {"_sharing", "_marks_tails", "_place", "_resumed_at", "_bookmark", "_ending", "_stream", "_position", "_digest"}
+    {
+        "_sharing",
+        "_marks_tails",
+        "_place",
+        "_resumed_at",
+        "_bookmark",
+        "_ending",
+        "_randomness",
+        "_stream",
+        "_position",
+        "_digest",
+    }
 )
 
 

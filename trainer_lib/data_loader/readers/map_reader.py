@@ -2,21 +2,25 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
 
+import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.guarded_dataset import GuardedCollate, GuardedSamples
 from trainer_lib.data_loader.bad_samples.sample_quarantine import MarkedKeys, Quarantine, with_row_counts
-from trainer_lib.data_loader.order.data_rng import derived_seed
-from trainer_lib.data_loader.order.epoch_order import announce_epoch, order_of
-from trainer_lib.data_loader.order.loader_position import LoaderPosition
+from trainer_lib.data_loader.order.epoch_order import ComputedOrder, announce_epoch, with_samplers
+from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream, generators_of, state_of
+from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
 from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing
 from trainer_lib.data_loader.order.sample_ids import samples_of_batch
 from trainer_lib.data_loader.order.sample_seeds import SeededKeys, SeededSamples
 from trainer_lib.data_loader.readers.shard_reader import Reader, look_ahead
 from trainer_lib.state.gradient_state import Rows
+
+_CHUNK = 4096  # units drawn at once to get to the end of a pass
 
 
 class MapReader(Reader):
@@ -26,17 +30,29 @@ class MapReader(Reader):
         loader: The user's loader.
         name: The loader's attribute that yields what to read: `batch_sampler`, or `sampler`.
         shard: The share of it that this rank reads.
+        source: The sampler or batch sampler that is divided, in its own order.
         seeds_samples: Whether to seed the generators before each sample.
+        low_memory: Whether the order is computed from seed and epoch.
     """
 
     style = "map"
 
-    def __init__(self, loader: DataLoader[Any], name: str, shard: BatchSamplerShard, seeds_samples: bool) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        name: str,
+        shard: BatchSamplerShard,
+        source: Any,
+        seeds_samples: bool,
+        low_memory: bool,
+    ) -> None:
         super().__init__(loader, shard.process_index)
+        self._source = source
         self.unit = "samples" if shard.shares_samples else "batches"
         self._name, self.seeds_samples = name, seeds_samples
         self._quarantine: Quarantine | None = None
         self._use(shard)
+        self.use_low_memory(low_memory)
         self._samples = GuardedSamples(
             SeededSamples(loader.dataset) if seeds_samples else loader.dataset, seeds_samples
         )
@@ -90,16 +106,39 @@ class MapReader(Reader):
 
     def open(self, place: LoaderPosition, seed: int, ending: Ending) -> Iterator[Any]:
         """Return the batches from a position on."""
-        self._generator.manual_seed(derived_seed(seed, place.epoch, place.consumed, self.rank, "workers"))
+        # Workers draw other numbers on each rank, and after a resume.
+        keys = place.consumed, self.rank
+        stream = self._begin(place, seed, keys, as_torch=not any(keys))
         self.set_epoch(place.epoch)
         if self._keys is not None:
             self._keys.enter(seed, place.epoch)
         if not self.iterates_itself:
-            self._shard.enter(seed, place.epoch, place.consumed, ending)
+            self._shard.enter(seed, place, ending, stream)
             return self._without_bad(place.epoch, ending)
         own = Ending()
-        self._shard.enter(seed, place.epoch, place.consumed, own)
+        self._shard.enter(seed, place, own, stream)
         return look_ahead(self._iterated(), ending, own, by=len(self.sharing.ranks))
+
+    @property
+    def order_generators(self) -> list[Any]:
+        """The generators that the user's samplers hold and the order follows from."""
+        return [] if isinstance(self._shard.order, ComputedOrder) else generators_of(self._shard.order.source)
+
+    @property
+    def draws_from(self) -> tuple[str, ...]:
+        """The global generators that the order may draw from, by name."""
+        return self._shard.order.draws_from
+
+    def _open_order(self, start: EpochStart, stream: EpochStream) -> torch.Tensor | None:
+        return self._shard.order.open(start, stream, self.users_generator)
+
+    def use_low_memory(self, low_memory: bool) -> None:
+        """Compute the order of a random sampler from seed and epoch, or list it."""
+        if low_memory != self.low_memory:
+            self.low_memory = low_memory
+            shard = copy.copy(self._shard)
+            shard.use_source(self._source if not low_memory else with_samplers(self._source, False, low_memory=True))
+            self._use(shard)
 
     def skip_bad_samples(self, quarantine: Quarantine) -> None:
         """Skip samples that cannot be read, and add them to `quarantine`."""
@@ -139,12 +178,36 @@ class MapReader(Reader):
         """Raise if a position in `state` is not valid for this loader."""
         self._check_length(state, self._shard.order.length())
 
-    def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
+    def generator_states_after(self, seed: int, reading: Pass) -> list[Any]:
+        """Return the states that generators have when a pass is read to its end."""
+        order = self._shard.order
+        if isinstance(order, ComputedOrder) or reading.start is None or hasattr(order.source, "__next__"):
+            return self.generator_states()
+        generators = self._generators
+        units, copies = order.replay_aside(seed, reading.epoch, reading.start, generators, self.users_generator)
+        while units.draw(_CHUNK):
+            pass
+        return [state_of(copies[id(generator)]) for generator in generators]
+
+    def samples(
+        self, seed: int, reading: LoaderPosition | Pass, start: int, rank: int, rows: Rows | None
+    ) -> list[Any] | None:
         """Return the indices of the samples in a rank's batch; see `Reader.samples`."""
         del rows
         if self.iterates_itself or (self.loader.num_workers and not self.loader.in_order):
             return None
-        return samples_of_batch(self._shard, seed, epoch, start, rank)
+        return samples_of_batch(self._shard, seed, reading.epoch, start, rank, partial(self._units, seed, reading))
+
+    def _units(self, seed: int, reading: LoaderPosition | Pass, first: int, last: int) -> list[Any]:
+        """Return the units between two positions of a pass, without training's random numbers."""
+        shard, order = self._shard, self._shard.order
+        drawn = shard.drawn(reading.start, last)
+        if drawn is not None:
+            return drawn[first:last]
+        assert not isinstance(order, ComputedOrder)
+        units, _ = order.replay_aside(seed, reading.epoch, reading.start, self._generators, self.users_generator)
+        units.skip(first)
+        return units.draw(last - first)
 
     def set_attribute(self, name: str, value: Any) -> None:
         """Set an attribute of the loader."""
@@ -164,10 +227,11 @@ class MapReader(Reader):
         """Read in the order of another sampler."""
         if not self._shard.shares_samples:
             super().set_sampler(sampler)
-        batch_sampler = copy.copy(self._shard.batch_sampler)
-        batch_sampler.sampler = sampler  # type: ignore[attr-defined]
+        source: Any = copy.copy(self._shard.batch_sampler)
+        source.sampler = sampler
+        self._source = source
         shard = copy.copy(self._shard)
-        shard.batch_sampler, shard.order = batch_sampler, order_of(sampler)
+        shard.use_source(self._source)
         self._use(shard)
 
     def duplicate(self) -> Self:

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer_lib.data_loader.bad_samples.guarded_dataset import by_worker
 from trainer_lib.data_loader.order.data_rng import RandomStream
+from trainer_lib.data_loader.order.epoch_start import EpochStream
 
 _DRAWS_PER_BOOKMARK = 16  # a state may cost as much as reading a batch, so not every batch has one
 _CHUNK = 1024  # samples skipped at once
@@ -32,13 +33,13 @@ class SampleStream:
         self,
         dataset: Any,
         remembered: int,
-        randomness: RandomStream | None = None,
+        randomness: RandomStream | EpochStream | None = None,
         look: Callable[[list[Any]], None] | None = None,
     ) -> None:
         self.position = 0
         self._dataset = dataset
         self._randomness, self._look = randomness, look
-        self._scope: AbstractContextManager[None] = randomness or nullcontext()
+        self._scope: AbstractContextManager[Any] = randomness or nullcontext()
         self._remembered = remembered
         self._opening: list[Any] = []
         self._entered_by_bookmark = False
@@ -57,8 +58,6 @@ class SampleStream:
             if self._randomness is not None and bookmark["randomness"] is not None:
                 self._randomness.load_state_dict(bookmark["randomness"])
             self._bookmarks.append(bookmark)
-        with self._scope:
-            self._iterator = iter(self._dataset)
         while self.position < position and self.draw(min(position - self.position, _CHUNK)):
             pass
 
@@ -68,6 +67,8 @@ class SampleStream:
             self._bookmarks.append(self._bookmark())
         samples: list[Any] = []
         try:
+            if self._iterator is None:
+                self._iterator = self._begun()
             with self._scope:
                 samples.extend(islice(self._iterator, count))
         except Exception as error:  # `samples` holds the ones before it
@@ -82,6 +83,12 @@ class SampleStream:
                 self._look(samples)
             self._opening += samples[: self._remembered - len(self._opening)]
         return samples
+
+    def _begun(self) -> Any:
+        if isinstance(self._randomness, EpochStream):
+            return self._randomness.begin(self._dataset)
+        with self._scope:
+            return iter(self._dataset)
 
     def opening(self) -> list[Any]:
         """Return the first samples of the pass, if they are available.

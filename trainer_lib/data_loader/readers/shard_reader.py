@@ -14,7 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
-from trainer_lib.data_loader.order.loader_position import LoaderPosition
+from trainer_lib.data_loader.order.data_rng import derived_seed
+from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream, set_state, state_of, unique
+from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing
 from trainer_lib.data_loader.worker_init import WorkerInit
 from trainer_lib.foundation.errors import StateError, UnsupportedError
@@ -33,13 +35,14 @@ class Reader(ABC):
     style: str
     unit: str  # what positions count: "samples", or "batches" made by the dataset
     seeds_samples: bool = False
+    low_memory: bool = False  # the order is computed from seed and epoch
 
     def __init__(self, loader: DataLoader[Any], rank: int) -> None:
         self.loader = copied(loader)
         self.rank = rank
         self._replaced: dict[str, Any] = {}
         self._read_by: ref[Any] | None = None
-        # Seeds the workers. A separate generator, so that neither reading nor resuming draws from training's.
+        # Seeds the workers. A separate generator, so that a resume draws nothing from training's.
         self._generator = torch.Generator()
         self.swap("generator", self._generator)
         self._worker_init = WorkerInit(loader.worker_init_fn)
@@ -130,13 +133,93 @@ class Reader(ABC):
     def check(self, state: dict[str, Any]) -> None:
         """Raise if a position in `state` is not valid for this loader."""
 
+    # -- random generators -----------------------------------------------------------------------------------------
+
+    @property
     @abstractmethod
-    def samples(self, seed: int, epoch: int, start: int, rank: int, rows: Rows | None) -> list[Any] | None:
+    def order_generators(self) -> list[Any]:
+        """The generators that the user's sampler or dataset holds and the order follows from."""
+
+    @property
+    @abstractmethod
+    def draws_from(self) -> tuple[str, ...]:
+        """The global generators that the order may draw from, by name."""
+
+    @property
+    def agrees_on_start(self) -> bool:
+        """Whether all ranks have to start an epoch with the generators of rank 0."""
+        return not self.low_memory and bool(self.order_generators or self.draws_from)
+
+    def epoch_start(self) -> EpochStart | None:
+        """Return the start of an epoch that begins now; `None` if the order is a function of seed and epoch."""
+        if self.low_memory:
+            return None
+        persist = self.loader.persistent_workers and self.loader.__dict__.get("_iterator") is not None
+        workers = {"seeds_workers": not persist, "has_workers": self.loader.num_workers > 0}
+        return EpochStart.now(self._generators, self.draws_from, **workers)
+
+    def generator_states(self) -> list[Any]:
+        """Return the states of the generators that the loader and its sampler hold."""
+        return [] if self.low_memory else [state_of(generator) for generator in self._generators]
+
+    def generator_states_after(self, seed: int, reading: Pass) -> list[Any]:
+        """Return the states that generators have when a pass is read to its end, whose last batch is in hand."""
+        del seed, reading
+        return self.generator_states()
+
+    def restore_generators(self, states: list[Any]) -> None:
+        """Set the generators that the loader and its sampler hold."""
+        for generator, state in zip(self._generators, states, strict=True):
+            set_state(generator, state)
+
+    def use_low_memory(self, low_memory: bool) -> None:
+        """Compute the order from seed and epoch, or do not."""
+        self.low_memory = low_memory
+
+    @property
+    def users_generator(self) -> torch.Generator | None:
+        """The generator of the user's loader."""
+        generator = self.attribute("generator")
+        return generator if isinstance(generator, torch.Generator) else None
+
+    @property
+    def _generators(self) -> list[Any]:
+        users = self.users_generator
+        return unique([*([] if users is None else [users]), *self.order_generators])
+
+    def _open_order(self, start: EpochStart, stream: EpochStream) -> torch.Tensor | None:
+        """Draw what torch's iterator draws before it asks for a batch; see `ReplayedOrder.open`."""
+        del start  # a dataset is iterated when a batch is asked for
+        return stream.draw_worker_seed(self.users_generator)
+
+    def _begin(self, place: LoaderPosition, seed: int, keys: tuple[int, ...], as_torch: bool) -> EpochStream | None:
+        """Seed the workers, and return what samplers draw from in this epoch.
+
+        Args:
+            place: Where the epoch starts.
+            seed: The seed of the loader.
+            keys: What the seed of the workers depends on, besides seed and epoch.
+            as_torch: Whether workers get the seed that torch draws for them.
+        """
+        self._generator.manual_seed(derived_seed(seed, place.epoch, *keys, "workers"))
+        if place.start is None:
+            return None
+        place.start.restore(self._generators)
+        stream = EpochStream(place.start)
+        before = self._open_order(place.start, stream)
+        if before is not None and as_torch:
+            self._generator.set_state(before)
+        return stream
+
+    @abstractmethod
+    def samples(
+        self, seed: int, reading: LoaderPosition | Pass, start: int, rank: int, rows: Rows | None
+    ) -> list[Any] | None:
         """Return the samples of a rank's batch, without repeats; `None` if they are unknown.
 
         Args:
             seed: The seed of the order.
-            epoch: The pass.
+            reading: The pass.
             start: The position in the pass at which the batch's round begins.
             rank: The rank of the batch.
             rows: The counts of its rows, if known.

@@ -381,6 +381,13 @@ class TrainingArguments(ArgumentsBase):
         "Seed the random generators before each sample from seed, epoch and index (about 7 µs per sample), so "
         "that a dataset which draws random numbers in workers also resumes bit for bit.",
     )
+    low_memory_shuffle: bool = setting(
+        DATA,
+        False,
+        "Compute the order of an epoch from seed and epoch instead of listing it, for datasets of so many samples that "
+        "their permutation does not fit into memory. By default the order is that of Hugging Face's Trainer.",
+        on_resume=OnResume.KEPT,
+    )
     drop_last: bool = setting(DATA, False, "Drop the last batch of an epoch if it is not full.")
     group_by_length: bool = setting(
         DATA, False, "Put samples of similar length into one batch.", on_resume=OnResume.REFUSED

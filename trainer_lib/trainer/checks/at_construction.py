@@ -246,9 +246,10 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
         "mixed_precision": accelerator.mixed_precision,
         "use_cpu": accelerator.device.type == "cpu",
         "seed_each_sample": accelerator.dataloader_config.seed_each_sample,
+        "low_memory_shuffle": accelerator.dataloader_config.low_memory_shuffle,
     }
     asked = {"mixed_precision": args.mixed_precision}
-    asked |= {name: getattr(args, name) or None for name in ("use_cpu", "seed_each_sample")}
+    asked |= {name: getattr(args, name) or None for name in ("use_cpu", "seed_each_sample", "low_memory_shuffle")}
     asked |= {name: getattr(args, name) or None for name in ("compile", "fsdp", "parallelism", "ddp")}
     for name, value in asked.items():
         if value is not None and value != settings.get(name):

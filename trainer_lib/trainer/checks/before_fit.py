@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_lib.collectives.agreement import check_same_on_all_ranks, raise_on_all_ranks
 from trainer_lib.data_loader.order.epoch_order import iterates_as
-from trainer_lib.data_loader.prepare import check_can_seed
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
+from trainer_lib.data_loader.rank_split import check_can_seed
 from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, did_you_mean
 from trainer_lib.foundation.lengths import length_of

@@ -53,7 +53,7 @@ def train_loader(
         dataset: A dataset of torch or Hugging Face, a tuple or dict of tensors or arrays, a list of samples, or a
             `DataLoader`.
         batch_size: The samples in a batch of one rank.
-        shuffle: Whether each epoch has a new random order, a function of `seed` and epoch.
+        shuffle: Whether each epoch has a new random order, drawn from `seed` + epoch as by Hugging Face's Trainer.
         collate_fn: Collates a list of samples; by default `collate`.
         processing_class: A tokenizer, or a processor that has one, which pads samples that have `input_ids`.
         num_workers: Worker processes that read samples; 0 reads them in this process.

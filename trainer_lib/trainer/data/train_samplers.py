@@ -1,7 +1,6 @@
 """Samplers of training data: by length, by weight, and the first samples of another sampler.
 
-A `SeedableRandomSampler` computes its order from (seed, epoch): a resumed run finds its position without drawing the
-samples before it, and all ranks have the same order.
+The order of a `SeedableRandomSampler` is a function of seed and epoch: it is the same on all ranks and after a resume.
 """
 
 import copy
@@ -135,9 +134,7 @@ def first_samples(sampler: Any, count: int) -> Any:
     """
     if iterates_as(sampler, "SequentialSampler"):
         return SequentialSampler(range(min(count, len(sampler))))
-    if iterates_as(sampler, "RandomSampler"):
-        sampler = SeedableRandomSampler.like(sampler)
-    if not isinstance(sampler, SeedableRandomSampler):
+    if not isinstance(sampler, SeedableRandomSampler) and not iterates_as(sampler, "RandomSampler"):
         return LimitedSampler(sampler, count)
     limited = copy.copy(sampler)
     # RandomSampler takes it in its constructor only.

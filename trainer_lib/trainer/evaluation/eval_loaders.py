@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader import prepare_data_loader
-from trainer_lib.data_loader.prepare import has_indices
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
+from trainer_lib.data_loader.rank_split import has_indices
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.data.dataloaders import dropped_samples
 

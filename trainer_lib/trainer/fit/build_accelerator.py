@@ -38,6 +38,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
             data_seed=args.seed if args.data_seed is None else args.data_seed,
             non_blocking=bool(args.pin_memory),
             seed_each_sample=args.seed_each_sample,
+            low_memory_shuffle=args.low_memory_shuffle,
         ),
         **options,
     )
