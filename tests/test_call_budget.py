@@ -181,7 +181,7 @@ def test_a_step_of_a_trainer_makes_a_fixed_number_of_calls_of_the_library(name: 
     assert library_calls(calls) / (WITH_A_LOG[1] - WITH_A_LOG[0]) <= limit
 
 
-@pytest.mark.parametrize(("name", "limit"), [("fit-ddp", 126), ("fit-callable-ddp", 130)])
+@pytest.mark.parametrize(("name", "limit"), [("fit-ddp", 116), ("fit-callable-ddp", 120)])
 def test_a_step_on_two_ranks_makes_a_fixed_number_of_calls_of_the_library(name: str, limit: float) -> None:
     def body() -> float:
         dist.init_process_group("gloo")

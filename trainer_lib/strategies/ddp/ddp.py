@@ -250,7 +250,7 @@ def _learns_its_graph(model: DistributedDataParallel) -> bool:
 
 
 def _packed(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    if device.type == "cpu" and not any(isinstance(value, Tensor) for value in values):
+    if device.type == "cpu" and not [value for value in values if isinstance(value, Tensor)]:
         return torch.tensor(values, dtype=torch.float64)
     return torch.stack([_on_device(value, device) for value in values])
 
