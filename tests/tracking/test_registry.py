@@ -1,6 +1,8 @@
 """Tests of trackers by name, and of errors for unknown names."""
 
 import importlib.metadata
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,3 +146,28 @@ def test_a_tracker_named_twice_or_not_installed_is_left_out(
     assert "twice" in again
     with pytest.raises(ConfigurationError, match="log_with has the tracker 'silent' twice"):
         Accelerator(cpu=True, log_with=[Silent(), Silent()])
+
+
+def test_a_tracker_made_by_hand_starts_with_its_first_value(tmp_path: Path) -> None:
+    from trainer_lib.tracking import JsonlTracker
+
+    tracker = JsonlTracker("mine", tmp_path)
+    tracker.log({"loss": 0.5}, step=1)
+    tracker.log({"loss": 0.25}, step=2)
+    tracker.finish()
+    lines = [json.loads(line) for line in (tmp_path / "mine.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line] == [0.5, 0.25]
+
+
+@pytest.mark.skipif(not is_package_available("tensorboard"), reason="tensorboard is not installed")
+def test_a_tracker_starts_once(tmp_path: Path) -> None:
+    from trainer_lib.tracking import TensorBoardTracker
+
+    tracker = TensorBoardTracker("mine", tmp_path)
+    tracker.store_init_configuration({"lr": 0.1})
+    writer = tracker.tracker
+    tracker.log({"loss": 0.5}, step=1)
+    assert tracker.tracker is writer
+    tracker.finish()
+    TensorBoardTracker("never used", tmp_path).finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

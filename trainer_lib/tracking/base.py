@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.imports import is_package_available
 
+_BEFORE_AND_AFTER = ("__init__", "finish", "abort")  # calls that need no started tracker
 _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
@@ -47,6 +48,8 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.main_process_only and not is_main_process():
             return None
+        if isinstance(self, BuiltInTracker):
+            self.start_before(function.__name__)
         return function(self, *args, **kwargs)
 
     return gated
@@ -116,6 +119,14 @@ class BuiltInTracker(GeneralTracker):
     environment: ClassVar[Mapping[str, str]] = {}
 
     tracker: Any
+    _was_started: bool = False
+
+    def start_before(self, method: str) -> None:
+        """Start a tracker that you made yourself before the first call that logs; `init_trackers` starts its own."""
+        if method == "start":
+            self._was_started = True
+        elif method not in _BEFORE_AND_AFTER and not self._was_started:
+            self.start()
 
     @classmethod
     def is_installed(cls) -> bool:
