@@ -49,7 +49,7 @@ LIBRARY_CALLS = {
     "fit-dict": 111,
     "fit-model-loss": 112,
     "fit-llama": 121,
-    "fit-folder": 103,
+    "fit-folder": 102,
     "fit-accumulation": 57.6,
     "fit-callable-accumulation": 61.6,
 }
