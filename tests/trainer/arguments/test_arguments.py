@@ -375,6 +375,14 @@ def test_copies_are_equal_and_replaced_values_are_checked() -> None:
         ),
         ({"prefetch_factor": 2}, "prefetch_factor=2 has no effect with num_workers=0."),
         ({"persistent_workers": True}, "persistent_workers=True has no effect with num_workers=0."),
+        (
+            {"low_memory_shuffle": True, "shuffle": False},
+            "low_memory_shuffle=True has no effect with shuffle=False, which sets another order.",
+        ),
+        (
+            {"low_memory_shuffle": True, "group_by_length": True},
+            "low_memory_shuffle=True has no effect with group_by_length=True, which sets another order.",
+        ),
         ({"use_cpu": True, "tf32": True}, "tf32=True has no effect with use_cpu=True."),
         ({"use_cpu": True, "pin_memory": True}, "pin_memory=True has no effect with use_cpu=True."),
         ({"fsdp": True, "ddp": DistributedDataParallelKwargs()}, "fsdp and ddp are both given"),

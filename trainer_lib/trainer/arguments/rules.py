@@ -175,6 +175,20 @@ def _workers(num_workers: int, prefetch_factor: int | None, persistent_workers: 
 
 
 @_rule
+def _low_memory_shuffle(low_memory_shuffle: bool, shuffle: bool, group_by_length: bool, sample_weights: Any) -> None:
+    others = {
+        "shuffle=False": not shuffle,
+        "group_by_length=True": group_by_length,
+        "sample_weights": sample_weights is not None,
+    }
+    other = next((name for name, is_set in others.items() if is_set), None)
+    if low_memory_shuffle and other is not None:
+        raise ConfigurationError(
+            f"low_memory_shuffle=True has no effect with {other}, which sets another order. Give one of them."
+        )
+
+
+@_rule
 def _device(use_cpu: bool, tf32: bool | None, pin_memory: bool | None) -> None:
     for name, value in (("tf32", tf32), ("pin_memory", pin_memory)):
         if use_cpu and value:
