@@ -44,7 +44,12 @@ for statement in sys.argv[1:]:
         "cuda": not torch.cuda.is_initialized(),
     }))
 """
-STATEMENTS = ["import trainer_lib", "from trainer_lib import Accelerator"]
+STATEMENTS = [
+    "import trainer_lib",
+    "from trainer_lib import Accelerator",
+    "import trainer_lib.utils.dataclasses, trainer_lib.utils.modeling, trainer_lib.utils.operations",
+    "import trainer_lib.utils.other, trainer_lib.utils.fsdp_utils, trainer_lib.hooks, trainer_lib.big_modeling",
+]
 
 
 @pytest.mark.launch
