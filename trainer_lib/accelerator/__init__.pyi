@@ -4,6 +4,8 @@ from trainer_lib.options.accelerate_constants import DTENSOR_PYTORCH_VERSION as 
 from trainer_lib.options.accelerate_constants import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
 from trainer_lib.options.accelerate_constants import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
 from trainer_lib.options.accelerate_constants import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
+from trainer_lib.options.accumulation_options import GradientAccumulationPlugin as GradientAccumulationPlugin
+from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
 from trainer_lib.tensor_files.weight_names import MODEL_NAME as MODEL_NAME
 from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
 from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
