@@ -266,7 +266,10 @@ def _training(loader: Any) -> Generator[Any, None, None]:
             yield batch.tolist(), _drawn()
 
 
-@pytest.mark.parametrize("kind", [*LOADERS, *READ_ALONE, pytest.param("workers, generator", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [*LOADERS, *READ_ALONE, "workers that persist", pytest.param("workers, generator", marks=pytest.mark.slow)],
+)
 def test_a_resumed_loader_continues_in_the_same_order(kind: str) -> None:
     _seed(7)
     whole = list(islice(_training(_alone(ALL[kind](4))), 16))

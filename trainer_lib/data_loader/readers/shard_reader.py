@@ -36,6 +36,7 @@ class Reader(ABC):
     unit: str  # what positions count: "samples", or "batches" made by the dataset
     seeds_samples: bool = False
     low_memory: bool = False  # the order is computed from seed and epoch
+    _had_workers: bool = False  # the loader whose state was loaded had workers that lived on
 
     def __init__(self, loader: DataLoader[Any], rank: int) -> None:
         self.loader = copied(loader)
@@ -154,9 +155,15 @@ class Reader(ABC):
         """Return the start of an epoch that begins now; `None` if the order is a function of seed and epoch."""
         if self.low_memory:
             return None
-        persist = self.loader.persistent_workers and self.loader.__dict__.get("_iterator") is not None
-        workers = {"seeds_workers": not persist, "has_workers": self.loader.num_workers > 0}
+        workers = {"seeds_workers": self.seeds_workers, "has_workers": self.loader.num_workers > 0}
+        self._had_workers = False
         return EpochStart.now(self._generators, self.draws_from, **workers)
+
+    @property
+    def seeds_workers(self) -> bool:
+        """Whether torch draws a seed for workers at the start of the next epoch: not for those that still live."""
+        live_on = self.loader.persistent_workers and self.loader.__dict__.get("_iterator") is not None
+        return not (live_on or self._had_workers)
 
     def generator_states(self) -> list[Any]:
         """Return the states of the generators that the loader and its sampler hold."""
@@ -167,10 +174,11 @@ class Reader(ABC):
         del seed, reading
         return self.generator_states()
 
-    def restore_generators(self, states: list[Any]) -> None:
-        """Set the generators that the loader and its sampler hold."""
-        for generator, state in zip(self._generators, states, strict=True):
+    def continue_after(self, start: EpochStart) -> None:
+        """Start the next epoch as the loader would have that saved this start between two epochs."""
+        for generator, state in zip(self._generators, start.own, strict=True):
             set_state(generator, state)
+        self._had_workers = not start.seeds_workers
 
     def use_low_memory(self, low_memory: bool) -> None:
         """Compute the order from seed and epoch, or do not."""
