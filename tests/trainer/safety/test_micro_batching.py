@@ -106,8 +106,8 @@ def test_a_process_that_runs_out_of_memory_makes_no_difference(accumulation: int
             torch.testing.assert_close(counts.losses, expected.losses, rtol=1e-6, atol=1e-7)
             torch.testing.assert_close(weights, there, rtol=1e-5, atol=1e-6)
             assert [entry["mean"] for entry in one.run.state.history] == pytest.approx(
-                [entry["mean"] for entry in plain.run.state.history], rel=1e-5
-            )
+                [entry["mean"] for entry in plain.run.state.history], rel=1e-5, abs=1e-7
+            )  # abs: means of numbers around 1 that almost cancel
             sizes.append(counts.sizes)
             one.accelerator.free_memory()
         return sizes

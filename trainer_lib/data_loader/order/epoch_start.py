@@ -2,15 +2,15 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
 
@@ -156,6 +156,25 @@ def generators_of(sampler: Any, outer: tuple[Any, ...] = ()) -> list[Any]:
         elif isinstance(value, Sampler) and not any(value is other for other in (*outer, sampler)):
             found += generators_of(value, (*outer, sampler))
     return found
+
+
+def generators_of_loader(loader: DataLoader[Any]) -> list[Any]:
+    """Return the random generators that a loader and its samplers hold."""
+    samplers = [sampler for sampler in (loader.sampler, loader.batch_sampler) if sampler is not None]
+    own = [] if loader.generator is None else [loader.generator]
+    return unique([*own, *(generator for sampler in samplers for generator in generators_of(sampler))])
+
+
+@contextmanager
+def loader_generators_kept(loaders: Iterable[DataLoader[Any]]) -> Generator[None]:
+    """Restore the random generators of loaders and their samplers after the block."""
+    generators = unique([generator for loader in loaders for generator in generators_of_loader(loader)])
+    states = [state_of(generator) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            set_state(generator, state)
 
 
 def unique(generators: list[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
+from trainer_lib.data_loader.order.epoch_start import loader_generators_kept
 from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.kept_state import attributes_kept
@@ -92,6 +93,7 @@ def sandbox(
     accelerator = trainer.accelerator
     with ExitStack() as stack:
         stack.enter_context(preserved_generators(accelerator.device))
+        stack.enter_context(loader_generators_kept(_loaders(trainer)))
         defaults.prepare_models(trainer)
         stack.enter_context(_engine_kept(accelerator))
         stack.enter_context(_models_kept(trainer))
@@ -161,6 +163,13 @@ def _no_schedule(*arguments: Any, **named: Any) -> None:
 
 
 # -- the restored state ----------------------------------------------------------------------------------------------
+
+
+def _loaders(trainer: TrainerInterface) -> list[DataLoader[Any]]:
+    """Return the loaders among the trainer's data."""
+    data = [trainer.train_dataset, trainer.eval_dataset]
+    named = [list(part.values()) if isinstance(part, Mapping) else [part] for part in data]
+    return [loader for part in named for loader in part if isinstance(loader, DataLoader)]
 
 
 @contextmanager
