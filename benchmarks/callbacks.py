@@ -150,7 +150,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
             pairs = measured(case, arguments.rounds, arguments.steps, Path(folder))
-            print(told(case.name, pairs, more_calls(case, Path(folder))), flush=True)
+            print(figures_line(case.name, pairs, more_calls(case, Path(folder))), flush=True)
     for reason, names in LEFT_OUT.items():
         print(f"not here: {', '.join(names.split())} ({reason})")
 
@@ -183,15 +183,15 @@ def more_calls(case: Case, folder: Path, short: int = 50, long: int = 150) -> fl
     return calls(has_it=True) - calls(has_it=False)
 
 
-def told(name: str, pairs: Sequence[tuple[Sample, Sample]], calls: float) -> str:
+def figures_line(name: str, pairs: Sequence[tuple[Sample, Sample]], calls: float) -> str:
     """Return a line of figures: ratios of pairs, and what a step takes longer."""
     words = [f"{name:28} {calls:+6.1f} calls"]
-    for place, what in enumerate(Sample._fields):
+    for place, field in enumerate(Sample._fields):
         ratios = sorted(having[place] / none[place] for having, none in pairs)
         calm = min(having[place] for having, _ in pairs) / min(none[place] for _, none in pairs)
         more = median(having[place] - none[place] for having, none in pairs)
         spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}, of the fastest {calm:.3f}"
-        words.append(f"{what} {median(ratios):.3f} ({spread}), {more * 1e6:+.1f} µs a step")
+        words.append(f"{field} {median(ratios):.3f} ({spread}), {more * 1e6:+.1f} µs a step")
     return "; ".join(words)
 
 

@@ -143,9 +143,9 @@ def timed(do: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-def report(what: str, seconds: float, floor: float, of: str, goal: str) -> None:
+def report(kind: str, seconds: float, floor: float, of: str, goal: str) -> None:
     """Print a line."""
-    print(f"{what}: {seconds:.3f} s, {seconds / floor:.2f} of {of} ({floor:.3f} s; {goal})")
+    print(f"{kind}: {seconds:.3f} s, {seconds / floor:.2f} of {of} ({floor:.3f} s; {goal})")
 
 
 class Peak:

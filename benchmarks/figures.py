@@ -52,7 +52,7 @@ class Row:
     def cpu_ratio(self) -> Spread:
         """The processor's time beside that of the baseline, round by round."""
         pairs = zip(self.samples, self.baseline, strict=True)
-        return _spread([own.cpu / other.cpu for own, other in pairs])
+        return _spread([ours.cpu / other.cpu for ours, other in pairs])
 
     @property
     def calm_ratio(self) -> float:
@@ -63,7 +63,7 @@ class Row:
     def wall_ratio(self) -> Spread:
         """The time beside that of the baseline, round by round."""
         pairs = zip(self.samples, self.baseline, strict=True)
-        return _spread([own.wall / other.wall for own, other in pairs])
+        return _spread([ours.wall / other.wall for ours, other in pairs])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ def svg(comparisons: Sequence[Comparison]) -> str:
             marks += _bar(row, y, _WIDTH / top)
             y += _BAR + _GAP
         y += 24
-    one = _LEFT + _WIDTH / top
-    line = f'<line x1="{one:.1f}" x2="{one:.1f}" y1="36" y2="{y - 24}" stroke="#d32f2f" stroke-dasharray="4 3"/>'
-    middle = f'x="{one:.1f}" y="{y - 8}" text-anchor="middle"'
+    x = _LEFT + _WIDTH / top
+    line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="36" y2="{y - 24}" stroke="#d32f2f" stroke-dasharray="4 3"/>'
+    middle = f'x="{x:.1f}" y="{y - 8}" text-anchor="middle"'
     size = f'width="{_LEFT + _WIDTH + _RIGHT}" height="{y}" viewBox="0 0 {_LEFT + _WIDTH + _RIGHT} {y}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13" fill="#212121">\n'

@@ -105,11 +105,11 @@ def read_docstrings(per_area: int) -> DatasetDict:
     library = Path(sysconfig.get_path("stdlib"))
     rows: list[dict[str, Any]] = []
     for label, area in enumerate(AREAS):
-        found: set[str] = set()
+        docstrings: set[str] = set()
         for file in sorted((library / area).rglob("*.py")):
             if "test" not in file.parent.parts[len(library.parts) :]:
-                found |= first_sentences(file)
-        chosen = random.Random(0).sample(sorted(found), min(per_area, len(found)))
+                docstrings |= first_sentences(file)
+        chosen = random.Random(0).sample(sorted(docstrings), min(per_area, len(docstrings)))
         rows += [{"text": text, "label": label} for text in chosen]
     data = Dataset.from_list(rows).cast_column("label", ClassLabel(names=AREAS))
     return data.train_test_split(test_size=0.2, seed=0, stratify_by_column="label")

@@ -109,8 +109,8 @@ def _of_this_process() -> list[str]:
 
 def _processes(folder: Path) -> list[tuple[int, str]]:
     """Return other processes of the session, by its name in their environment; those that are ending may end."""
-    own = [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_of(process, folder)]
-    _, alive = psutil.wait_procs(own, timeout=_PATIENCE)
+    children = [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_of(process, folder)]
+    _, alive = psutil.wait_procs(children, timeout=_PATIENCE)
     return [(process.pid, " ".join(_command(process))) for process in alive]
 
 

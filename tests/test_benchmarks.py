@@ -184,10 +184,10 @@ def test_picture_is_a_drawing_with_a_bar_for_each_that_ran(comparison: Compariso
 
 def test_json_holds_every_run(comparison: Comparison, tmp_path: Path) -> None:
     report.write_json(tmp_path / "runs.json", "a machine", {"rounds": 3}, [comparison])
-    told = json.loads((tmp_path / "runs.json").read_text())
-    assert told["rounds"] == 3
-    assert told["scenarios"]["step"]["trainer_lib"]["cpu"] == [420e-6, 520e-6, 440e-6]
-    assert told["scenarios"]["step"]["Accelerate"] == {"note": "not installed"}
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert runs["rounds"] == 3
+    assert runs["scenarios"]["step"]["trainer_lib"]["cpu"] == [420e-6, 520e-6, 440e-6]
+    assert runs["scenarios"]["step"]["Accelerate"] == {"note": "not installed"}
 
 
 def test_each_callback_is_measured_or_it_is_told_why_not() -> None:
@@ -213,5 +213,5 @@ def test_what_callbacks_add_to_a_step_is_counted(tmp_path: Path) -> None:
 
 def test_figures_of_callbacks_are_those_of_pairs() -> None:
     having, none = callbacks.Sample(cpu=3e-4, wall=4e-4), callbacks.Sample(cpu=2e-4, wall=4e-4)
-    told = callbacks.told("one", [(having, none), (having, having), (having, none)], 2.0)
-    assert "+2.0 calls; cpu 1.500 (1.000 to 1.500, of the fastest 1.500), +100.0 µs a step; wall 1.000 (1.0" in told
+    figures = callbacks.figures_line("one", [(having, none), (having, having), (having, none)], 2.0)
+    assert "+2.0 calls; cpu 1.500 (1.000 to 1.500, of the fastest 1.500), +100.0 µs a step; wall 1.000 (1.0" in figures

@@ -64,13 +64,13 @@ def forked(processes: int, folder: Path, *command: str, killed_at: str | None = 
         *command: The script and its options.
         killed_at: Text at which a process kills itself when it is to print it.
     """
-    told = folder / f"told_{processes}.txt"
-    told.unlink(missing_ok=True)
+    path = folder / f"told_{processes}.txt"
+    path.unlink(missing_ok=True)
 
     def script() -> None:
         warnings.resetwarnings()  # those of a script are for people
         os.chdir(ROOT)
-        with told.open("a") as file:
+        with path.open("a") as file:
             os.dup2(file.fileno(), 1)
         sys.stdout = Output(killed_at)  # pytest has another one
         sys.argv = list(command)
@@ -78,7 +78,7 @@ def forked(processes: int, folder: Path, *command: str, killed_at: str | None = 
         sys.stdout.flush()
 
     run_world(script, (), processes, timeout=100)
-    return told.read_text()
+    return path.read_text()
 
 
 def learned(printed: str) -> list[tuple[int, float, float]]:
@@ -122,8 +122,8 @@ def test_digits_learn_the_same_on_two_processes(tmp_path: Path) -> None:
         assert len(list((tmp_path / name).glob("*/checkpoints/checkpoint-*"))) >= 1
     alone, together = history(tmp_path / "alone"), history(tmp_path / "together")
     assert [entry["event"] for entry in alone].count("evaluation") == 2
-    for one, other in zip(alone, together, strict=True):
-        assert other == {n: pytest.approx(v, rel=1e-3) if isinstance(v, float) else v for n, v in one.items()}
+    for first, second in zip(alone, together, strict=True):
+        assert second == {n: pytest.approx(v, rel=1e-3) if isinstance(v, float) else v for n, v in first.items()}
 
 
 @pytest.mark.slow

@@ -67,8 +67,8 @@ def _by_hand(processes: int, every: int, steps: int, weighted: bool) -> list[Ten
         if (update + 1) % every == 0 or update == UPDATES - 1:
             mean = [torch.stack(values).mean(dim=0) for values in zip(*map(_state, networks), strict=True)]
             for network in networks:
-                own = [value for value in network.state_dict().values() if value.is_floating_point()]
-                for value, average in zip(own, mean, strict=True):
+                floats = [value for value in network.state_dict().values() if value.is_floating_point()]
+                for value, average in zip(floats, mean, strict=True):
                     value.copy_(average)
     return _state(networks[0])
 
@@ -141,11 +141,11 @@ def _messages() -> list[int]:
     network = toy.model()
     network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.05))
     sent: list[int] = []
-    own = dist.all_reduce
+    all_reduce = dist.all_reduce
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         sent[-1] += 1
-        return own(*args, **kwargs)
+        return all_reduce(*args, **kwargs)
 
     dist.all_reduce = counting
 
@@ -185,17 +185,17 @@ def _averaged(options: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor]
 def test_what_is_trained_is_averaged_and_statistics_as_ddp_is_told(broadcasts: bool) -> None:
     results = run_world(_averaged, ({"broadcast_buffers": broadcasts}, torch.float32), 2, timeout=60)
     for process, (before, after) in enumerate(results):
-        for name, one, other in zip(_floats(), before, after, strict=True):
+        for name, first, second in zip(_floats(), before, after, strict=True):
             stays = name == "frozen" or ("running" in name and not broadcasts)
-            torch.testing.assert_close(other, one + (process if stays else 0.5))
+            torch.testing.assert_close(second, first + (process if stays else 0.5))
 
 
 def test_16_bit_weights_are_rounded_once() -> None:
     before, after = run_world(_averaged, ({}, torch.bfloat16), 3, timeout=60)[0]
     trained = [index for index, name in enumerate(_floats()) if name != "frozen"]
     for index in trained:
-        own = [(before[index] + process).float() for process in range(3)]
-        assert torch.equal(after[index], torch.stack(own).mean(dim=0).bfloat16())
+        rounded = [(before[index] + process).float() for process in range(3)]
+        assert torch.equal(after[index], torch.stack(rounded).mean(dim=0).bfloat16())
 
 
 def _floats() -> list[str]:
@@ -221,9 +221,9 @@ def _static_graph() -> str:
     handlers = [DistributedDataParallelKwargs(static_graph=True)]
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
     network = accelerator.prepare(toy.model())
-    with pytest.raises(UnsupportedError) as told:
+    with pytest.raises(UnsupportedError) as error:
         LocalSGD(accelerator, network, 2)
-    return str(told.value)
+    return str(error.value)
 
 
 def test_a_static_graph_has_to_be_learnt_together() -> None:

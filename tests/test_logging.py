@@ -23,9 +23,9 @@ def nothing_was_said_yet() -> Iterator[None]:
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    said = [record.getMessage() for record in caplog.records if record.name == "ours"]
+    texts = [record.getMessage() for record in caplog.records if record.name == "ours"]
     caplog.clear()
-    return said
+    return texts
 
 
 def said_by_each(body: Callable[[MultiProcessAdapter], None], size: int = 2) -> list[list[str]]:
@@ -33,12 +33,12 @@ def said_by_each(body: Callable[[MultiProcessAdapter], None], size: int = 2) -> 
 
     def run() -> list[str]:
         PartialState()
-        said: list[str] = []
+        messages: list[str] = []
         handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("ours").addHandler(handler)
         body(get_logger("ours", log_level="INFO"))
-        return said
+        return messages
 
     return run_world(run, num_processes=size, timeout=60)
 
@@ -55,16 +55,16 @@ def test_the_main_process_logs_unless_all_are_asked_to() -> None:
 
 
 def test_all_log_in_order(tmp_path: Path) -> None:
-    said = tmp_path / "said"
+    path = tmp_path / "said"
 
     def body(logger: MultiProcessAdapter) -> None:
-        handler = logging.FileHandler(said)
+        handler = logging.FileHandler(path)
         logger.logger.addHandler(handler)
         for turn in range(3):
             logger.info("turn %d rank %d", turn, PartialState().process_index, in_order=True)
 
     said_by_each(body, size=4)
-    assert said.read_text().splitlines() == [f"turn {turn} rank {rank}" for turn in range(3) for rank in range(4)]
+    assert path.read_text().splitlines() == [f"turn {turn} rank {rank}" for turn in range(3) for rank in range(4)]
 
 
 def test_in_order_needs_no_equal_levels() -> None:

@@ -44,11 +44,11 @@ class Cycle:
 
 @pytest.mark.parametrize("release", [release_memory, lambda *objects: Accelerator(cpu=True).free_memory(*objects)])
 def test_overwritten_objects_and_reference_cycles_are_freed(release: Any) -> None:
-    one, cycle = torch.ones(2), Cycle()
-    kept = [weakref.ref(one), weakref.ref(cycle)]
+    tensor, cycle = torch.ones(2), Cycle()
+    kept = [weakref.ref(tensor), weakref.ref(cycle)]
     del cycle
-    one, nothing = release(one, None)
-    assert one is nothing is None
+    tensor, nothing = release(tensor, None)
+    assert tensor is nothing is None
     assert [reference() for reference in kept] == [None, None]
     assert release() == []
 
@@ -95,10 +95,10 @@ def test_the_largest_peak_of_all_processes() -> None:
             filled(16 + 48 * rank)
         return peak.over_processes()
 
-    one, other = run_world(body, timeout=60)
-    assert one == other
-    assert 60 * MEGABYTE < one.host_growth < 100 * MEGABYTE
-    assert one.device == 0
+    first, second = run_world(body, timeout=60)
+    assert first == second
+    assert 60 * MEGABYTE < first.host_growth < 100 * MEGABYTE
+    assert first.device == 0
 
 
 def test_a_measurement_reads_well() -> None:

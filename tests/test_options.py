@@ -69,10 +69,10 @@ BAD_VALUES: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "given", "told"), BAD_VALUES, ids=lambda value: str(value)[:40])
-def test_bad_values_are_named_with_what_is_allowed(options: Any, given: dict[str, Any], told: str) -> None:
+def test_bad_values_are_named_with_what_is_allowed(options: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        options(**given)
-    assert str(caught.value).startswith(told)
+        options(**settings)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

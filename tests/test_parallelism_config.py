@@ -62,9 +62,9 @@ def test_sizes_of_the_launcher() -> None:
         ({"cp_backend": "jax"}, ConfigurationError, "Unknown cp_backend 'jax'. Known: torch."),
     ],
 )
-def test_what_is_not_there_is_said(given: dict[str, Any], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
-        ParallelismConfig(**given)
+def test_what_is_not_there_is_said(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ParallelismConfig(**options)
 
 
 def test_a_mesh_is_for_one_kind_of_device() -> None:
@@ -88,9 +88,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "told"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_does_not_fit_one_process_is_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told):
-        Accelerator(cpu=True, **given)
+def test_what_does_not_fit_one_process_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Accelerator(cpu=True, **options)
 
 
 def test_options_of_ddp_are_ignored_with_fsdp(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,8 +101,8 @@ def test_options_of_ddp_are_ignored_with_fsdp(caplog: pytest.LogCaptureFixture) 
 
 
 def _kinds() -> list[Any]:
-    told: list[Any] = []
-    for given in (
+    values: list[Any] = []
+    for options in (
         {"parallelism_config": CONFIG(dp_replicate_size=2)},
         {"parallelism_config": CONFIG(dp_shard_size=2)},
         {"parallelism_config": CONFIG(), "fsdp_plugin": PLUGIN()},
@@ -112,15 +112,15 @@ def _kinds() -> list[Any]:
         {"fsdp_plugin": PLUGIN(reshard_after_forward=2)},
     ):
         try:
-            accelerator = Accelerator(cpu=True, **given)
+            accelerator = Accelerator(cpu=True, **options)
             network = accelerator.prepare(nn.Linear(2, 2))
         except ConfigurationError as error:
-            told.append(str(error))
+            values.append(str(error))
             accelerator = Accelerator(cpu=True)
         else:
             mesh, config = accelerator.torch_device_mesh, accelerator.parallelism_config
             assert config is not None
-            told.append(
+            values.append(
                 (
                     str(accelerator.distributed_type),
                     config.active_mesh_dims,
@@ -130,21 +130,21 @@ def _kinds() -> list[Any]:
                 )
             )
         accelerator.free_memory()
-    return told
+    return values
 
 
 def test_sizes_choose_the_strategy() -> None:
-    for rank, told in enumerate(run_world(_kinds, (), 2, timeout=60)):
+    for rank, kinds in enumerate(run_world(_kinds, (), 2, timeout=60)):
         sharded = ("FSDP", ["dp_shard"], ("dp_shard",), (0, rank), "FSDPLinear")
-        assert told[:4] == [
+        assert kinds[:4] == [
             ("MULTI_CPU", ["dp_replicate"], ("dp_replicate",), (rank, 0), "DistributedDataParallel"),
             sharded,
             sharded,
             sharded,  # one machine has nothing to replicate over
         ]
-        assert "keeps a whole model on each rank" in told[4]
-        assert "replicates over machines, and ParallelismConfig(dp_shard_size=2) does not" in told[5]
-        assert told[6].startswith("reshard_after_forward must be True, False, or a divisor of the 2 ranks")
+        assert "keeps a whole model on each rank" in kinds[4]
+        assert "replicates over machines, and ParallelismConfig(dp_shard_size=2) does not" in kinds[5]
+        assert kinds[6].startswith("reshard_after_forward must be True, False, or a divisor of the 2 ranks")
 
 
 def _launched() -> Any:
@@ -180,19 +180,19 @@ def test_a_script_alone_shards_in_a_group_of_one() -> None:
 
 
 def test_transformers_learns_what_to_load() -> None:
-    def told() -> tuple[bool, bool]:
+    def is_sharded() -> tuple[bool, bool]:
         return environment.uses_sharding(), parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
 
     accelerator = Accelerator(cpu=True, fsdp_plugin=PLUGIN(cpu_ram_efficient_loading=True))
-    assert told() == (True, True)
+    assert is_sharded() == (True, True)
     accelerator.free_memory()
-    assert told() == (False, False), "the next engine shards nothing unless asked"
+    assert is_sharded() == (False, False), "the next engine shards nothing unless asked"
     with patch_environment(ACCELERATE_USE_FSDP="", FSDP_CPU_RAM_EFFICIENT_LOADING=""):
         enable_fsdp_ram_efficient_loading()
-        assert told() == (True, True)
+        assert is_sharded() == (True, True)
         disable_fsdp_ram_efficient_loading()
-        assert told() == (True, False)
-    assert told() == (False, False)
+        assert is_sharded() == (True, False)
+    assert is_sharded() == (False, False)
 
 
 def test_other_settings_come_too_late_until_the_first_are_released() -> None:

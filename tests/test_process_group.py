@@ -48,13 +48,17 @@ def test_a_lone_process_is_a_world_of_one() -> None:
 def test_processes_meet_where_all_come_with_the_same_value_in_time() -> None:
     def body() -> list[bool]:
         group = PartialState(cpu=True).group
-        told = [group.meet("here", "same", 30), group.meet("here", str(group.rank), 30), group.meet("here", "same", 30)]
+        meetings = [
+            group.meet("here", "same", 30),
+            group.meet("here", str(group.rank), 30),
+            group.meet("here", "same", 30),
+        ]
         if group.rank == 0:
-            told.append(group.meet("here", "alone", 0.1))
+            meetings.append(group.meet("here", "alone", 0.1))
         group.barrier()  # what was said is no answer to who comes later
         if group.rank == 1:
-            told.append(group.meet("here", "alone", 0.1))
-        return told
+            meetings.append(group.meet("here", "alone", 0.1))
+        return meetings
 
     assert run_world(body, timeout=60) == [[True, False, True, False]] * 2
     assert LoneProcess().meet("here", "alone", 0.1)
@@ -63,13 +67,13 @@ def test_processes_meet_where_all_come_with_the_same_value_in_time() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_processes_of_a_launcher_form_a_real_world(size: int) -> None:
     def body() -> tuple[list[Any], bool, str | None]:
-        said = conversation()
-        return said, isinstance(PartialState().group, TorchProcesses) and dist.is_initialized(), dist.get_backend()
+        answers = conversation()
+        return answers, isinstance(PartialState().group, TorchProcesses) and dist.is_initialized(), dist.get_backend()
 
     ranks = range(size)
-    for rank, (said, is_real, backend) in enumerate(run_world(body, num_processes=size, timeout=60)):
+    for rank, (message, is_real, backend) in enumerate(run_world(body, num_processes=size, timeout=60)):
         assert (is_real, backend) == (True, "gloo")
-        assert said == [
+        assert message == [
             sum(ranks) + size,
             size,
             1,

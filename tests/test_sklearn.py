@@ -81,9 +81,9 @@ def assert_equal(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None
 
 def test_a_regressor_is_a_trainer_to_the_bit() -> None:
     X, _ = task()
-    one, two = X.sum(axis=1), np.stack([X.sum(axis=1), X[:, 0]], axis=1)
+    first, two = X.sum(axis=1), np.stack([X.sum(axis=1), X[:, 0]], axis=1)
     inputs = X.astype(np.float32)
-    for targets in (one, two):
+    for targets in (first, two):
         model = TrainerRegressor(layers, arguments()).fit(X, targets)
         columns = targets.reshape(len(X), -1).astype(np.float32)
         trainer = by_hand((inputs, columns), columns.shape[1], functional.mse_loss, arguments())
@@ -158,9 +158,13 @@ def test_weights_of_samples_are_those_of_the_mean_by_hand() -> None:
 def test_parameters_go_down_into_arguments_and_the_module() -> None:
     args = arguments()
     model = TrainerClassifier(layers, args, module_kwargs={"hidden": 8})
-    told = model.get_params()
-    assert (told["args__learning_rate"], told["module_kwargs__hidden"], told["verbose"]) == (0.05, 8, False)
-    assert set(model.get_params(deep=False)) <= set(told)
+    parameters = model.get_params()
+    assert (parameters["args__learning_rate"], parameters["module_kwargs__hidden"], parameters["verbose"]) == (
+        0.05,
+        8,
+        False,
+    )
+    assert set(model.get_params(deep=False)) <= set(parameters)
     copied: Any = clone(model)
     other = copied.set_params(args__learning_rate=0.5, module_kwargs__hidden=2, verbose=True)
     assert (other.args.learning_rate, other.module_kwargs, other.verbose) == (0.5, {"hidden": 2}, True)
@@ -176,14 +180,14 @@ def test_parameters_go_down_into_arguments_and_the_module() -> None:
 def test_a_search_in_two_processes_finds_what_one_finds() -> None:
     X, y = task()
     space = {"trainerclassifier__args__learning_rate": [1e-6, 0.05]}
-    found: list[GridSearchCV] = []
+    searches: list[GridSearchCV] = []
     for jobs in (1, 2):
         model = make_pipeline(StandardScaler(), TrainerClassifier(layers, arguments(), module_kwargs={"hidden": 6}))
         raises: Any = "raise"
         search = GridSearchCV(model, space, cv=2, n_jobs=jobs, error_score=raises)
         with parallel_config(backend="multiprocessing"):  # joblib's own takes seconds to start its processes
-            found.append(search.fit(X, NAMES[y]))
-    alone, both = found
+            searches.append(search.fit(X, NAMES[y]))
+    alone, both = searches
     np.testing.assert_array_equal(alone.cv_results_["mean_test_score"], both.cv_results_["mean_test_score"])
     assert both.best_params_ == alone.best_params_ == {"trainerclassifier__args__learning_rate": 0.05}
     np.testing.assert_array_equal(alone.predict(X), both.predict(X))

@@ -39,8 +39,8 @@ class Accelerate(AcceleratorLoop):
         loss, correct, count = torch.zeros(()), torch.zeros((), dtype=torch.int64), 0
         with meter, torch.no_grad():
             for scores, labels in loader:
-                own = scores.argmax(1) == labels, cross_entropy(scores, labels, reduction="none")
-                hits, losses = accelerator.gather_for_metrics(own)
+                metrics = scores.argmax(1) == labels, cross_entropy(scores, labels, reduction="none")
+                hits, losses = accelerator.gather_for_metrics(metrics)
                 loss += losses.sum()
                 correct += hits.sum()
                 count += len(hits)

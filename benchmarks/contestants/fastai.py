@@ -31,7 +31,7 @@ class Fastai(Contestant):
         def before_validate(_: Any) -> None:
             raise callback.CancelValidException
 
-        own = type("Own", (callback.Callback,), {"after_step": after_step, "before_validate": before_validate})
+        recorder = type("Own", (callback.Callback,), {"after_step": after_step, "before_validate": before_validate})
         learn = learner.Learner(
             data.DataLoaders(loader, loader),
             model,
@@ -41,7 +41,7 @@ class Fastai(Contestant):
             cbs=[
                 training.GradientClip(MAX_NORM),
                 *([training.GradientAccumulation(task.accumulation * BATCH_SIZE)] if task.accumulation > 1 else []),
-                own(),
+                recorder(),
                 around(callback.Callback, "before_epoch", "after_train", meter),
             ],
         )

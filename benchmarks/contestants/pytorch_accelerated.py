@@ -26,8 +26,8 @@ class PytorchAccelerated(Contestant):
         accelerate = import_module("accelerate")
         model = task.model()
         shown = [callbacks.ProgressBarCallback] if task.bar else []
-        own = type("Own", (library.Trainer,), {"_create_accelerator": lambda _: accelerate.Accelerator(cpu=True)})
-        trainer = own(
+        on_cpu = type("Own", (library.Trainer,), {"_create_accelerator": lambda _: accelerate.Accelerator(cpu=True)})
+        trainer = on_cpu(
             model,
             loss_func=task.shape.loss_fn,
             optimizer=optimization(model)[0],

@@ -132,12 +132,12 @@ def test_gradients_travel_once_a_window_unless_asked(sync_each_batch: bool, expe
 
 def test_two_models_that_take_turns_each_keep_their_window() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    one, other = accelerator.prepare(toy.model(0), toy.model(1))
+    first, second = accelerator.prepare(toy.model(0), toy.model(1))
     seen = []
     for _ in range(4):
-        with accelerator.accumulate(one):
+        with accelerator.accumulate(first):
             seen.append(("one", accelerator.sync_gradients))
-        with accelerator.accumulate(other):
+        with accelerator.accumulate(second):
             seen.append(("other", accelerator.sync_gradients))
     assert seen == [("one", False), ("other", False), ("one", True), ("other", True)] * 2
 

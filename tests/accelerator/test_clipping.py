@@ -60,16 +60,16 @@ def test_a_micro_batch_that_does_not_update_is_not_clipped() -> None:
 def test_clipping_one_model_leaves_the_scale_of_another_alone() -> None:
     scaler = GradScalerKwargs(init_scale=256.0)
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[scaler])
-    one, other = toy.model(), toy.model()
-    one, other, first, second = accelerator.prepare(
-        one, other, torch.optim.SGD(one.parameters(), lr=0.0), torch.optim.SGD(other.parameters(), lr=0.0)
+    left, other = toy.model(), toy.model()
+    left, other, first, second = accelerator.prepare(
+        left, other, torch.optim.SGD(left.parameters(), lr=0.0), torch.optim.SGD(other.parameters(), lr=0.0)
     )
-    accelerator.backward(one(torch.ones(1, 8)).sum() + other(torch.ones(1, 8)).sum())
-    accelerator.clip_grad_norm_(one.parameters(), 1e9)
-    ratio = other[0].weight.grad / one[0].weight.grad
+    accelerator.backward(left(torch.ones(1, 8)).sum() + other(torch.ones(1, 8)).sum())
+    accelerator.clip_grad_norm_(left.parameters(), 1e9)
+    ratio = other[0].weight.grad / left[0].weight.grad
     torch.testing.assert_close(ratio, torch.full_like(ratio, 256.0))
     accelerator.clip_grad_norm_(other.parameters(), 1e9)
-    torch.testing.assert_close(other[0].weight.grad, one[0].weight.grad)
+    torch.testing.assert_close(other[0].weight.grad, left[0].weight.grad)
     first.step()
     second.step()
     assert not accelerator.optimizer_step_was_skipped

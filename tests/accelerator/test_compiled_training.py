@@ -74,8 +74,8 @@ def train(
 
 def assert_same(compiled: tuple[list[float], list[Tensor]], eager: tuple[list[float], list[Tensor]]) -> None:
     assert compiled[0] == pytest.approx(eager[0], rel=TOLERANCE)
-    for one, other in zip(compiled[1], eager[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for first, second in zip(compiled[1], eager[1], strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
 
 
 # Each precision and each way to weigh a loss, and then the other way round.
@@ -183,7 +183,7 @@ def test_one_graph_of_a_whole_sharded_model_is_refused() -> None:
             )
         return str(error.value)
 
-    assert all("use_regional_compilation=True" in said for said in run_world(body, timeout=60))
+    assert all("use_regional_compilation=True" in message for message in run_world(body, timeout=60))
 
 
 class Dropping(torch.nn.Module):

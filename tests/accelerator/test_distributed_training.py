@@ -53,12 +53,12 @@ def _train(global_batch: int, steps: int, precision: str, shuffle: bool, epochs:
 def test_several_processes_train_as_one_does(processes: int, steps: int, shuffle: bool) -> None:
     (alone,) = run_world(_train, (8, steps, "no", shuffle), 1, timeout=60)
     together = run_world(_train, (8, steps, "no", shuffle), processes, timeout=60)
-    for told in together:
-        assert told["losses"] == pytest.approx(alone["losses"], rel=2e-6)
-        assert told["norms"] == pytest.approx(alone["norms"], rel=2e-6)
-        assert told["rates"] == alone["rates"]
-        toy.assert_same(told["weights"], alone["weights"], rtol=1e-4)
-        toy.assert_same(told["weights"], together[0]["weights"], rtol=0)
+    for result in together:
+        assert result["losses"] == pytest.approx(alone["losses"], rel=2e-6)
+        assert result["norms"] == pytest.approx(alone["norms"], rel=2e-6)
+        assert result["rates"] == alone["rates"]
+        toy.assert_same(result["weights"], alone["weights"], rtol=1e-4)
+        toy.assert_same(result["weights"], together[0]["weights"], rtol=0)
 
 
 def test_a_bare_process_and_a_world_of_one_train_alike() -> None:
@@ -69,7 +69,7 @@ def test_a_bare_process_and_a_world_of_one_train_alike() -> None:
 
 
 def test_the_engine_trains_as_the_same_loop_by_hand() -> None:
-    told = _train(8, 1, "no", False)
+    result = _train(8, 1, "no", False)
     inputs, targets, _ = toy.data()
     network = toy.model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
@@ -84,14 +84,14 @@ def test_the_engine_trains_as_the_same_loop_by_hand() -> None:
             schedule.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
-    assert told["losses"] == losses
-    toy.assert_same(told["weights"], toy.parameters(network), rtol=0)
+    assert result["losses"] == losses
+    toy.assert_same(result["weights"], toy.parameters(network), rtol=0)
 
 
 def test_bf16_on_two_processes_stays_near_one() -> None:
     (alone,) = run_world(_train, (8, 1, "bf16", False), 1, timeout=60)
-    for told in run_world(_train, (8, 1, "bf16", False), 2, timeout=60):
-        assert told["losses"] == pytest.approx(alone["losses"], rel=2e-2)
+    for result in run_world(_train, (8, 1, "bf16", False), 2, timeout=60):
+        assert result["losses"] == pytest.approx(alone["losses"], rel=2e-2)
 
 
 def _weights_at_start() -> list[torch.Tensor]:

@@ -124,8 +124,8 @@ def _filtered_in_the_tail() -> str:
 
 
 def test_rows_that_cannot_be_told_apart_from_repeats_are_an_error() -> None:
-    told = run_world(_filtered_in_the_tail, (), 2, timeout=60)
-    assert all("even_batches=False" in message for message in told), told
+    results = run_world(_filtered_in_the_tail, (), 2, timeout=60)
+    assert all("even_batches=False" in message for message in results), results
 
 
 def test_a_scalar_is_no_row_a_sample() -> None:

@@ -60,7 +60,7 @@ def test_several_processes_are_refused() -> None:
             accelerator.lomo_backward(loss, 0.1)
         return str(error.value)
 
-    assert all("several ranks" in said for said in run_world(body, timeout=60))
+    assert all("several ranks" in message for message in run_world(body, timeout=60))
 
 
 @needs_lomo

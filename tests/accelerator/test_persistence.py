@@ -303,12 +303,12 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "disk" / "state" / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("given", [".", "..", "~"])
-def test_the_working_directory_is_never_replaced(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", [".", "..", "~"])
+def test_the_working_directory_is_never_replaced(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ConfigurationError, match="is the working directory or above it"):
-        engine().save_state(given)
+        engine().save_state(value)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="is a file, and a checkpoint is a folder"):
         engine().save_state("file")
@@ -790,11 +790,11 @@ def test_an_error_of_one_process_is_one_on_all_and_nothing_is_lost(tmp_path: Pat
         accelerator.register_for_checkpointing(counting)
         if accelerator.process_index == 1:
             counting.state_dict = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-        with pytest.raises((CheckpointError, ZeroDivisionError)) as told:
+        with pytest.raises((CheckpointError, ZeroDivisionError)) as error:
             accelerator.save_state(folder)
         accelerator._custom_objects.clear()
         accelerator.load_state(folder)
-        return f"{told.type.__name__}: {told.value}"
+        return f"{error.type.__name__}: {error.value}"
 
     first, second = run_world(body, timeout=60)
     assert first == "CheckpointError: save_state failed on rank 1: ZeroDivisionError: division by zero"
@@ -828,9 +828,9 @@ def test_processes_that_do_different_things_are_told(tmp_path: Path) -> None:
         accelerator = engine()
         trained(accelerator)
         verb = accelerator.save_state if accelerator.is_main_process else accelerator.load_state
-        with pytest.raises(CheckpointError) as told:
+        with pytest.raises(CheckpointError) as error:
             verb(tmp_path / "state")
-        return str(told.value)
+        return str(error.value)
 
     first, second = run_world(body, timeout=60)
     assert first == "Rank 0 is in save_state and rank 1 in load_state."

@@ -88,7 +88,7 @@ def _fp16_run(overflow_at: int, fused: bool, clip: bool) -> list[tuple[bool, flo
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))
     network, optimizer, schedule = accelerator.prepare(network, optimizer, schedule)
     inputs, targets, _ = toy.data()
-    told = []
+    messages = []
     for update in range(4):
         loss = toy.losses(network, inputs, targets).mean()
         if update == overflow_at and accelerator.is_last_process:
@@ -100,10 +100,10 @@ def _fp16_run(overflow_at: int, fused: bool, clip: bool) -> list[tuple[bool, flo
         schedule.step()
         optimizer.zero_grad()
         weight = float(next(iter(network.parameters())).detach().flatten()[0])
-        told.append(
+        messages.append(
             (accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale(), weight, schedule.get_last_lr()[0])
         )
-    return told
+    return messages
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -111,7 +111,7 @@ def _fp16_run(overflow_at: int, fused: bool, clip: bool) -> list[tuple[bool, flo
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_update_that_overflows_is_skipped_everywhere(processes: int, fused: bool, clip: bool) -> None:
     results = run_world(_fp16_run, (1, fused, clip), processes, timeout=60)
-    assert all(told == results[0] for told in results)
+    assert all(result == results[0] for result in results)
     skipped, scales, weights, rates = zip(*results[0], strict=True)
     assert skipped == (False, True, False, False)
     assert weights[1] == weights[0] != weights[2]
@@ -148,14 +148,14 @@ def test_the_scale_does_not_move_while_another_optimizer_holds_gradients() -> No
         gradient_accumulation_steps=2,
         kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
     )
-    one, other = toy.model(), toy.model()
-    one, other, first, second = accelerator.prepare(
-        one, other, torch.optim.SGD(one.parameters(), lr=0.0), torch.optim.SGD(other.parameters(), lr=0.0)
+    left, other = toy.model(), toy.model()
+    left, other, first, second = accelerator.prepare(
+        left, other, torch.optim.SGD(left.parameters(), lr=0.0), torch.optim.SGD(other.parameters(), lr=0.0)
     )
     inputs, targets, _ = toy.data()
     for _ in range(2):
-        with accelerator.accumulate(one, other):
-            accelerator.backward(toy.losses(one, inputs, targets).mean() * float("inf"))
+        with accelerator.accumulate(left, other):
+            accelerator.backward(toy.losses(left, inputs, targets).mean() * float("inf"))
             first.step()
             accelerator.backward(toy.losses(other, inputs, targets).mean())
             second.step()

@@ -53,8 +53,8 @@ def test_one_object_comes_back_alone() -> None:
 
 
 def test_each_schedule_belongs_to_its_own_optimizer() -> None:
-    one, other = toy.model(), toy.model()
-    first, second = torch.optim.SGD(one.parameters(), lr=1.0), torch.optim.SGD(other.parameters(), lr=1.0)
+    left, other = toy.model(), toy.model()
+    first, second = torch.optim.SGD(left.parameters(), lr=1.0), torch.optim.SGD(other.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(second, 1)
     first, second, schedule = Accelerator(cpu=True).prepare(first, second, schedule)
     assert schedule.optimizers == [second]
@@ -96,7 +96,7 @@ def _prepare_the_inside_again() -> str:
 
 
 def test_the_model_inside_ddp_counts_as_prepared() -> None:
-    assert all("prepared already" in told for told in run_world(_prepare_the_inside_again, (), 2, timeout=60))
+    assert all("prepared already" in message for message in run_world(_prepare_the_inside_again, (), 2, timeout=60))
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -139,7 +139,7 @@ def _spread() -> str:
 
 def test_a_model_spread_over_devices_is_for_one_process() -> None:
     assert _spread() == "prepared"
-    assert all("device_map" in told for told in run_world(_spread, (), 2, timeout=60))
+    assert all("device_map" in message for message in run_world(_spread, (), 2, timeout=60))
 
 
 def test_state_of_an_optimizer_survives_preparing() -> None:

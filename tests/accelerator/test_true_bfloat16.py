@@ -118,11 +118,11 @@ def _by_engine(sharded: bool = False, kind: Any = torch.optim.SGD) -> tuple[list
     model = _network()
     model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=RATE))
     rows = 8 // accelerator.num_processes
-    own = slice(accelerator.process_index * rows, accelerator.process_index * rows + rows)
+    local_rows = slice(accelerator.process_index * rows, accelerator.process_index * rows + rows)
     losses: list[float] = []
     for inputs, targets in _batches():
         with accelerator.accumulate(model):
-            loss = cross_entropy(model(inputs[own]), targets[own])
+            loss = cross_entropy(model(inputs[local_rows]), targets[local_rows])
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
@@ -139,7 +139,7 @@ def test_one_process_is_the_loop_by_hand_to_the_bit(kind: Any) -> None:
     losses, weights = _by_engine(kind=kind)
     expected_losses, expected = _by_hand(BF16, kind)
     assert losses == expected_losses
-    assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(weights, expected, strict=True))
     assert losses != _by_hand(torch.float32, kind)[0], "the loop would see another type"
 
 
@@ -150,19 +150,19 @@ def test_two_processes_stay_as_near_to_one_as_rounding_lets_them(sharded: bool) 
     start = [p.detach() for p in _network().parameters()]
     ranks = run_world(_by_engine, (sharded,), 2, timeout=60)
     assert all(actual == pytest.approx(losses, rel=UNIT) for actual, _ in ranks)
-    for one, other, first in zip(ranks[0][1], weights, start, strict=True):  # the main process has whole ones
-        assert one.dtype is BF16
+    for left, other, first in zip(ranks[0][1], weights, start, strict=True):  # the main process has whole ones
+        assert left.dtype is BF16
         spacing = 2.0 ** (other.float().abs().max().log2().floor() - 7)
         # Each of eight updates may end on the neighbouring number; as signs are random, not all the same way.
-        assert float((one.float() - other.float()).abs().max()) <= 3 * spacing
-        assert float((one.float() - first).abs().max()) > 12 * spacing, "it has learned more than that"
+        assert float((left.float() - other.float()).abs().max()) <= 3 * spacing
+        assert float((left.float() - first).abs().max()) > 12 * spacing, "it has learned more than that"
 
 
 def _gradient() -> float:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16-true", fsdp_plugin=FullyShardedDataParallelPlugin())
     model = accelerator.prepare(nn.Linear(1, 1, bias=False))
-    own = [1024.0, 1.0, -1024.0, 1.0][accelerator.process_index]
-    accelerator.backward(model(torch.tensor([[own]])).sum())
+    gradient_of_rank = [1024.0, 1.0, -1024.0, 1.0][accelerator.process_index]
+    accelerator.backward(model(torch.tensor([[gradient_of_rank]])).sum())
     gradient: Any = next(model.parameters()).grad
     assert gradient.dtype is BF16
     return float(gradient.full_tensor())

@@ -53,17 +53,17 @@ def test_zeroing_first_drops_what_another_loss_left() -> None:
 @pytest.mark.parametrize("order", ["zero first", "zero last"])
 def test_two_optimizers_each_keep_their_window(order: str) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    one, other = _line(), _line()
-    one, other, first, second = accelerator.prepare(one, other, _sgd(one), _sgd(other))
+    left, other = _line(), _line()
+    left, other, first, second = accelerator.prepare(left, other, _sgd(left), _sgd(other))
     seen: list[tuple[float, float]] = []
     for value in (1.0, 3.0, 5.0, 7.0):
-        with accelerator.accumulate(one, other):
-            for network, optimizer in ((one, first), (other, second)):
+        with accelerator.accumulate(left, other):
+            for network, optimizer in ((left, first), (other, second)):
                 if order == "zero first":
                     optimizer.zero_grad()
                 accelerator.backward(network(ONE * value).sum())
                 optimizer.step()
-            seen.append((_grad(one), _grad(other)))
+            seen.append((_grad(left), _grad(other)))
             if order == "zero last":
                 first.zero_grad()
                 second.zero_grad()
@@ -168,8 +168,8 @@ def _nothing_in_the_last_micro_batch() -> str | float:
 
 def test_a_last_micro_batch_without_a_loss_is_no_update_by_zero() -> None:
     assert _nothing_in_the_last_micro_batch() == 1.0
-    for told in run_world(_nothing_in_the_last_micro_batch, (), 2, timeout=60):
-        assert "weight=0" in str(told)
+    for result in run_world(_nothing_in_the_last_micro_batch, (), 2, timeout=60):
+        assert "weight=0" in str(result)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -155,28 +155,28 @@ def test_the_loss_is_divided_by_about_its_weight_before_backward() -> None:
 def _gan() -> tuple[list[Tensor], list[Tensor]]:
     """Two optimizers in turn on the same micro-batches, with different weights."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    one, other = toy.model(), toy.model()
-    one, other, first, second = accelerator.prepare(
-        one, other, torch.optim.SGD(one.parameters(), lr=0.0), torch.optim.SGD(other.parameters(), lr=0.0)
+    left, other = toy.model(), toy.model()
+    left, other, first, second = accelerator.prepare(
+        left, other, torch.optim.SGD(left.parameters(), lr=0.0), torch.optim.SGD(other.parameters(), lr=0.0)
     )
     inputs, targets, weights = toy.data()
     for start in (0, 12):
         samples = torch.arange(start, start + 12)[accelerator.process_index :: accelerator.num_processes]
-        with accelerator.accumulate(one, other):
-            each = toy.losses(one, inputs[samples], targets[samples])
+        with accelerator.accumulate(left, other):
+            each = toy.losses(left, inputs[samples], targets[samples])
             accelerator.backward(each.sum(), weight=len(samples), optimizer=first)
             first.step()
             each = toy.losses(other, inputs[samples], targets[samples]) * weights[samples]
             accelerator.backward(each.sum(), weight=weights[samples].sum(), optimizer=second)
             second.step()
-    return toy.gradients(one), toy.gradients(other)
+    return toy.gradients(left), toy.gradients(other)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_two_optimizers_weigh_their_own_losses(processes: int) -> None:
-    for one, other in run_world(_gan, (), processes, timeout=60):
-        toy.assert_same(one, toy.mean_gradients(list(range(24))))
-        toy.assert_same(other, toy.mean_gradients(list(range(24)), toy.data()[2]))
+    for first, second in run_world(_gan, (), processes, timeout=60):
+        toy.assert_same(first, toy.mean_gradients(list(range(24))))
+        toy.assert_same(second, toy.mean_gradients(list(range(24)), toy.data()[2]))
 
 
 def _prepared(optimizers: int = 1) -> tuple[Accelerator, torch.nn.Module, list[Any]]:

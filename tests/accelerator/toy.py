@@ -53,5 +53,5 @@ def mean_gradients(samples: list[int], weights: Tensor | None = None) -> list[Te
 def assert_same(ours: list[Tensor], theirs: list[Tensor], rtol: float = 1e-6) -> None:
     """Raise unless two lists of tensors agree to `rtol` of their size."""
     assert len(ours) == len(theirs) > 0
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol * float(other.abs().max()))
+    for first, second in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(first, second, rtol=rtol, atol=rtol * float(second.abs().max()))

@@ -63,12 +63,12 @@ def weights(model: nn.Module) -> Named:
 
 def trained(*callbacks: Callback, model: nn.Module | None = None, **options: Any) -> Named:
     """Return the weights after a run of a trainer."""
-    own = {name: options.pop(name) for name in ("train_dataset", "eval_dataset", "loss_fn") if name in options}
+    datasets = {name: options.pop(name) for name in ("train_dataset", "eval_dataset", "loss_fn") if name in options}
     model = model or network()
     defaults = {**OPTIONS, "per_device_train_batch_size": BATCH}
-    one = trainer(arguments(**{**defaults, **options}), model=model, callbacks=list(callbacks), **own)
-    one.fit()
-    return weights(one.unwrapped_model)
+    model_trainer = trainer(arguments(**{**defaults, **options}), model=model, callbacks=list(callbacks), **datasets)
+    model_trainer.fit()
+    return weights(model_trainer.unwrapped_model)
 
 
 def resumed(make: Callable[[], Callback], folder: Path, **options: Any) -> tuple[Named, Named]:
@@ -87,7 +87,7 @@ def assert_close(actual: Named, expected: Named) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            actual[name], value, rtol=2e-5, atol=1e-6, msg=lambda told, name=name: f"{name}: {told}"
+            actual[name], value, rtol=2e-5, atol=1e-6, msg=lambda message, name=name: f"{name}: {message}"
         )
 
 

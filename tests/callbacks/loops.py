@@ -32,7 +32,7 @@ def go_through(
 ) -> Run:
     """Make updates up to step `steps`, with logs and evaluations, and return the run."""
     run, events = run or running(), Dispatcher(callbacks)
-    state, found = run.state, evaluations or {}
+    state, result = run.state, evaluations or {}
     events.fire("on_fit_begin", run)
     while state.step < steps:
         events.fire("on_step_begin", run)
@@ -50,8 +50,8 @@ def go_through(
             values = {"loss": loss(state.step)}
             events.fire("on_log", run, values)
             state.history.append({"step": state.step, "epoch": state.epochs, **values})
-        if state.step in found:
-            evaluate(events, run, found[state.step])
+        if state.step in result:
+            evaluate(events, run, result[state.step])
     state.status = "finished"
     events.fire("on_fit_end", run)
     return run

@@ -66,7 +66,7 @@ class Folder:
     def entered(self) -> list[int]:
         return [entry["step"] for entry in self.run.state.checkpoints]
 
-    def there(self) -> list[int]:
+    def on_disk(self) -> list[int]:
         return sorted(int(path.name.removeprefix("checkpoint-")) for path in self.path.iterdir())
 
 
@@ -151,14 +151,14 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     folder = Folder(tmp_path, Checkpoint(keep_last=2))
     for step in (1, 2, 3, 4):
         folder.save(step)
-        assert folder.entered() == folder.there() == list(range(max(1, step - 1), step + 1))
+        assert folder.entered() == folder.on_disk() == list(range(max(1, step - 1), step + 1))
 
 
 def test_all_are_kept_on_request(tmp_path: Path) -> None:
     folder = Folder(tmp_path, Checkpoint(keep_last=None))
     for step in range(1, 6):
         folder.save(step)
-    assert folder.entered() == folder.there() == [1, 2, 3, 4, 5]
+    assert folder.entered() == folder.on_disk() == [1, 2, 3, 4, 5]
 
 
 def test_the_best_are_kept_too(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_the_best_are_kept_too(tmp_path: Path) -> None:
     for step, value in enumerate((0.1, 0.8, 0.7, 0.8, float("nan"), 0.2), start=1):
         folder.save(step, eval_f1=value)
     folder.save(7)
-    assert folder.entered() == folder.there() == [2, 4, 7]
+    assert folder.entered() == folder.on_disk() == [2, 4, 7]
 
 
 def test_the_best_goes_by_the_metric_of_the_trainer(tmp_path: Path) -> None:
@@ -175,12 +175,12 @@ def test_the_best_goes_by_the_metric_of_the_trainer(tmp_path: Path) -> None:
     folder = Folder(tmp_path, Checkpoint(keep_last=1, keep_best=2), run)
     for step, value in enumerate((0.1, 0.5, 0.3, 0.2), start=1):
         folder.save(step, eval_harmony=value)
-    assert folder.there() == [2, 3, 4]
+    assert folder.on_disk() == [2, 3, 4]
     run = running(best=Best("eval_loss", 0.1, 1))
     folder = Folder(tmp_path / "other", Checkpoint(keep_last=1, keep_best=1), run)
     for step, value in enumerate((0.1, 0.5, 0.3, 0.2), start=1):
         folder.save(step, eval_loss=value)
-    assert folder.there() == [1, 4]
+    assert folder.on_disk() == [1, 4]
 
 
 def test_the_best_of_all_is_never_deleted(tmp_path: Path) -> None:
@@ -189,20 +189,20 @@ def test_the_best_of_all_is_never_deleted(tmp_path: Path) -> None:
         if step == 2:
             folder.run.state.best = Best("eval_loss", 0.1, 2)
         folder.save(step, eval_loss=value)
-    assert folder.there() == [2, 4]
+    assert folder.on_disk() == [2, 4]
     # Nor that of the trainer, where another metric is gone by.
     run = running(best=Best("eval_loss", 0.1, 1))
     folder = Folder(tmp_path / "other", Checkpoint(keep_last=1, metric="eval_f1"), run)
     for step, value in enumerate((0.1, 0.3, 0.2), start=1):
         folder.save(step, eval_f1=value)
-    assert folder.there() == [1, 2, 3]
+    assert folder.on_disk() == [1, 2, 3]
 
 
 def test_without_evaluations_the_last_are_kept(tmp_path: Path) -> None:
     folder = Folder(tmp_path, Checkpoint(keep_last=1, keep_best=3))
     folder.save(1, eval_loss=0.5)
     folder.save(2)
-    assert folder.there() == [2]
+    assert folder.on_disk() == [2]
 
 
 def test_the_rest_of_a_killed_deletion_is_deleted_next_time(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_rest_of_a_killed_deletion_is_deleted_next_time(tmp_path: Path) -> N
     # The run is killed while it deletes 1, and resumes from 2, which lists 1.
     (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-1.deleted")
     folder.save(2)
-    assert folder.there() == [2]
+    assert folder.on_disk() == [2]
 
 
 def test_a_deletion_moves_the_checkpoint_out_of_the_way_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_failed_deletion_warns_and_training_continues(
         folder.save(2)
     assert "checkpoint-1 could not be deleted: [Errno 13] Permission denied" in caplog.text
     assert folder.entered() == [2]
-    assert folder.there() == [1, 2]
+    assert folder.on_disk() == [1, 2]
     assert list(folder.events)
 
 
@@ -264,7 +264,7 @@ def test_at_an_interval_the_first_at_or_after_each_multiple_stays(
         state = folder.run.state
         state.epoch, state.steps_in_epoch, state.samples, state.seconds = step // 4, step % 4, 8 * step, 10.0 * step
         folder.save(step)
-    assert folder.entered() == folder.there() == expected
+    assert folder.entered() == folder.on_disk() == expected
 
 
 def test_only_complete_checkpoints_of_this_run_are_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -275,14 +275,14 @@ def test_only_complete_checkpoints_of_this_run_are_deleted(tmp_path: Path, caplo
     folder.save(2)
     folder.save(3)
     (tmp_path / "checkpoint-3" / "manifest.json").unlink()
-    assert folder.there() == [1, 3]
+    assert folder.on_disk() == [1, 3]
     folder.save(4)
-    assert (folder.entered(), folder.there()) == ([4], [1, 3, 4])
+    assert (folder.entered(), folder.on_disk()) == ([4], [1, 3, 4])
     folder.events = Dispatcher()
     folder.save(5)
     (tmp_path / "checkpoint-5" / "manifest.json").write_text("{")
     Dispatcher([Checkpoint(keep_last=1)]).fire("on_save_end", folder.run, tmp_path / "checkpoint-5")
-    assert folder.there() == [1, 3, 4, 5]  # 4 is the last that is whole
+    assert folder.on_disk() == [1, 3, 4, 5]  # 4 is the last that is whole
     assert "No older checkpoint is deleted, because the newest one is damaged" in caplog.text
 
 
@@ -293,7 +293,7 @@ def test_files_in_other_folders_are_not_deleted(tmp_path: Path) -> None:
     copy.run.state.checkpoints += original.run.state.checkpoints
     copy.save(2)
     assert copy.entered() == [2]
-    assert original.there() == [1]
+    assert original.on_disk() == [1]
 
 
 def test_rank_0_deletes_and_all_ranks_keep_the_same_list(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_rank_0_deletes_and_all_ranks_keep_the_same_list(tmp_path: Path) -> None
         folder.is_written = True
         for step in (1, 2):
             folder.save(step)
-        return folder.entered(), folder.there() == [2]
+        return folder.entered(), folder.on_disk() == [2]
 
     assert run_world(body, timeout=60) == [([2], True), ([2], False)]
 

@@ -13,8 +13,8 @@ from trainer_lib.events import Dispatcher, Run
 
 def test_a_run_is_lines_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     printer, run = Printer(), running(max_steps=4, steps_per_epoch=2)
-    found = {2: {"eval_loss": 0.53219, "eval_accuracy": 0.9}, 4: {"eval_loss": 0.4, "eval_accuracy": 0.99999}}
-    go_through([printer], 4, run, log_every=2, evaluations=found)
+    evaluations = {2: {"eval_loss": 0.53219, "eval_accuracy": 0.9}, 4: {"eval_loss": 0.4, "eval_accuracy": 0.99999}}
+    go_through([printer], 4, run, log_every=2, evaluations=evaluations)
     assert capsys.readouterr().out.splitlines() == [
         "step 2/4, epoch 1: loss 0.5",
         "step 2/4, epoch 1: eval_loss 0.5322, eval_accuracy 0.9",

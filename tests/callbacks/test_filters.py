@@ -202,10 +202,10 @@ def test_a_loss_is_changed_behind_a_filter_only_while_it_is_open() -> None:
 
 def test_an_average_behind_a_filter_is_evaluated() -> None:
     def evaluated(*callbacks: Callback) -> dict[str, float]:
-        found: dict[str, float] = {}
-        looks = LambdaCallback(on_evaluate_end=lambda run, metrics: found.update(metrics))
+        averages: dict[str, float] = {}
+        looks = LambdaCallback(on_evaluate_end=lambda run, metrics: averages.update(metrics))
         trainer(arguments(seed=3, eval_every="1 epoch"), eval_dataset=points(16), callbacks=[*callbacks, looks]).fit()
-        return found
+        return averages
 
     plain, averaged = evaluated(), evaluated(EMA(0.9, warmup=False))
     filtered = evaluated(after("1 step", EMA(0.9, warmup=False)))

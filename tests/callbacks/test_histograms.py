@@ -42,25 +42,25 @@ class Seen(Callback):
                 }
 
 
-def told(history: Path) -> list[dict[str, Any]]:
+def history_entries(history: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in history.read_text().splitlines()]
     return [line for line in lines if line["event"] == "histograms"]
 
 
-def assert_counted(found: dict[str, Any], values: Tensor, bins: int = 30) -> None:
+def assert_counted(actual: dict[str, Any], values: Tensor, bins: int = 30) -> None:
     low, high = float(values.min()), float(values.max())
-    assert (found["low"], found["high"]) == (low, high)
-    assert found["counts"] == torch.histc(values.flatten(), bins, low, high).int().tolist()
-    assert found["mean"] == pytest.approx(float(values.double().mean()), rel=1e-9, abs=1e-12)
-    assert found["deviation"] == pytest.approx(float(values.double().std(correction=0)), rel=1e-6)
-    assert found["not_finite"] == 0
+    assert (actual["low"], actual["high"]) == (low, high)
+    assert actual["counts"] == torch.histc(values.flatten(), bins, low, high).int().tolist()
+    assert actual["mean"] == pytest.approx(float(values.double().mean()), rel=1e-9, abs=1e-12)
+    assert actual["deviation"] == pytest.approx(float(values.double().std(correction=0)), rel=1e-6)
+    assert actual["not_finite"] == 0
 
 
 def test_histograms_show_values_before_clipping_and_the_update(tmp_path: Path) -> None:
     history, seen = tmp_path / "history.jsonl", Seen(6)
     args = arguments(log_every=5, max_grad_norm=0.01, gradient_accumulation_steps=2, per_device_train_batch_size=4)
     trainer(args, callbacks=[seen, Histograms("3 steps"), JsonlLog(history)]).fit()
-    lines = told(history)
+    lines = history_entries(history)
     assert [(line["step"], line["of_step"]) for line in lines] == [(5, 3), (10, 6), (10, 9)]
     line = lines[1]
     assert set(line["activations"]) == {"0", "1", "2", "3"}
@@ -103,8 +103,8 @@ def test_rank_0_records_its_values(tmp_path: Path, strategy: str) -> None:
 
         class First(Callback):
             def on_backward_end(self, run: Run) -> None:
-                here = run.parameters["0.weight"]
-                weight.append(getattr(here, "_local_tensor", here).detach().clone())
+                parameter = run.parameters["0.weight"]
+                weight.append(getattr(parameter, "_local_tensor", parameter).detach().clone())
 
         args = arguments(max_steps=1, per_device_train_batch_size=4, **options)
         history = JsonlLog(tmp_path / "history.jsonl")
@@ -113,7 +113,7 @@ def test_rank_0_records_its_values(tmp_path: Path, strategy: str) -> None:
         return weight[0]
 
     weights = run_world(body, timeout=60)
-    (line,) = told(tmp_path / "history.jsonl")
+    (line,) = history_entries(tmp_path / "history.jsonl")
     assert set(line["weights"]) == set(line["gradients"]) == {"0.weight", "0.bias"}
     assert sum(line["activations"]["0"]["counts"]) == 4 * 8
     assert_counted(line["weights"]["0.weight"], weights[0])
@@ -169,7 +169,7 @@ def test_of_several_outputs_it_is_the_first(tmp_path: Path) -> None:
     trainer(
         arguments(max_steps=1), model=Several(), callbacks=[JsonlLog(history), Histograms(1, of=["activations"])]
     ).fit()
-    (line,) = told(history)
+    (line,) = history_entries(history)
     assert sum(line["activations"]["inner"]["counts"]) == 8 * 2
     assert "weights" not in line
 
@@ -187,7 +187,7 @@ def test_of_a_layer_that_is_called_twice_it_is_the_first_call(tmp_path: Path) ->
     trainer(
         arguments(max_steps=1), model=Twice(), callbacks=[JsonlLog(history), Histograms(1, of=["activations"])]
     ).fit()
-    assert told(history)[0]["activations"]["inner"]["high"] < 10
+    assert history_entries(history)[0]["activations"]["inner"]["high"] < 10
 
 
 @pytest.mark.parametrize(

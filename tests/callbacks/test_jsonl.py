@@ -125,8 +125,8 @@ def test_how_each_process_ended_stays_in_the_history(tmp_path: Path) -> None:
     run.state.step = 8
     log.on_log(run, {"loss": 0.5})
     go_through([JsonlLog(path)], 4, running(step=2), log_every=2)
-    told = [(entry["event"], entry["step"]) for entry in entries(path)]
-    assert told == [
+    events = [(entry["event"], entry["step"]) for entry in entries(path)]
+    assert events == [
         ("started", 0),
         ("log", 2),
         ("ended", 4),
@@ -153,8 +153,8 @@ def test_a_rewound_run_logs_repeated_steps_once(tmp_path: Path) -> None:
     log.on_log(run, {"loss": 0.5})
     log.on_fit_end(run)
     log.on_load_end(run, tmp_path)  # the best one, in the end
-    told = [(entry["event"], entry["step"]) for entry in entries(tmp_path / "log")]
-    assert told == [("started", 0), ("log", 2), ("log", 4), ("went_back", 6), ("log", 6), ("ended", 6)]
+    events = [(entry["event"], entry["step"]) for entry in entries(tmp_path / "log")]
+    assert events == [("started", 0), ("log", 2), ("log", 4), ("went_back", 6), ("log", 6), ("ended", 6)]
 
 
 def test_other_events_are_lines_too(tmp_path: Path) -> None:
@@ -174,14 +174,14 @@ def test_other_events_are_lines_too(tmp_path: Path) -> None:
     run.state.status = "failed"
     events.fire("on_exception", run, ValueError("no such thing"))
     events.fire("on_fit_end", run)
-    begun, *told = entries(tmp_path / "log")
+    begun, *lines = entries(tmp_path / "log")
     assert begun["torch"] == torch.__version__
     assert (begun["event"], begun["processes"], begun["steps_lost"]) == ("resumed", 1, 0)
-    for entry in told:
+    for entry in lines:
         del entry["time"]
     now = {"step": 9, "epoch": 0.0, "samples": 36, "seconds": 0.0}
     then = {"step": 7, "epoch": 0.0, "samples": 28, "seconds": 0.0}
-    assert told == [
+    assert lines == [
         {"event": "rewound", **then, "to": 3, "loss": "Infinity"},
         {"event": "skipped", **then, "why": "the gradients overflowed"},
         {"event": "best", **then, "metric": "eval_loss", "value": 0.25},
@@ -232,8 +232,8 @@ def test_the_main_process_alone_writes(tmp_path: Path) -> None:
     def body() -> None:
         run = running()
         run.accelerator = Accelerator(cpu=True)
-        own = path if run.is_main_process else path.with_name("other") / "log"
-        go_through([JsonlLog(own)], 3, run, log_every=1, evaluations={3: {"eval_loss": 0.5}})
+        rank_path = path if run.is_main_process else path.with_name("other") / "log"
+        go_through([JsonlLog(rank_path)], 3, run, log_every=1, evaluations={3: {"eval_loss": 0.5}})
 
     run_world(body, timeout=60)
     assert len(lines(path)) == 4

@@ -192,20 +192,20 @@ def test_a_run_that_logs_nothing_by_itself_hears_too(tmp_path: Path) -> None:
         def training_step(self, model: Any, batch: Any) -> None:
             self.backward(cross_entropy(model(batch[0]), batch[1]))
 
-    own = OwnSteps(
+    own_steps = OwnSteps(
         network(),
         in_folder(tmp_path),
         train_dataset=points(),
         callbacks=[LiveControl(0.0), Asks({3: ("stop",)})],
     )
-    assert own.fit().state.step == 3
+    assert own_steps.fit().state.step == 3
 
 
 def test_all_that_schedules_make_rates_of_is_scaled() -> None:
     def rates(make: Any, factor: float) -> list[float]:
         weight = nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], lr=0.1)
-        schedule, found = make(optimizer), list[float]()
+        schedule, learning_rates = make(optimizer), list[float]()
         for step in range(9):
             optimizer.step()
             schedule.step()
@@ -213,14 +213,14 @@ def test_all_that_schedules_make_rates_of_is_scaled() -> None:
                 prepared = type("Prepared", (), {"scheduler": schedule})
                 run = Run(optimizers={"default": optimizer}, schedulers={"default": prepared})  # type: ignore[dict-item]
                 _change_rate(run, factor * optimizer.param_groups[0]["lr"])
-            found.append(float(optimizer.param_groups[0]["lr"]))
-        return found
+            learning_rates.append(float(optimizer.param_groups[0]["lr"]))
+        return learning_rates
 
     def several(optimizer: Any) -> Any:
         parts: list[Any] = [StepLR(optimizer, 2, 0.5), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)]
         return SequentialLR(optimizer, parts, milestones=[6])
 
-    makers = [lambda one: OneCycleLR(one, max_lr=1.0, total_steps=12), several, lambda one: StepLR(one, 3, 0.1)]
+    makers = [lambda value: OneCycleLR(value, max_lr=1.0, total_steps=12), several, lambda one: StepLR(one, 3, 0.1)]
     for make in makers:
         plain, scaled = rates(make, 1.0), rates(make, 3.0)
         assert scaled == pytest.approx([*plain[:3], *(3 * rate for rate in plain[3:])], rel=1e-9)
@@ -228,18 +228,18 @@ def test_all_that_schedules_make_rates_of_is_scaled() -> None:
 
 def test_outside_the_main_thread_only_the_file_works(tmp_path: Path) -> None:
     def begin(control: LiveControl) -> list[str]:
-        told: list[str] = []
+        messages: list[str] = []
 
         def body() -> None:
             try:
                 control.on_fit_begin(Run())
             except ConfigurationError as error:
-                told.append(str(error))
+                messages.append(str(error))
 
         thread = threading.Thread(target=body)
         thread.start()
         thread.join()
-        return told
+        return messages
 
     assert begin(LiveControl(file=tmp_path / "ask")) == []
     assert begin(LiveControl())[0].startswith("LiveControl has no control file and no signal")

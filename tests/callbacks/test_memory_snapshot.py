@@ -57,9 +57,11 @@ RECORDING = [{"max_entries": 50, "stacks": "python"}, {"enabled": None}]
 
 
 def test_a_run_out_of_memory_leaves_a_snapshot_and_says_where(calls: list[Any], tmp_path: Path) -> None:
-    one = trainer(arguments(output_dir=tmp_path), model=RunsOut(4), callbacks=[MemorySnapshot(max_entries=50)])
+    model_trainer = trainer(
+        arguments(output_dir=tmp_path), model=RunsOut(4), callbacks=[MemorySnapshot(max_entries=50)]
+    )
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        one.fit()
+        model_trainer.fit()
     assert written(tmp_path) == ["process-0-step-3-out-of-memory.pickle"]
     path = folder_of(tmp_path) / "memory" / "process-0-step-3-out-of-memory.pickle"
     assert f"A snapshot of the memory is in {path}" in caught.value.__notes__[-1]
@@ -96,8 +98,8 @@ def test_a_chosen_step_leaves_a_snapshot_and_other_errors_do_not(calls: list[Any
 def test_without_a_cuda_device_it_warns_and_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         trainer(arguments(output_dir=tmp_path), model=RunsOut(4), callbacks=[MemorySnapshot(step=1)]).fit()
-    told = [line for line in caplog.messages if "MemorySnapshot" in line]
-    assert told == ["MemorySnapshot records the memory of CUDA devices, and this run is on cpu: it writes nothing."]
+    messages = [line for line in caplog.messages if "MemorySnapshot" in line]
+    assert messages == ["MemorySnapshot records the memory of CUDA devices, and this run is on cpu: it writes nothing."]
     assert written(tmp_path) == []
 
 

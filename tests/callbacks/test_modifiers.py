@@ -239,13 +239,13 @@ def test_each_process_mixes_its_own() -> None:
         options: dict[str, Any] = {"train_dataset": images(), "seed": 42, "per_device_train_batch_size": 4}
         return [trained(make(), model=classifier(), **options) for make in MIXING.values()]
 
-    told = run_world(two, (), 2, timeout=60)
+    results = run_world(two, (), 2, timeout=60)
     for place, kind in enumerate(MIXING):
         seen: list[tuple[Tensor, Tensor]] = []
         for step, (inputs, targets) in enumerate(batches(images()), start=1):
             halves = [mixed(kind, step, (inputs[4 * r :][:4], targets[4 * r :][:4]), r) for r in range(2)]
             seen.append((torch.cat([h[0] for h in halves]), torch.cat([h[1] for h in halves])))
-        for everything in told:
+        for everything in results:
             assert_close(everything[place], weights(loop(classifier(), seen=seen)))
 
 
@@ -427,7 +427,7 @@ def test_unfrozen_weights_start_with_fresh_optimizer_state() -> None:
 
     model = network()
     trained(Freeze("0.*", after="3 steps", until="7 steps"), Looks(), model=model, optimizer="adamw")
-    assert [step for step, there in states.items() if there] == [1, 2, 8, 9, 10]
+    assert [step for step, has_state in states.items() if has_state] == [1, 2, 8, 9, 10]
     assert all(weight.requires_grad for weight in model.parameters())
 
 
@@ -477,8 +477,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize("case", range(len(REFUSED)), ids=lambda case: REFUSED[case][1])
 def test_invalid_options_are_refused(case: int) -> None:
-    make, told = REFUSED[case]
-    with pytest.raises(ConfigurationError, match=told):
+    make, message = REFUSED[case]
+    with pytest.raises(ConfigurationError, match=message):
         make()
 
 

@@ -21,12 +21,12 @@ from trainer_lib.foundation.errors import ConfigurationError
 @contextmanager
 def server(status: int = 200) -> Generator[tuple[str, list[dict[str, Any]]]]:
     """Return the URL of a server, and what it was told."""
-    told: list[dict[str, Any]] = []
+    posts: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            told.append({**json.loads(body), "token": self.headers.get("Authorization")})
+            posts.append({**json.loads(body), "token": self.headers.get("Authorization")})
             self.send_response(status)
             self.end_headers()
 
@@ -37,7 +37,7 @@ def server(status: int = 200) -> Generator[tuple[str, list[dict[str, Any]]]]:
         thread = threading.Thread(target=listening.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.server_port}/secret", told
+            yield f"http://127.0.0.1:{listening.server_port}/secret", posts
         finally:
             listening.shutdown()
             thread.join()
@@ -50,21 +50,21 @@ class Fails(Modifier):
 
 
 def test_a_run_tells_when_it_starts_is_better_and_ends() -> None:
-    with server() as (url, told):
+    with server() as (url, posts):
         events: Any = ["started", "evaluated", "best", "ended"]
         callback = Webhook(url, events, {"Authorization": "Bearer t"})
-        found = trainer(arguments(num_train_epochs=1), eval_dataset=points(8), callbacks=[callback]).fit()
-    assert [message["event"] for message in told] == ["started", "evaluated", "best", "ended"]
-    assert {message["token"] for message in told} == {"Bearer t"}
-    assert [message["step"] for message in told] == [0, 5, 5, 5]
-    assert told[1]["metrics"] == {"eval_loss": found.metrics["eval_loss"]}
-    assert (told[3]["status"], told[3]["reason"]) == ("finished", None)
+        result = trainer(arguments(num_train_epochs=1), eval_dataset=points(8), callbacks=[callback]).fit()
+    assert [message["event"] for message in posts] == ["started", "evaluated", "best", "ended"]
+    assert {message["token"] for message in posts} == {"Bearer t"}
+    assert [message["step"] for message in posts] == [0, 5, 5, 5]
+    assert posts[1]["metrics"] == {"eval_loss": result.metrics["eval_loss"]}
+    assert (posts[3]["status"], posts[3]["reason"]) == ("finished", None)
 
 
 def test_a_run_that_fails_tells_why() -> None:
-    with server() as (url, told), pytest.raises(ValueError, match="no such thing"):
+    with server() as (url, posts), pytest.raises(ValueError, match="no such thing"):
         trainer(callbacks=[Slack(url, ["ended"]), Fails()]).fit()
-    assert [message["text"] for message in told] == ["Run failed at step 3, epoch 0.6 (ValueError: no such thing)"]
+    assert [message["text"] for message in posts] == ["Run failed at step 3, epoch 0.6 (ValueError: no such thing)"]
 
 
 def test_a_server_that_hangs_keeps_the_run_for_its_timeout_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,10 +79,10 @@ def test_a_server_that_hangs_keeps_the_run_for_its_timeout_only(caplog: pytest.L
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_server_that_refuses_costs_one_warning(is_there: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with server(status=500) as (url, told):
+    with server(status=500) as (url, posts):
         pass_on = url if is_there else "http://127.0.0.1:9/secret"
         assert trainer(arguments(max_steps=2), callbacks=[Webhook(pass_on)]).fit().status == "finished"
-    assert len(told) == (2 if is_there else 0)
+    assert len(posts) == (2 if is_there else 0)
     (line,) = [record.getMessage() for record in caplog.records if "could not be sent" in record.getMessage()]
     assert line.startswith("A message to 127.0.0.1 could not be sent: ")
     assert ("the server answers 500" in line) is is_there
@@ -93,9 +93,9 @@ def _train_and_tell(url: str) -> str:
 
 
 def test_only_rank_0_posts() -> None:
-    with server() as (url, told):
+    with server() as (url, posts):
         assert run_world(_train_and_tell, (url,), 2, timeout=60) == ["finished"] * 2
-    assert [message["event"] for message in told] == ["started", "ended"]
+    assert [message["event"] for message in posts] == ["started", "ended"]
 
 
 def test_invalid_webhook_options_are_refused() -> None:

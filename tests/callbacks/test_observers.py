@@ -124,10 +124,10 @@ class Kept(Callback):
         self.logs: list[dict[str, float]] = []
 
     def on_backward_end(self, run: Run) -> None:
-        found = {
+        norms = {
             name: float(weight.grad.norm()) ** 2 for name, weight in run.parameters.items() if weight.grad is not None
         }
-        self.squares.append(found)
+        self.squares.append(norms)
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         self.logs.append(dict(values))
@@ -172,8 +172,10 @@ def test_norms_are_the_same_on_two_processes_and_with_shards() -> None:
     alone = norms(per_device_train_batch_size=8)
     options: dict[str, Any]
     for options in ({}, {"fsdp": FullyShardedDataParallelPlugin()}):
-        for found in run_world(lambda options=options: norms(per_device_train_batch_size=4, **options), timeout=60):
-            assert found == pytest.approx(alone, rel=1e-5)
+        for rank_norms in run_world(
+            lambda options=options: norms(per_device_train_batch_size=4, **options), timeout=60
+        ):
+            assert rank_norms == pytest.approx(alone, rel=1e-5)
 
 
 # -- the machine, and time -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def names_in(trace: Path) -> list[str]:
     return [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
 
 
-def told(history: Path) -> list[dict[str, Any]]:
+def history_entries(history: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in history.read_text().splitlines()]
     return [line for line in lines if line["event"] == "profile"]
 
@@ -29,7 +29,7 @@ def test_a_trace_of_some_updates_and_the_slowest_operations(tmp_path: Path) -> N
     trainer(args, callbacks=[Profile(after=2, steps=3, top=4)]).fit()
     trace = folder_of(tmp_path) / "profile" / "process-0-steps-3-5.json"
     assert names_in(trace).count("aten::cross_entropy_loss") == 3  # one in each update
-    (line,) = told(folder_of(tmp_path) / "history.jsonl")
+    (line,) = history_entries(folder_of(tmp_path) / "history.jsonl")
     assert (line["step"], line["steps"], line["trace"]) == (5, "3-5", str(trace))
     times = [operation["milliseconds"] for operation in line["operations"]]
     assert len(times) == 4
@@ -82,5 +82,5 @@ def test_bad_options_are_refused(wrong: Any, message: str) -> None:
 def test_a_run_that_ends_before_the_profile_records_nothing(tmp_path: Path) -> None:
     history = tmp_path / "history.jsonl"
     trainer(arguments(max_steps=2), callbacks=[JsonlLog(history), Profile(folder=tmp_path / "profile")]).fit()
-    assert told(history) == []
+    assert history_entries(history) == []
     assert not (tmp_path / "profile").exists()

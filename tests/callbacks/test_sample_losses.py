@@ -32,18 +32,18 @@ def test_the_largest_losses_are_those_of_the_model(tmp_path: Path) -> None:
     assert [loss for _, loss in losses.top(40)] == pytest.approx(values.tolist(), rel=1e-5)
     assert [sample for sample, _ in top_losses(folder_of(tmp_path))] == order[:5].tolist()
     history = [json.loads(line) for line in (folder_of(tmp_path) / "history.jsonl").read_text().splitlines()]
-    (told,) = [line for line in history if line["event"] == "top_losses"]
-    assert told["indices"] == order[:5].tolist()
+    (message,) = [line for line in history if line["event"] == "top_losses"]
+    assert message["indices"] == order[:5].tolist()
 
 
 def test_custom_losses_and_losses_of_all_ranks(tmp_path: Path) -> None:
-    def own(batch: Any, outputs: Any) -> Tensor:
+    def own_loss(batch: Any, outputs: Any) -> Tensor:
         del outputs
         return batch[0][:, 0]
 
     def body() -> None:
         args = arguments(output_dir=tmp_path, num_train_epochs=1, per_device_train_batch_size=4)
-        trainer(args, callbacks=[SampleLosses(top=40, losses=own)]).fit()
+        trainer(args, callbacks=[SampleLosses(top=40, losses=own_loss)]).fit()
 
     run_world(body, timeout=60)
     first = points()[0][:, 0]
@@ -82,13 +82,13 @@ def test_losses_are_those_of_loss_fn(tmp_path: Path) -> None:
 
 
 def test_a_loss_without_reduction_option_ends_the_run() -> None:
-    def own(outputs: Tensor, targets: Tensor) -> Tensor:
+    def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets)
 
     with pytest.raises(
         ConfigurationError, match=r"needs a loss_fn with a `reduction` option\. Give SampleLosses\(losses=…\)"
     ):
-        trainer(loss_fn=own, callbacks=[SampleLosses()]).fit()
+        trainer(loss_fn=own_loss, callbacks=[SampleLosses()]).fit()
 
     class WithoutOutputs(Trainer):
         def compute_loss(self, model: Any, batch: Any) -> Tensor:

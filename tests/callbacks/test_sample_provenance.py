@@ -136,8 +136,8 @@ def test_each_checkpoint_has_its_lines_and_a_rewound_run_rewrites_them(tmp_path:
     trainer(args, train_dataset=(inputs, labels), callbacks=[Provenance(), looks]).fit()
     assert looks.found == [[1, 2], [1, 2, 3], [1, 2, 3, 5]]  # in step 4 there is nothing now
     assert written() == [1, 2, 3, 5]
-    found = [samples_of_step(folder_of(tmp_path), step)[0][0] for step in (1, 2, 3, 5)]
-    assert found == [[*range(first, first + 8)] for first in (0, 8, 16, 32)]
+    epochs = [samples_of_step(folder_of(tmp_path), step)[0][0] for step in (1, 2, 3, 5)]
+    assert epochs == [[*range(first, first + 8)] for first in (0, 8, 16, 32)]
 
 
 def test_an_unknown_order_switches_it_off_and_training_continues(

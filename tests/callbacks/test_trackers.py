@@ -26,11 +26,11 @@ QUICK = Patience(linger=0.02, call=0.5, finish=1.0, working=0.0, first_pause=0.0
 PATIENT = Patience(linger=0.02, finish=30.0, first_pause=0.05, longest_pause=0.2)
 
 
-def trainer(callbacks: list[Any], output_dir: Path | None = None, **given: Any) -> Trainer:
+def trainer(callbacks: list[Any], output_dir: Path | None = None, **options: Any) -> Trainer:
     generator = torch.Generator().manual_seed(0)
     data = (torch.randn(64, 4, generator=generator), torch.randint(2, (64,), generator=generator))
     settings: dict[str, Any] = {"max_steps": 8, "log_every": "2 steps", "eval_every": "4 steps", "use_cpu": True}
-    args = TrainingArguments(output_dir=output_dir, progress_bar=False, **{**settings, **given})
+    args = TrainingArguments(output_dir=output_dir, progress_bar=False, **{**settings, **options})
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     model.bias.requires_grad_(False)
@@ -42,9 +42,9 @@ def callback(path: Path, patience: Patience = PATIENT, **options: Any) -> Tracke
 
 
 def test_a_tracker_gets_the_whole_run(tmp_path: Path) -> None:
-    told = callback(tmp_path / "taken", system_metrics=True, artifact="model")
-    one = trainer([told], tmp_path / "runs", learning_rate=0.25)
-    history = one.fit().state.history
+    tracker = callback(tmp_path / "taken", system_metrics=True, artifact="model")
+    model_trainer = trainer([tracker], tmp_path / "runs", learning_rate=0.25)
+    history = model_trainer.fit().state.history
     records = taken(tmp_path / "taken")
     settings = records[1]["settings"]
     assert settings["learning_rate"] == 0.25
@@ -89,10 +89,10 @@ def test_a_run_finishes_whatever_a_tracker_does(tmp_path: Path, how: str, caplog
         entry["loss"] for entry in plain.state.history if "loss" in entry
     ]
     assert result.state.status == "finished"
-    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert sum("fails, and training continues" in line for line in said) <= 2
+    messages = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sum("fails, and training continues" in line for line in messages) <= 2
     if how != "hang in finish":
-        assert sum("points are kept in" in line for line in said) == 2
+        assert sum("points are kept in" in line for line in messages) == 2
         (file,) = (tmp_path / "runs").glob("*/history.jsonl")
         notes = [json.loads(line) for line in file.read_text().splitlines() if "points_missing" in line]
         assert len(notes) == 1 + (bad[0].tracker_name != bad[1].tracker_name)
@@ -103,8 +103,8 @@ def test_trackers_are_asked_for_by_name(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install trainer_lib[tensorboard]")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    one = trainer([], tmp_path, report_to=["tensorboard", "jsonl"])
-    history = one.fit().state.history
+    model_trainer = trainer([], tmp_path, report_to=["tensorboard", "jsonl"])
+    history = model_trainer.fit().state.history
     (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     read: Any = EventAccumulator(str(folder / "tensorboard"))
     read.Reload()
@@ -117,10 +117,10 @@ def test_trackers_are_asked_for_by_name(tmp_path: Path) -> None:
 
 
 def test_a_tracker_callback_replaces_the_one_named_in_report_to(tmp_path: Path) -> None:
-    given = TensorBoardCallback("mine", folder=tmp_path)
-    one = trainer([given], None, report_to="tensorboard")
-    assert [found for found in one.events if isinstance(found, TrackerCallback)] == [given]
-    one.fit()
+    tracker = TensorBoardCallback("mine", folder=tmp_path)
+    model_trainer = trainer([tracker], None, report_to="tensorboard")
+    assert [callback for callback in model_trainer.events if isinstance(callback, TrackerCallback)] == [tracker]
+    model_trainer.fit()
     assert list((tmp_path / "mine").glob("events.out.*"))
     assert not [
         callback
@@ -132,7 +132,7 @@ def test_a_tracker_callback_replaces_the_one_named_in_report_to(tmp_path: Path) 
 def test_configuration_errors_are_raised_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     bad_artifact: dict[str, Any] = {"artifact": "modle"}
-    for make, error, said in (
+    for make, error, message in (
         (
             lambda: trainer([], report_to="jsonl"),
             ConfigurationError,
@@ -144,7 +144,7 @@ def test_configuration_errors_are_raised_before_training(tmp_path: Path, monkeyp
         (lambda: TrackerCallback("jsonl", **bad_artifact), ConfigurationError, 'must be "model", "checkpoint"'),
         (lambda: TrackerCallback("jsonl", artifact="model"), UnsupportedError, "jsonl does not store files"),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             make()  # type: ignore[no-untyped-call]
     monkeypatch.setattr("trainer_lib.tracking.base.is_package_available", lambda module: False)
     with pytest.raises(MissingPackageError, match=r"pip install trainer_lib\[wandb\]"):

@@ -95,8 +95,8 @@ def test_running_statistics_too_if_wanted() -> None:
 
     loop(by_hand, after=after)
     assert_close({"": trained(EMA(0.5, warmup=False, buffers=True), model=model())["1.running_mean"]}, {"": mean[0]})
-    own = trained(EMA(0.5, warmup=False), model=model())["1.running_mean"]
-    assert_close({"": own}, {"": by_hand.get_buffer("1.running_mean")})
+    running_mean = trained(EMA(0.5, warmup=False), model=model())["1.running_mean"]
+    assert_close({"": running_mean}, {"": by_hand.get_buffer("1.running_mean")})
 
 
 def test_an_average_of_16_bit_weights_moves() -> None:
@@ -159,9 +159,9 @@ def test_the_best_is_that_of_the_average(tmp_path: Path) -> None:
         greater_is_better=True,  # so that the first is the best
         load_best_at_end=True,
     )
-    one = trainer(args, eval_dataset=points(16), callbacks=[EMA(0.5)])
-    one.fit()
-    assert_close(weights(one.unwrapped_model), averages[4])
+    model_trainer = trainer(args, eval_dataset=points(16), callbacks=[EMA(0.5)])
+    model_trainer.fit()
+    assert_close(weights(model_trainer.unwrapped_model), averages[4])
 
 
 def test_an_evaluation_that_fails_leaves_the_weights_that_are_trained() -> None:
@@ -204,9 +204,9 @@ def test_running_statistics_are_recomputed_at_the_end() -> None:
     def two() -> Named:
         return trained(SWA(0.5, every=1), model=with_statistics(), per_device_train_batch_size=4)
 
-    one, other = run_world(two, (), 2, timeout=60)
-    assert_equal(one, other)
-    assert one["1.num_batches_tracked"] == 5
+    first, second = run_world(two, (), 2, timeout=60)
+    assert_equal(first, second)
+    assert first["1.num_batches_tracked"] == 5
 
 
 def test_running_statistics_are_those_of_all_samples_where_ranks_have_different_numbers() -> None:
@@ -214,8 +214,8 @@ def test_running_statistics_are_those_of_all_samples_where_ranks_have_different_
 
     def statistics(count: int) -> Named:
         options: dict[str, Any] = {"per_device_train_batch_size": 4, "learning_rate": 1e-30}
-        found = trained(SWA(0.0, every=1), model=with_statistics(), train_dataset=points(count), **options)
-        return {name: found[name] for name in ("1.running_mean", "1.running_var")}
+        averaged = trained(SWA(0.0, every=1), model=with_statistics(), train_dataset=points(count), **options)
+        return {name: averaged[name] for name in ("1.running_mean", "1.running_var")}
 
     for count in (44, 4):
         expected = statistics(count)
@@ -253,9 +253,9 @@ def test_averages_of_uneven_shards_equal_those_of_one_rank(average: Callable[[],
     def two() -> Named:
         plugin = FullyShardedDataParallelPlugin(min_num_params=1, auto_wrap_policy="size_based_wrap")
         args = arguments(**OPTIONS, per_device_train_batch_size=4, fsdp=plugin)
-        one = trainer(args, model=uneven(), callbacks=[average()])
-        one.fit()
-        return {name: value.full_tensor() for name, value in one.unwrapped_model.state_dict().items()}
+        model_trainer = trainer(args, model=uneven(), callbacks=[average()])
+        model_trainer.fit()
+        return {name: value.full_tensor() for name, value in model_trainer.unwrapped_model.state_dict().items()}
 
     expected = trained(average(), model=uneven())
     for actual in run_world(two):

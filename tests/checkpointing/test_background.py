@@ -200,7 +200,7 @@ def told_later(project: Path, spoil_disk: Any, rank: int, then: str) -> tuple[st
     accelerator.save_state(project / "state", background=True)
     train(accelerator, model, optimizer)
     folders = {"load_state": [project / "state"], "save_state": [project / "other"]}
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as error:
         getattr(accelerator, then)(*folders.get(then, []))
     unlimited()
     os.fsync = fsync
@@ -209,14 +209,14 @@ def told_later(project: Path, spoil_disk: Any, rank: int, then: str) -> tuple[st
         accelerator.save_state(project / "next", background=True)
         accelerator.load_state(project / "state")
         assert (project / "next").is_dir()
-    return str(told.value), then == "end_training" or before == [p.tolist() for p in model.parameters()]
+    return str(error.value), then == "end_training" or before == [p.tolist() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("then", ["wait_for_save", "save_state", "load_state", "end_training"])
 def test_the_next_call_raises_the_error_of_the_thread(then: str, tmp_path: Path) -> None:
-    ((said, is_as_before),) = run_world(told_later, (tmp_path, full_disk, 0, then), 1, timeout=60)
-    assert said.startswith(f"The checkpoint {tmp_path / 'state'} could not be saved in the background. ")
-    assert re.search(r"could not be written: File too large", said)
+    ((message, is_as_before),) = run_world(told_later, (tmp_path, full_disk, 0, then), 1, timeout=60)
+    assert message.startswith(f"The checkpoint {tmp_path / 'state'} could not be saved in the background. ")
+    assert re.search(r"could not be written: File too large", message)
     assert is_as_before
     assert "other" not in {path.name for path in tmp_path.iterdir()}
 
@@ -225,10 +225,10 @@ def test_the_next_call_raises_the_error_of_the_thread(then: str, tmp_path: Path)
 @pytest.mark.parametrize("then", ["wait_for_save", "save_state"])
 def test_an_error_on_one_rank_raises_on_all_ranks(rank: int, then: str, tmp_path: Path) -> None:
     runs = run_world(told_later, (tmp_path, failing_disk, rank, then), timeout=60)
-    for process, (said, is_as_before) in enumerate(runs):
-        assert f"The checkpoint {tmp_path / 'state'} could not be saved in the background" in said
-        assert "Input/output error" in said
-        assert ("failed on rank" in said) == (process != rank)
+    for process, (message, is_as_before) in enumerate(runs):
+        assert f"The checkpoint {tmp_path / 'state'} could not be saved in the background" in message
+        assert "Input/output error" in message
+        assert ("failed on rank" in message) == (process != rank)
         assert is_as_before
 
 
@@ -254,9 +254,9 @@ def test_processes_agree_while_they_train(tmp_path: Path) -> None:
 def test_saves_of_two_kinds_at_once_are_named(tmp_path: Path) -> None:
     def body() -> str:
         accelerator, *_ = trained(tmp_path)
-        with pytest.raises(CheckpointError) as told:
+        with pytest.raises(CheckpointError) as error:
             accelerator.save_state(tmp_path / "state", background=accelerator.is_main_process)
-        return str(told.value)
+        return str(error.value)
 
     assert "save_state(background=True)" in run_world(body, timeout=60)[0]
 

@@ -88,26 +88,26 @@ def round_trip(state: Any, folder: Path, **words: Any) -> Any:
     return decode(Encoded(json.loads(text), read_tensors(folder / "tensors")), **words)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Whether two states are the same down to types and bits; for nan, == would not do."""
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, Tensor):
-        equal = torch.equal(one.detach(), other.detach()) and one.dtype == other.dtype
-        return equal and one.requires_grad == other.requires_grad
-    if isinstance(one, (np.ndarray, np.generic)):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, dict):
-        return same(list(one.items()), list(other.items()))
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return repr(one) == repr(other)
+    if isinstance(first, Tensor):
+        equal = torch.equal(first.detach(), second.detach()) and first.dtype == second.dtype
+        return equal and first.requires_grad == second.requires_grad
+    if isinstance(first, (np.ndarray, np.generic)):
+        return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
+    if isinstance(first, dict):
+        return same(list(first.items()), list(second.items()))
+    if isinstance(first, (list, tuple, deque)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return repr(first) == repr(second)
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
-    found = round_trip(STATES[name], tmp_path)
-    assert same(found, STATES[name]), found
+    loaded = round_trip(STATES[name], tmp_path)
+    assert same(loaded, STATES[name]), loaded
 
 
 def test_what_containers_know_beside_their_items_comes_back(tmp_path: Path) -> None:
@@ -118,14 +118,14 @@ def test_what_containers_know_beside_their_items_comes_back(tmp_path: Path) -> N
 
 
 def test_one_tensor_in_two_places_stays_one(tmp_path: Path) -> None:
-    found = round_trip({"a": shared, "b": [shared], "c": shared.clone()}, tmp_path)
-    assert found["a"] is found["b"][0]
-    assert found["a"] is not found["c"]
+    loaded = round_trip({"a": shared, "b": [shared], "c": shared.clone()}, tmp_path)
+    assert loaded["a"] is loaded["b"][0]
+    assert loaded["a"] is not loaded["c"]
 
 
 def test_arrays_that_come_back_can_be_written_to(tmp_path: Path) -> None:
-    found = round_trip(np.zeros(2), tmp_path)
-    found[0] = 1
+    loaded = round_trip(np.zeros(2), tmp_path)
+    loaded[0] = 1
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,14 @@ def test_torchs_schedules_have_states_that_need_no_pickle(build: Any, tmp_path: 
         (defaultdict(Counter), "is a defaultdict of <class"),
     ],
 )
-def test_anything_else_is_refused_by_its_path_and_pickled_on_request(value: Any, what: str, tmp_path: Path) -> None:
+def test_anything_else_is_refused_by_its_path_and_pickled_on_request(value: Any, kind: str, tmp_path: Path) -> None:
     state = {"stack": [0, {"deep": value}]}
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as error:
         encode(state, label="the state of custom_checkpoint_0")
-    assert str(told.value).startswith(f"the state of custom_checkpoint_0['stack.1.deep'] {what}")
-    assert "allow_pickle=True" in str(told.value)
-    found = round_trip(state, tmp_path, allow_pickle=True)
-    assert type(found["stack"][1]["deep"]) is type(value)
+    assert str(error.value).startswith(f"the state of custom_checkpoint_0['stack.1.deep'] {kind}")
+    assert "allow_pickle=True" in str(error.value)
+    loaded = round_trip(state, tmp_path, allow_pickle=True)
+    assert type(loaded["stack"][1]["deep"]) is type(value)
     with pytest.raises(CheckpointError, match=r"the state\['stack.1.deep'\] was pickled when it was saved"):
         decode(encode(state, allow_pickle=True))
 

@@ -71,9 +71,9 @@ def language_trainer(**options: Any) -> Trainer:
     return Trainer(language_model(), TrainingArguments(**{**defaults, **options}), train_dataset=texts())
 
 
-def the_model(one: Trainer) -> nn.Module:
-    assert isinstance(one.model, nn.Module)
-    return one.model
+def the_model(first: Trainer) -> nn.Module:
+    assert isinstance(first.model, nn.Module)
+    return first.model
 
 
 def losses_after(result: Any, step: int) -> list[float]:
@@ -81,14 +81,14 @@ def losses_after(result: Any, step: int) -> list[float]:
 
 
 def test_a_converted_checkpoint_of_hugging_faces_trainer_resumes_equally(tmp_path: Path) -> None:
-    found = convert(OF_TRAINER, tmp_path / "converted")
-    assert (found.step, found.epochs, found.left_out.keys()) == (7, 1.4, {"training_args.bin", "engine"})
+    converted = convert(OF_TRAINER, tmp_path / "converted")
+    assert (converted.step, converted.epochs, converted.left_out.keys()) == (7, 1.4, {"training_args.bin", "engine"})
     manifest = verify_state(tmp_path / "converted")
     assert (manifest.step, manifest.epoch, manifest.reasons) == (7, 1.4, ["imported"])
     assert {path.suffix for path in (tmp_path / "converted").iterdir()} == {".json", ".safetensors"}
     assert (tmp_path / "converted" / "config.json").read_bytes() == (OF_TRAINER / "config.json").read_bytes()
-    one = language_trainer(output_dir=tmp_path / "runs")
-    result = one.fit(resume=str(tmp_path / "converted"))
+    model_trainer = language_trainer(output_dir=tmp_path / "runs")
+    result = model_trainer.fit(resume=str(tmp_path / "converted"))
     # Dropout too: the generators go on.
     assert losses_after(result, 7) == pytest.approx(LOSSES["transformers"], rel=1e-6)
     assert [entry["step"] for entry in result.history] == [2, 4, 6, 8, 9, 10]
@@ -102,11 +102,11 @@ def test_two_processes_go_on_from_it(tmp_path: Path, fsdp: bool) -> None:
     convert(OF_TRAINER, tmp_path / "converted", without=("random_states",))
 
     def body(size: int) -> list[float]:
-        one = language_trainer(gradient_accumulation_steps=2 // size, fsdp=fsdp and size > 1)
-        for module in the_model(one).modules():  # what is dropped differs from process to process
+        model_trainer = language_trainer(gradient_accumulation_steps=2 // size, fsdp=fsdp and size > 1)
+        for module in the_model(model_trainer).modules():  # what is dropped differs from process to process
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        return losses_after(one.fit(resume=str(tmp_path / "converted")), 7)
+        return losses_after(model_trainer.fit(resume=str(tmp_path / "converted")), 7)
 
     (alone,) = run_world(body, (1,), 1, timeout=60)
     assert run_world(body, (2,), 2, timeout=60) == [pytest.approx(alone, rel=1e-5)] * 2
@@ -119,15 +119,15 @@ def test_weights_in_several_files_are_read(tmp_path: Path) -> None:
         (folder / "model.safetensors").unlink()
         names = sorted(weights)
         files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-        for file, own in files.items():
-            save_file({name: weights[name] for name in own}, folder / file)
-        index = {"metadata": {}, "weight_map": {name: file for file, own in files.items() for name in own}}
+        for file, keys in files.items():
+            save_file({name: weights[name] for name in keys}, folder / file)
+        index = {"metadata": {}, "weight_map": {name: file for file, keys in files.items() for name in keys}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     convert(changed(OF_TRAINER, tmp_path / "split", split), tmp_path / "converted")
-    found = load_file(tmp_path / "converted" / "model.safetensors")
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(value, weights[name]) for name, value in found.items())
+    converted = load_file(tmp_path / "converted" / "model.safetensors")
+    assert converted.keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in converted.items())
     assert not list((tmp_path / "converted").glob("*index.json"))
 
 
@@ -135,14 +135,14 @@ def test_its_optimizer_is_that_of_other_groups_too(tmp_path: Path, caplog: pytes
     """Without weight decay there is one group here, and there it was two: states find their parameters all the same."""
     convert(OF_TRAINER, tmp_path / "converted")
     saved = torch.load(OF_TRAINER / "optimizer.pt", weights_only=True)
-    one = language_trainer(weight_decay=0.0, max_steps=7)
-    one.fit(resume=str(tmp_path / "converted"))
-    (group,) = one.run.optimizers["default"].param_groups
+    model_trainer = language_trainer(weight_decay=0.0, max_steps=7)
+    model_trainer.fit(resume=str(tmp_path / "converted"))
+    (group,) = model_trainer.run.optimizers["default"].param_groups
     assert "several values of weight_decay (0.1, 0.0). It keeps its own: 0.0" in caplog.text
     assert group["weight_decay"] == 0.0
     assert group["lr"] == saved["param_groups"][0]["lr"]
-    named = dict(the_model(one).named_parameters())
-    of = {name: one.run.optimizers["default"].state[value] for name, value in named.items()}
+    named = dict(the_model(model_trainer).named_parameters())
+    of = {name: model_trainer.run.optimizers["default"].state[value] for name, value in named.items()}
     decayed = [name for name, value in named.items() if value.ndim > 1]
     for number, name in enumerate([*decayed, *(name for name in of if name not in decayed)]):
         for key, value in saved["state"][number].items():
@@ -173,10 +173,10 @@ def test_a_model_with_other_parameters_raises(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="The imported states of 16 parameters fit the shapes"):
         language_trainer().fit(resume=str(tmp_path / "converted"))
     convert(OF_TRAINER, tmp_path / "whole")
-    one = language_trainer()
-    next(the_model(one).parameters()).requires_grad_(False)
+    model_trainer = language_trainer()
+    next(the_model(model_trainer).parameters()).requires_grad_(False)
     with pytest.raises(StateError, match="has 16 parameters, and this AdamW has 15"):
-        one.fit(resume=str(tmp_path / "whole"))
+        model_trainer.fit(resume=str(tmp_path / "whole"))
 
 
 # -- of Accelerate -----------------------------------------------------------------------------------------------------
@@ -210,8 +210,8 @@ def rest(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, sche
 def test_a_converted_checkpoint_of_accelerate_resumes_equally(
     tmp_path: Path, epochs: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = convert(OF_ACCELERATE, tmp_path / "converted", epochs)
-    assert ("sampler" in found.left_out) == (epochs is None)
+    converted = convert(OF_ACCELERATE, tmp_path / "converted", epochs)
+    assert ("sampler" in converted.left_out) == (epochs is None)
     accelerator, model, optimizer, loader, scheduler = prepared()
     accelerator.load_state(tmp_path / "converted")
     assert ("has no sampler: the prepared one keeps its state (the position in the data" in caplog.text) == (
@@ -256,9 +256,9 @@ def as_of_two(folder: Path) -> None:
 
 
 def test_all_that_accelerate_may_save_is_read(tmp_path: Path) -> None:
-    found = convert(changed(OF_ACCELERATE, tmp_path / "two", as_of_two), tmp_path / "converted", epochs=2.0)
-    assert (found.custom, found.scaler, len(found.generators)) == ([{"seen": 7}], {"scale": 1024.0}, 2)
-    assert "steps a schedule 2 times per update" in found.left_out["the unit of schedules"]
+    converted = convert(changed(OF_ACCELERATE, tmp_path / "two", as_of_two), tmp_path / "converted", epochs=2.0)
+    assert (converted.custom, converted.scaler, len(converted.generators)) == ([{"seen": 7}], {"scale": 1024.0}, 2)
+    assert "steps a schedule 2 times per update" in converted.left_out["the unit of schedules"]
     manifest = verify_state(tmp_path / "converted")
     parts = ["optimizer", "scheduler", "model", "model_1", "scaler", "sampler", "custom_checkpoint", "random_states"]
     assert (manifest.world_size, manifest.parts) == (2, parts)
@@ -325,9 +325,9 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, source: Path, n
 @pytest.mark.parametrize(("source", "name"), [(OF_TRAINER, "rng_state.pth"), (OF_ACCELERATE, "random_states_0.pkl")])
 def test_generators_that_would_run_code_are_left_out(tmp_path: Path, source: Path, name: str) -> None:
     folder = changed(source, tmp_path / "foreign", with_payload(name, tmp_path / "ran", "zip"))
-    found = convert(folder, tmp_path / "converted")
-    assert "is refused, and no code in it was run" in found.left_out["random_states"]
-    assert "mkdir" in found.left_out["random_states"]
+    converted = convert(folder, tmp_path / "converted")
+    assert "is refused, and no code in it was run" in converted.left_out["random_states"]
+    assert "mkdir" in converted.left_out["random_states"]
     assert "random_states" not in verify_state(tmp_path / "converted").parts
     assert not (tmp_path / "ran").exists()
 
@@ -394,8 +394,8 @@ def test_a_folder_of_another_library_raises_with_the_command(tmp_path: Path) -> 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "convert", str(OF_ACCELERATE), str(tmp_path / "one"), "--epochs", "1.4", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["library"], told["epochs"]) == ("Accelerate", 1.4)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["library"], report["epochs"]) == ("Accelerate", 1.4)
     assert main(["checkpoint", "convert", str(OF_TRAINER), str(tmp_path / "two"), "--without", "optimizer"]) == 0
     assert "  without optimizer: as requested" in capsys.readouterr().out
     assert main(["checkpoint", "inspect", str(tmp_path / "two")]) == 0

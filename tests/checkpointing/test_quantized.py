@@ -44,7 +44,7 @@ def fitted(folder: Path, name: str, steps: int, resume: Any = "never") -> tuple[
 @pytest.mark.parametrize(("name", "kind"), [("AdamW8bit", "OptimState8bit"), ("AdamW4bit", "OptimState4bit")])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_resumed_runs_are_bitwise_the_uninterrupted_one(name: str, kind: str, processes: int, tmp_path: Path) -> None:
-    def one() -> None:
+    def body() -> None:
         expected, kinds = fitted(tmp_path / "whole", name, 8)
         assert kind in kinds
         fitted(tmp_path / "parts", name, 4)
@@ -52,7 +52,7 @@ def test_resumed_runs_are_bitwise_the_uninterrupted_one(name: str, kind: str, pr
         for weight, other in zip(resumed, expected, strict=True):
             assert torch.equal(weight, other)
 
-    run_world(one, (), processes, timeout=120)
+    run_world(body, (), processes, timeout=120)
 
 
 def test_a_quantized_state_comes_back_as_it_was() -> None:

@@ -81,15 +81,15 @@ def run(
     return {"losses": losses, "state": state, "moments": moments}
 
 
-def assert_same(one: Any, other: Any) -> None:
+def assert_same(first: Any, second: Any) -> None:
     """Raise unless the whole states (which the main process has) are the same."""
-    assert one["losses"] == other["losses"][-len(one["losses"]) :]
-    assert set(one["state"]) == set(other["state"])
-    for name, value in one["state"].items():
-        assert torch.equal(value, other["state"][name]), name
-    for name, values in one["moments"].items():
+    assert first["losses"] == second["losses"][-len(first["losses"]) :]
+    assert set(first["state"]) == set(second["state"])
+    for name, value in first["state"].items():
+        assert torch.equal(value, second["state"][name]), name
+    for name, values in first["moments"].items():
         for key, value in values.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["moments"][name][key])), (name, key)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(second["moments"][name][key])), (name, key)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_sharded_training_resumes_bit_by_bit(kind: str, model: Callable[[], nn
         return run(engine(kind), 5, load=tmp_path / "state", model=model)
 
     runs, again = run_world(whole, timeout=60), run_world(resumed, timeout=60)
-    for one, other in zip(again, runs, strict=True):
-        assert len(one["losses"]) == 3
-        assert_same(one, other)
+    for first, second in zip(again, runs, strict=True):
+        assert len(first["losses"]) == 3
+        assert_same(first, second)
     names = {path.relative_to(tmp_path / "state").as_posix() for path in (tmp_path / "state").rglob("*.safetensors")}
     if kind == SHARDED:
         shards = {
@@ -176,10 +176,10 @@ def test_states_of_other_shapes_than_their_parameters_are_kept(tmp_path: Path) -
 def test_weights_are_read_from_shards_and_saved_whole(tmp_path: Path) -> None:
     def body() -> Any:
         accelerator = engine(SHARDED)
-        found = run(accelerator, 1, {1: tmp_path / "state"}, model=Tied)
+        result = run(accelerator, 1, {1: tmp_path / "state"}, model=Tied)
         accelerator.save_model(accelerator._models[0], tmp_path / "model", max_shard_size="1KB")
         accelerator.wait_for_everyone()
-        return found["state"]
+        return result["state"]
 
     state, nothing = run_world(body, timeout=60)
     assert nothing == {}
@@ -204,17 +204,17 @@ def test_another_model_raises_on_all_ranks(tmp_path: Path) -> None:
     def body() -> Any:
         accelerator = engine(SHARDED)
         run(accelerator, 1, {1: tmp_path / "state"})
-        said: list[str] = []
+        messages: list[str] = []
         for loading in (SHARDED, FULL):
             accelerator.free_memory()
             accelerator = engine(loading)
-            with pytest.raises(StateError) as told:
+            with pytest.raises(StateError) as error:
                 run(accelerator, 1, load=tmp_path / "state", model=Wider)
-            said.append(str(told.value))
-        return said
+            messages.append(str(error.value))
+        return messages
 
-    for said in run_world(body, timeout=60):
-        assert all("than this Wider: missing: more; not in this model: last.bias" in message for message in said)
+    for result in run_world(body, timeout=60):
+        assert all("than this Wider: missing: more; not in this model: last.bias" in message for message in result)
 
 
 def test_a_kill_inside_a_sharded_save_leaves_the_older_state(tmp_path: Path) -> None:
@@ -289,13 +289,13 @@ def test_optimizers_that_take_turns_have_no_unfinished_window(
 ) -> None:
     def body() -> Any:
         accelerator = engine(SHARDED)
-        one, other = accelerator.prepare(stack(Stack), stack(Stack))
-        optimizers = [accelerator.prepare(torch.optim.SGD(each.parameters(), lr=0.1)) for each in (one, other)]
+        first, second = accelerator.prepare(stack(Stack), stack(Stack))
+        optimizers = [accelerator.prepare(torch.optim.SGD(each.parameters(), lr=0.1)) for each in (first, second)]
         inputs, targets, _ = toy.data()
 
         def step() -> list[float]:
             losses: list[float] = []
-            for network, optimizer in zip((one, other), optimizers, strict=True):
+            for network, optimizer in zip((first, second), optimizers, strict=True):
                 with accelerator.accumulate(network) if counts else nullcontext():
                     loss = toy.losses(network, inputs, targets).mean()
                     accelerator.backward(loss)
@@ -310,8 +310,8 @@ def test_optimizers_that_take_turns_have_no_unfinished_window(
         accelerator.load_state(tmp_path / "state")
         assert step() == expected
         before = caplog.text
-        with accelerator.no_sync(other):
-            accelerator.backward(toy.losses(other, inputs, targets).mean())
+        with accelerator.no_sync(second):
+            accelerator.backward(toy.losses(second, inputs, targets).mean())
         accelerator.save_state(tmp_path / "other")
         return before, caplog.text
 

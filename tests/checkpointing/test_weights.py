@@ -23,9 +23,9 @@ def saved(folder: Path, **options: Any) -> nn.Module:
     return model
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for name, value in other.state_dict().items():
-        assert torch.equal(one.state_dict()[name], value), name
+def assert_same(first: nn.Module, second: nn.Module) -> None:
+    for name, value in second.state_dict().items():
+        assert torch.equal(first.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -214,7 +214,7 @@ def test_objects_are_saved_and_loaded(tmp_path: Path) -> None:
     with path.open("wb") as file:
         save([1], file)
     assert load(path) == [1]
-    assert [found.name for found in tmp_path.iterdir()] == ["object.pt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["object.pt"]
 
 
 def test_objects_that_could_run_code_are_loaded_on_request_only(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_save_that_fails_leaves_the_older_file(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):
         save(lambda: 0, path)
     assert load(path) == [1]
-    assert [found.name for found in tmp_path.iterdir()] == ["object.pt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["object.pt"]
 
 
 def test_safe_objects_are_dicts_of_tensors(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def test_broadcast_overwrites_the_list_whatever_its_length(everywhere: Everywher
 
 
 def test_broadcast_leaves_the_sender_its_objects() -> None:
-    given = [object()]
-    assert broadcast_object_list(given)[0] is given[0]
+    objects = [object()]
+    assert broadcast_object_list(objects)[0] is objects[0]
 
 
 def test_broadcast_refuses_what_is_no_list_and_nobody() -> None:

@@ -80,7 +80,7 @@ def test_all_rows_are_kept_where_none_are_repeated() -> None:
 def test_rows_that_fit_no_sample_are_refused_on_all_processes() -> None:
     def body() -> list[str]:
         state = PartialState()
-        told: list[str] = []
+        messages: list[str] = []
         for gather, value in (
             (gather_real_rows, torch.ones(4)),
             (gather_real_rows, ["text"] * 4),
@@ -89,8 +89,8 @@ def test_rows_that_fit_no_sample_are_refused_on_all_processes() -> None:
             with pytest.raises(ConfigurationError) as caught:
                 gather(value, Rows(total=3, real=1) if state.is_last_process else None)
             state.wait_for_everyone()
-            told.append(str(caught.value))
-        return told
+            messages.append(str(caught.value))
+        return messages
 
     first, last = run_world(body, timeout=60)
     for message in last:

@@ -122,7 +122,7 @@ def test_nobody_has_rows(everywhere: Everywhere) -> None:
         ([torch.ones(1)], [], "rank 0: [0]: float32 [1]\n  rank 1: the value: rows"),
     ],
 )
-def test_what_does_not_fit_is_told_on_all_processes_in_debug_mode_or_not(first: Any, second: Any, told: str) -> None:
+def test_what_does_not_fit_is_told_on_all_processes_in_debug_mode_or_not(first: Any, second: Any, text: str) -> None:
     def body() -> str:
         with pytest.raises(DistributedOperationException) as caught:
             gather_rows((first, second)[PartialState().process_index])
@@ -130,6 +130,6 @@ def test_what_does_not_fit_is_told_on_all_processes_in_debug_mode_or_not(first: 
         return str(caught.value)
 
     for message in run_world(body, timeout=60):
-        assert told in message
+        assert text in message
         assert message.startswith("gather_for_metrics needs the same")
         assert message.endswith("Pad the others first: pad_across_processes(…, dim=1).")

@@ -81,8 +81,8 @@ def test_gather_takes_every_type(everywhere: Everywhere) -> None:
 def test_gather_goes_by_values_where_strides_differ(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
         tensor = torch.tensor([[1, 2, 3], [4, 5, 6]])
-        given = tensor if rank % 2 else tensor.T.contiguous().T
-        same(gather(given), tensor.tolist() * size)
+        values = tensor if rank % 2 else tensor.T.contiguous().T
+        same(gather(values), tensor.tolist() * size)
 
     everywhere(body)
 
@@ -103,11 +103,11 @@ def test_gather_keeps_containers(everywhere: Everywhere) -> None:
 
 def test_gather_is_cut_off_from_the_graph(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
-        given = torch.ones(2, requires_grad=True) * 2
-        gathered = gather(given)
+        tensor = torch.ones(2, requires_grad=True) * 2
+        gathered = gather(tensor)
         assert not gathered.requires_grad
         gathered.zero_()
-        assert given.tolist() == [2, 2], "it shares no memory with the input"
+        assert tensor.tolist() == [2, 2], "it shares no memory with the input"
 
     everywhere(body)
 
@@ -127,23 +127,23 @@ def test_what_is_no_tensor_is_refused_with_the_way_out(everywhere: Everywhere) -
 def test_reduce_by_hand(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
         ranks = list(range(size))
-        given = torch.tensor([rank + 1.0, 2.0])
-        same(reduce(given), [sum(ranks) / size + 1, 2.0], torch.float32)
-        same(reduce(given, "sum"), [sum(ranks) + size, 2.0 * size])
-        same(reduce(given, "sum", scale=0.5), [(sum(ranks) + size) / 2, float(size)])
-        same(reduce(given, "mean", scale=4), [4 * (sum(ranks) / size + 1), 8.0])
-        same(reduce(given, "none", scale=4), given.tolist())
-        same(given, [rank + 1.0, 2.0])
+        tensor = torch.tensor([rank + 1.0, 2.0])
+        same(reduce(tensor), [sum(ranks) / size + 1, 2.0], torch.float32)
+        same(reduce(tensor, "sum"), [sum(ranks) + size, 2.0 * size])
+        same(reduce(tensor, "sum", scale=0.5), [(sum(ranks) + size) / 2, float(size)])
+        same(reduce(tensor, "mean", scale=4), [4 * (sum(ranks) / size + 1), 8.0])
+        same(reduce(tensor, "none", scale=4), tensor.tolist())
+        same(tensor, [rank + 1.0, 2.0])
 
     everywhere(body)
 
 
 def test_reduce_returns_memory_of_its_own(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
-        given = torch.tensor([1.0])
+        tensor = torch.tensor([1.0])
         for reduction in ("mean", "sum", "none"):
-            reduce(given, reduction).add_(7)
-        same(given, [1.0])
+            reduce(tensor, reduction).add_(7)
+        same(tensor, [1.0])
 
     everywhere(body)
 
@@ -163,9 +163,9 @@ def test_reduce_of_whole_numbers_and_booleans(everywhere: Everywhere) -> None:
 def test_reduce_of_short_floats_rounds_once(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
         # 256 + 1 has no bf16: summed in it, the ones would all be lost.
-        given = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
+        tensor = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
         exact = torch.tensor([256.0 + size - 1]).to(torch.bfloat16)
-        same(reduce(given, "sum"), exact.tolist(), torch.bfloat16)
+        same(reduce(tensor, "sum"), exact.tolist(), torch.bfloat16)
         # Nor does a mean overflow on the way.
         same(reduce(torch.tensor([60000.0], dtype=torch.float16)), [60000.0], torch.float16)
 
@@ -200,9 +200,9 @@ def test_an_unknown_reduction_is_named() -> None:
 def test_broadcast_overwrites_and_returns(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
         for dtype in DTYPES:
-            given = torch.tensor([rank % 2, 1]).to(dtype)
-            assert broadcast(given) is given
-            assert given.tolist() == torch.tensor([0, 1]).to(dtype).tolist()
+            tensor = torch.tensor([rank % 2, 1]).to(dtype)
+            assert broadcast(tensor) is tensor
+            assert tensor.tolist() == torch.tensor([0, 1]).to(dtype).tolist()
 
     everywhere(body)
 
@@ -237,11 +237,11 @@ def test_broadcast_from_nowhere_is_refused(everywhere: Everywhere) -> None:
 
 def test_copy_needs_a_tensor_on_one_process_only(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
-        given = torch.tensor([[1, 2]], dtype=torch.int16) if rank == size - 1 else None
-        copied = copy_tensor_to_devices(given)
+        tensor = torch.tensor([[1, 2]], dtype=torch.int16) if rank == size - 1 else None
+        copied = copy_tensor_to_devices(tensor)
         same(copied, [[1, 2]], torch.int16)
         copied.zero_()
-        assert given is None or given.tolist() == [[1, 2]]
+        assert tensor is None or tensor.tolist() == [[1, 2]]
         with pytest.raises(DistributedOperationException, match="no tensor on any rank"):
             copy_tensor_to_devices(None)
 
@@ -253,20 +253,20 @@ def test_copy_needs_a_tensor_on_one_process_only(everywhere: Everywhere) -> None
 
 def test_pad_fills_up_to_the_longest(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
-        given = torch.full((rank + 1,), 7)
+        tensor = torch.full((rank + 1,), 7)
         missing = size - rank - 1
-        same(pad_across_processes(given), [7] * (rank + 1) + [0] * missing, torch.int64)
-        same(pad_across_processes(given, pad_index=-100, pad_first=True), [-100] * missing + [7] * (rank + 1))
+        same(pad_across_processes(tensor), [7] * (rank + 1) + [0] * missing, torch.int64)
+        same(pad_across_processes(tensor, pad_index=-100, pad_first=True), [-100] * missing + [7] * (rank + 1))
 
     everywhere(body)
 
 
 def test_pad_along_another_dimension(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
-        given = {"ids": torch.full((1, rank + 1), 7), "mask": torch.ones(1, rank + 1, dtype=torch.bool)}
+        settings = {"ids": torch.full((1, rank + 1), 7), "mask": torch.ones(1, rank + 1, dtype=torch.bool)}
         expected = [[7] * (rank + 1) + [0] * (size - rank - 1)]
         for dim in (1, -1):
-            padded = pad_across_processes(given, dim=dim)
+            padded = pad_across_processes(settings, dim=dim)
             same(padded["ids"], expected)
             same(padded["mask"], [[number == 7 for number in expected[0]]], torch.bool)
 
@@ -285,10 +285,10 @@ def test_pad_leaves_tensors_without_that_dimension(everywhere: Everywhere) -> No
 
 def test_pad_keeps_the_graph() -> None:
     def body() -> None:
-        given = torch.ones(PartialState().process_index + 1, requires_grad=True)
-        pad_across_processes(given).sum().backward()
-        assert given.grad is not None
-        assert given.grad.tolist() == [1.0] * len(given)
+        tensor = torch.ones(PartialState().process_index + 1, requires_grad=True)
+        pad_across_processes(tensor).sum().backward()
+        assert tensor.grad is not None
+        assert tensor.grad.tolist() == [1.0] * len(tensor)
 
     run_world(body, num_processes=2)
 
@@ -307,9 +307,9 @@ def test_pad_tells_of_different_dimensions_on_all_processes() -> None:
 def test_nested_tensors_stay_with_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
-        given = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+        tensor = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     with pytest.warns(CannotPadNestedTensorWarning, match="to_padded_tensor"):
-        assert pad_across_processes(given) is given
+        assert pad_across_processes(tensor) is tensor
 
 
 @pytest.mark.parametrize(

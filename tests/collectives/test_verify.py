@@ -21,13 +21,13 @@ STRUCTURES = "rank 0: ['logits']: float32 [2]; nothing\n  rank 1: ['logits']: fl
 def _told(inputs: list[Any], operations: list[Callable[[Any], Any]], **variables: str) -> list[list[str]]:
     def body() -> list[str]:
         state = PartialState()
-        told: list[str] = []
+        messages: list[str] = []
         for operation in operations:
             with pytest.raises(DistributedOperationException) as caught:
                 operation(inputs[state.process_index])
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
             state.wait_for_everyone()
-        return told
+        return messages
 
     return run_world(body, num_processes=len(inputs), timeout=60, **variables)
 
@@ -51,10 +51,10 @@ def test_different_structures() -> None:
 
 
 def test_order_of_keys_and_types_count() -> None:
-    one, other = torch.ones(1), torch.ones(1).bool()
-    (first, _) = _told([{"a": one, "b": one}, {"b": one, "a": one}], OPERATIONS, ACCELERATE_DEBUG_MODE="1")
+    left, other = torch.ones(1), torch.ones(1).bool()
+    (first, _) = _told([{"a": left, "b": left}, {"b": left, "a": left}], OPERATIONS, ACCELERATE_DEBUG_MODE="1")
     assert all("rank 0: ['a']: float32 [1]; ['b']: float32 [1]\n" in message for message in first)
-    (first, _) = _told([one, other], OPERATIONS, ACCELERATE_DEBUG_MODE="1")
+    (first, _) = _told([left, other], OPERATIONS, ACCELERATE_DEBUG_MODE="1")
     assert all("rank 1: the value: bool [1]\n" in message for message in first)
 
 

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return next(tmp_path.iterdir())
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, Any]:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, Any]:
     code = main(["checkpoint", *map(str, arguments)])
     text = capsys.readouterr().out
     return code, json.loads(text) if "--json" in arguments else text
@@ -36,7 +36,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, states = told(capsys, "list", folder, "--json")
+    code, states = run_command(capsys, "list", folder, "--json")
     assert code == 0
     assert [state["step"] for state in states] == [5, 10, 15]
     assert [state["kept"] for state in states] == [["best"], [], ["newest"]]
@@ -45,8 +45,10 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = (folder / "checkpoints" / "checkpoint-00000005").rglob("*")
     assert states[0]["size"] == sum(path.stat().st_size for path in files)
     for place in (folder.parent, folder / "checkpoints"):
-        assert [state["path"] for state in told(capsys, "list", place, "--json")[1]] == [one["path"] for one in states]
-    _, text = told(capsys, "list", folder)
+        assert [state["path"] for state in run_command(capsys, "list", place, "--json")[1]] == [
+            saved["path"] for saved in states
+        ]
+    _, text = run_command(capsys, "list", folder)
     assert "checkpoint-00000015  step 15" in text
     assert f"eval_loss {states[2]['metrics']['eval_loss']:.4g}" in text
 
@@ -61,8 +63,8 @@ def test_prune_deletes_what_killed_saves_left_where_none_is_under_way(
     os.utime(old / "model.safetensors", (0, 0))
     with Lease(folder) as lease:
         lease.acquire()
-        assert f"kept {old}" in told(capsys, "prune", folder, "--keep-last", "3")[1]
-    _, text = told(capsys, "prune", folder.parent, "--keep-last", "3")
+        assert f"kept {old}" in run_command(capsys, "prune", folder, "--keep-last", "3")[1]
+    _, text = run_command(capsys, "prune", folder.parent, "--keep-last", "3")
     assert f"deleted {old} (1.95 KB), left by an interrupted save" in text
     assert f"kept {new} (1.95 KB): a save may be in progress" in text
     assert (old.exists(), new.exists()) == (False, True)
@@ -76,33 +78,33 @@ def test_prune_deletes_what_killed_saves_left_where_there_is_no_checkpoint(
     left = tmp_path / "run" / "checkpoints" / f"checkpoint-00000001.{ending}"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(bytes(2000))
-    assert told(capsys, "prune", tmp_path, "--keep-last", "3") == (
+    assert run_command(capsys, "prune", tmp_path, "--keep-last", "3") == (
         0,
         f"kept {left} (1.95 KB): a save may be in progress\n",
     )
     os.utime(left / "model.safetensors", (0, 0))
-    code, text = told(capsys, "prune", tmp_path, "--keep-last", "3")
+    code, text = run_command(capsys, "prune", tmp_path, "--keep-last", "3")
     assert (code, text) == (0, f"deleted {left} (1.95 KB), left by an interrupted save\n")
     assert not left.exists()
-    assert told(capsys, "prune", tmp_path, "--keep-last", "3") == (1, "")  # there is no state in it
+    assert run_command(capsys, "prune", tmp_path, "--keep-last", "3") == (1, "")  # there is no state in it
 
 
 def test_verify_names_the_bad_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, "verify", folder, "--all")[1].count("whole") == 3
+    assert run_command(capsys, "verify", folder, "--all")[1].count("whole") == 3
     spoil(folder / "checkpoints" / "checkpoint-00000005" / "model.safetensors")
-    assert told(capsys, "verify", folder)[0] == 0  # the newest
-    code, text = told(capsys, "verify", folder, "--all")
+    assert run_command(capsys, "verify", folder)[0] == 0  # the newest
+    code, text = run_command(capsys, "verify", folder, "--all")
     assert code == 1
     assert "DAMAGED" in text
     assert "model.safetensors has the checksum" in text
-    code, results = told(capsys, "verify", folder / "checkpoints" / "checkpoint-00000005", "--json")
+    code, results = run_command(capsys, "verify", folder / "checkpoints" / "checkpoint-00000005", "--json")
     assert (code, [result["is_whole"] for result in results]) == (1, [False])
 
 
 def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, facts = told(capsys, "inspect", folder, "--json")
+    code, facts = run_command(capsys, "inspect", folder, "--json")
     assert (code, facts["step"], facts["manifest"]["schema"]) == (0, 15, 3)
-    code, text = told(capsys, "inspect", folder / "checkpoints" / "checkpoint-00000005")
+    code, text = run_command(capsys, "inspect", folder / "checkpoints" / "checkpoint-00000005")
     assert "saved by 1 processes" in text
     assert "model.safetensors" in text
 
@@ -111,29 +113,29 @@ def test_prune_keeps_the_newest_the_best_and_the_last_that_is_whole(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(folder / "checkpoints" / "checkpoint-00000015" / "model.safetensors")
-    assert told(capsys, "prune", folder, "--keep-last", 1)[1] == ""
+    assert run_command(capsys, "prune", folder, "--keep-last", 1)[1] == ""
     assert names(folder) == [f"checkpoint-000000{step}" for step in ("05", "10", "15")]
     (folder / "checkpoints" / "checkpoint-00000015").rename(folder / "checkpoints" / "checkpoint-00000015.damaged")
-    assert told(capsys, "list", folder, "--json")[1][2]["status"] == "set aside"
+    assert run_command(capsys, "list", folder, "--json")[1][2]["status"] == "set aside"
     trainer(arguments(output_dir=folder.parent, resume=str(folder), num_train_epochs=4), eval_dataset=points(16)).fit()
-    _, text = told(capsys, "prune", folder, "--keep-last", 1)
+    _, text = run_command(capsys, "prune", folder, "--keep-last", 1)
     assert "deleted" in text
     assert "checkpoint-00000015.damaged" in names(folder)
     assert "which was set aside as damaged: --damaged deletes it" in text
     assert names(folder)[-1] == "checkpoint-00000020"
     assert not {"checkpoint-00000010", "checkpoint-00000015"} & set(names(folder))
     left = set(names(folder)) - {"checkpoint-00000015.damaged"}
-    _, (gone,) = told(capsys, "prune", folder, "--keep-last", 1, "--damaged", "--json")
+    _, (gone,) = run_command(capsys, "prune", folder, "--keep-last", 1, "--damaged", "--json")
     assert gone["path"].endswith("checkpoint-00000015.damaged")
     assert set(names(folder)) == left
 
 
 def test_consolidate_puts_shards_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = run_world(lambda: run(engine(SHARDED), 1, save={1: tmp_path / "state"})["state"], (), 2, timeout=60)[0]
-    assert told(capsys, "consolidate", tmp_path / "state", tmp_path / "whole")[0] == 0
-    found = load_file(tmp_path / "whole" / "model.safetensors")
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(value, whole[name]) for name, value in found.items())
+    assert run_command(capsys, "consolidate", tmp_path / "state", tmp_path / "whole")[0] == 0
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    assert weights.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in weights.items())
 
 
 @pytest.mark.parametrize(

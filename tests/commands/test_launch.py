@@ -36,10 +36,10 @@ class Ended(NamedTuple):
     err: str
 
     @property
-    def told(self) -> list[tuple[list[str], dict[str, str]]]:
-        """What each process told of its arguments and its environment, in order of rank."""
-        told = [json.loads(line) for line in self.out.splitlines()]
-        return sorted(told, key=lambda each: int(each[1].get("RANK", 0)))
+    def reports(self) -> list[tuple[list[str], dict[str, str]]]:
+        """Arguments and environment that each rank printed, in order of rank."""
+        reports = [json.loads(line) for line in self.out.splitlines()]
+        return sorted(reports, key=lambda each: int(each[1].get("RANK", 0)))
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def _become_a_launch(pipes: list[tuple[int, int]], arguments: tuple[str, ...]) -
 
 def test_arguments_of_the_script_arrive_as_they_were_given(launch: Any, script: Any) -> None:
     path = script(TELL)
-    given = [
+    arguments = [
         "a b",
         "it's",
         '"quoted"',
@@ -133,9 +133,9 @@ def test_arguments_of_the_script_arrive_as_they_were_given(launch: Any, script: 
         "-m",
         "*",
     ]
-    ended = launch("--cpu", "--num-processes=2", path, *given)
+    ended = launch("--cpu", "--num-processes=2", path, *arguments)
     assert ended.code == 0
-    assert [argv for argv, _ in ended.told] == [[path, *given]] * 2
+    assert [argv for argv, _ in ended.reports] == [[path, *arguments]] * 2
 
 
 def test_processes_are_told_their_place_and_what_was_asked_for(launch: Any, script: Any) -> None:
@@ -144,12 +144,12 @@ def test_processes_are_told_their_place_and_what_was_asked_for(launch: Any, scri
         "--num_cpu_threads_per_process", "3", "--dynamo_backend", "inductor", "--dynamo_mode", "max-autotune",
         "--dynamo_use_fullgraph", "--dynamo_use_dynamic", "--dynamo_use_regional_compilation", script(TELL),
     )  # fmt: skip
-    environments = [environment for _, environment in ended.told]
+    environments = [environment for _, environment in ended.reports]
     assert [(each["RANK"], each["LOCAL_RANK"], each["WORLD_SIZE"]) for each in environments] == [
         ("0", "0", "2"),
         ("1", "1", "2"),
     ]
-    told = {
+    expected = {
         "ACCELERATE_USE_CPU": "1",
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
@@ -163,12 +163,12 @@ def test_processes_are_told_their_place_and_what_was_asked_for(launch: Any, scri
         "TRAINER_LIB_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
     }
-    assert all(told.items() <= each.items() for each in environments)
+    assert all(expected.items() <= each.items() for each in environments)
     assert not any(name in os.environ for name in ("ACCELERATE_DEBUG_MODE", "TRAINER_LIB_WORLD_SIZE"))
 
 
 def test_one_process_is_started_by_default_and_is_told_nothing_that_was_not_asked(launch: Any, script: Any) -> None:
-    ((_, environment),) = launch(script(TELL)).told
+    ((_, environment),) = launch(script(TELL)).reports
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
     assert not any(name.startswith("ACCELERATE_") for name in environment)
     assert int(environment["OMP_NUM_THREADS"]) >= 1
@@ -183,7 +183,7 @@ def test_module_runs_as_with_python_m(launch: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     ended = launch("-m", "package.script", "--flag", "a b")
     assert ended.code == 0, ended.err
-    assert ended.told[0][0][1:] == ["--flag", "a b"]
+    assert ended.reports[0][0][1:] == ["--flag", "a b"]
 
 
 def test_script_sees_itself_as_under_plain_python(launch: Any, script: Any, tmp_path: Path) -> None:
@@ -289,11 +289,11 @@ def test_process_that_fails_ends_though_nobody_answers_its_collective(launch: An
     ],
 )
 def test_exit_code_of_the_script_is_that_of_the_launch(
-    launch: Any, script: Any, end: str, code: int, told: str
+    launch: Any, script: Any, end: str, code: int, message: str
 ) -> None:
     ended = launch(script(f"import os, signal, sys; {end}"))
     assert ended.code == code
-    assert told in ended.err
+    assert message in ended.err
 
 
 def test_quiet_leaves_the_report_to_the_script(launch: Any, script: Any) -> None:
@@ -334,7 +334,7 @@ def test_two_launches_at_once_meet_at_different_ports(script: Any) -> None:
         for running in (first, second):
             running.stdin.write("go\n")
             running.stdin.flush()
-            ports.add(Ended(0, running.stdout.read(), "").told[0][1]["MASTER_PORT"])
+            ports.add(Ended(0, running.stdout.read(), "").reports[0][1]["MASTER_PORT"])
             assert running.code() == 0
     assert len(ports) == 2
 
@@ -345,7 +345,7 @@ def test_given_port_is_used_and_a_taken_one_is_named(launch: Any, script: Any) -
         ended = launch("--main_process_port", port, script(TELL))
         assert ended.code == 1
         assert f"trainer-lib launch: error: Port {port} is in use by another program" in ended.err
-    ((_, environment),) = launch("--main_process_port", port, script(TELL)).told
+    ((_, environment),) = launch("--main_process_port", port, script(TELL)).reports
     assert environment["MASTER_PORT"] == port
 
 
@@ -517,12 +517,12 @@ def test_accelerators_set_the_default_and_the_limit(launch: Any, script: Any, mo
     FakeAccelerators(monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     path = script(TELL)
-    assert [environment["WORLD_SIZE"] for _, environment in launch(path).told] == ["2", "2"]
+    assert [environment["WORLD_SIZE"] for _, environment in launch(path).reports] == ["2", "2"]
     too_many = launch("--num_processes", "3", path)
     assert too_many.code == 2
     assert "3 processes on this machine were asked for, and it has 2 cuda devices" in too_many.err
-    assert len(launch("--cpu", "--num_processes", "3", path).told) == 3
-    ((_, environment),) = launch("--gpu_ids", "1", path).told
+    assert len(launch("--cpu", "--num_processes", "3", path).reports) == 3
+    ((_, environment),) = launch("--gpu_ids", "1", path).reports
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert "has 1 cuda device:" in launch("--gpu_ids", "1", "--num_processes", "2", path).err
 

@@ -17,6 +17,6 @@ def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lunch"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("trainer-lib lunch: error: Unknown command 'lunch'. Known: checkpoint, ")
-    assert told.endswith(" Did you mean 'launch'?\n")
+    error_output = capsys.readouterr().err
+    assert error_output.startswith("trainer-lib lunch: error: Unknown command 'lunch'. Known: checkpoint, ")
+    assert error_output.endswith(" Did you mean 'launch'?\n")

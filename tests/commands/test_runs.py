@@ -27,9 +27,9 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert rows["one"] == ["one", "finished", "100", "0.03567", "eval_accuracy", "1", "at", "50", "50", "s"]
     assert rows["two"] == ["two", "failed", "3/9", "nan", "1.5", "s"]
     assert main(["runs", str(tmp_path), "--json"]) == 0
-    told = {one["path"]: one for one in json.loads(capsys.readouterr().out)}
-    assert told[str(tmp_path / "one")]["best"] == {"metric": "eval_accuracy", "value": 1.0, "step": 50}
-    assert told[str(tmp_path / "two")]["losses"] == []
+    listed = {run["path"]: run for run in json.loads(capsys.readouterr().out)}
+    assert listed[str(tmp_path / "one")]["best"] == {"metric": "eval_accuracy", "value": 1.0, "step": 50}
+    assert listed[str(tmp_path / "two")]["losses"] == []
 
 
 def test_what_is_no_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,14 +77,14 @@ def test_a_report_is_written(
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.chdir(tmp_path)
-    one, _ = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two")
-    assert main(["report", str(one), "--open"]) == 0
-    assert capsys.readouterr().out == f"{one / 'report.html'}\n"
-    assert opened == [(one / "report.html").as_uri()]
+    first, _ = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two")
+    assert main(["report", str(first), "--open"]) == 0
+    assert capsys.readouterr().out == f"{first / 'report.html'}\n"
+    assert opened == [(first / "report.html").as_uri()]
     assert main(["report", "runs"]) == 0
-    assert "2 runs compared" not in (one / "report.html").read_text()
+    assert "2 runs compared" not in (first / "report.html").read_text()
     assert '"name":"two"' in (tmp_path / "report.html").read_text()
-    assert main(["report", str(one / "history.jsonl"), "--output", "deep/file.html"]) == 0
+    assert main(["report", str(first / "history.jsonl"), "--output", "deep/file.html"]) == 0
     assert '"name":"history"' in (tmp_path / "deep" / "file.html").read_text()
     assert main(["report", "nowhere"]) == 2
     assert main(["report"]) == 2
@@ -92,8 +92,8 @@ def test_a_report_is_written(
     assert main(["report", "runs", "--live", "--output", "x"]) == 2
     assert main(["report", "runs", "--live", "--port", "99999"]) == 2
     errors = capsys.readouterr().err
-    for told in ("does not exist", "RUN", "Add --live", "Leave out --output", "--port 99999 cannot be used"):
-        assert told in errors
+    for message in ("does not exist", "RUN", "Add --live", "Leave out --output", "--port 99999 cannot be used"):
+        assert message in errors
 
 
 def test_a_live_report_tells_more_as_there_is_more(tmp_path: Path) -> None:

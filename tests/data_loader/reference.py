@@ -107,10 +107,10 @@ def by_hand(
             break
         if even and processes > 1:
             units += [order[index % len(order)] for index in range(size - real)]
-        own = units[rank * share : (rank + 1) * share]
-        if own:
-            own_real = min(max(real - rank * share, 0), len(own))
-            batches.append(Handed(own, False, None if own_real == share else (len(own), own_real)))
+        rows = units[rank * share : (rank + 1) * share]
+        if rows:
+            own_real = min(max(real - rank * share, 0), len(rows))
+            batches.append(Handed(rows, False, None if own_real == share else (len(rows), own_real)))
     if batches:
         batches[-1] = batches[-1]._replace(is_last=True)
     return batches

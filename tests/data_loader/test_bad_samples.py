@@ -166,24 +166,26 @@ def test_what_was_bad_is_not_read_again_in_later_passes_also_after_a_resume() ->
 @pytest.mark.parametrize("options", [{"persistent_workers": True}, {"seeds": True}], ids=["persistent", "seeded"])
 def test_workers_that_live_on_and_seeded_samples_leave_out_the_same(options: dict[str, Any]) -> None:
     seeds = options.pop("seeds", False)
-    given = DataLoader(HoledInBulk(17, 2, 7, 16), batch_size=3, shuffle=True, num_workers=0 if seeds else 2, **options)
+    data_loader = DataLoader(
+        HoledInBulk(17, 2, 7, 16), batch_size=3, shuffle=True, num_workers=0 if seeds else 2, **options
+    )
     loader = prepare_data_loader(
-        given, num_processes=1, process_index=0, data_seed=0, low_memory_shuffle=True, seed_each_sample=seeds
+        data_loader, num_processes=1, process_index=0, data_seed=0, low_memory_shuffle=True, seed_each_sample=seeds
     )
     quarantine = _quarantine()
     loader.skip_bad_samples(quarantine)
     whole = _prepared(Numbers(17), shuffle=True)
-    for found in (3, 0, 0):
+    for skipped in (3, 0, 0):
         expected = [[index for index in batch.tolist() if index not in (2, 7, 16)] for batch in whole]
         assert [batch.tolist() for batch in loader] == expected
-        assert len(quarantine.sync_across_ranks()) == found
+        assert len(quarantine.sync_across_ranks()) == skipped
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_batch_of_which_nothing_is_left_has_a_stand_in_that_does_not_count(workers: int, batched: bool) -> None:
-    given = DataLoader(Holed(9, 3, 4, 5), batch_size=3 if batched else None, num_workers=workers)
-    loader = prepare_data_loader(given, num_processes=1, process_index=0)
+    data_loader = DataLoader(Holed(9, 3, 4, 5), batch_size=3 if batched else None, num_workers=workers)
+    loader = prepare_data_loader(data_loader, num_processes=1, process_index=0)
     loader.skip_bad_samples(_quarantine())
     torch.manual_seed(0)
     torch.empty((), dtype=torch.int64).random_()  # as torch's iterator draws the seed of its workers

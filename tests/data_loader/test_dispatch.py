@@ -57,9 +57,9 @@ MODES: dict[str, dict[str, Any]] = {
 )
 def test_every_size_is_dealt_out_as_by_hand(mode: str, kind: str, drop_last: bool) -> None:
     sizes = [0, 1, 4, 7] if "worker" in kind else list(range(17))
-    told = _everywhere(lambda: [_read(_loader(kind, size, 4, drop_last), **MODES[mode]) for size in sizes])
+    results = _everywhere(lambda: [_read(_loader(kind, size, 4, drop_last), **MODES[mode]) for size in sizes])
     split, even = "split" in mode, "uneven" not in mode
-    for rank, per_size in enumerate(told):
+    for rank, per_size in enumerate(results):
         for size, (batches, length) in zip(sizes, per_size, strict=True):
             expected = by_hand(range(size), 4, 2, rank, split=split, even=even, drop_last=drop_last)
             if "worker" in kind and mode == "split by a function, uneven":
@@ -82,9 +82,9 @@ def test_a_shuffled_loader_has_the_order_of_one_process() -> None:
         return [read(prepared) for _ in range(2)]
 
     alone = orders(False, 8)
-    told = _everywhere(lambda: orders(True, 4))
+    results = _everywhere(lambda: orders(True, 4))
     for epoch in range(2):
-        assert [left + right for left, right in zip(told[0][epoch], told[1][epoch], strict=True)] == alone[epoch]
+        assert [left + right for left, right in zip(results[0][epoch], results[1][epoch], strict=True)] == alone[epoch]
     assert _everywhere(lambda: orders(True, 2), 4)[3] == _everywhere(lambda: orders(False, 2), 4)[3]
 
 
@@ -121,10 +121,10 @@ def test_batches_that_come_ready_are_dealt_out_or_cut() -> None:
             return iter([torch.tensor([10 * index, 10 * index + 1]) for index in range(3)])
 
     loader = DataLoader(Ready(), batch_size=None)
-    told = _everywhere(lambda: (_read(loader)[0], _read(loader, split_batches=True)[0]))
-    assert [[handed.samples for handed in whole] for whole, _ in told] == [[[0, 1], [20, 21]], [[10, 11], [0, 1]]]
-    assert [whole[-1].rows for whole, _ in told] == [None, (2, 0)]
-    assert [[handed.samples for handed in cut] for _, cut in told] == [[[0], [10], [20]], [[1], [11], [21]]]
+    results = _everywhere(lambda: (_read(loader)[0], _read(loader, split_batches=True)[0]))
+    assert [[handed.samples for handed in whole] for whole, _ in results] == [[[0, 1], [20, 21]], [[10, 11], [0, 1]]]
+    assert [whole[-1].rows for whole, _ in results] == [None, (2, 0)]
+    assert [[handed.samples for handed in cut] for _, cut in results] == [[[0], [10], [20]], [[1], [11], [21]]]
     with pytest.raises(Exception, match="has 2 rows, which do not split into 4 equal parts"):
         _everywhere(lambda: _read(loader, split_batches=True), 4)
 

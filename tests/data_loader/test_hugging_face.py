@@ -118,7 +118,12 @@ def test_workers_read_its_shards() -> None:
     loaders = worlds(_loader("streaming", 3, num_workers=2), 2)
     batches = [[(batch["id"].tolist(), loader.rows) for batch in loader] for loader in loaders]
     assert len(batches[0]) == len(batches[1])
-    real = [sample for one in batches for ids, rows in one for sample in ids[: 3 if rows is None else rows.real]]
+    real = [
+        sample
+        for rank_batches in batches
+        for ids, rows in rank_batches
+        for sample in ids[: 3 if rows is None else rows.real]
+    ]
     assert sorted(real) == list(range(SIZE))
 
 
@@ -134,9 +139,12 @@ def _split(num_shards: int) -> list[tuple[list[int], Any]]:
 
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_a_dataset_split_by_node_is_not_shared_out_again(num_shards: int) -> None:
-    told = run_world(_split, (num_shards,), 2, timeout=60)
-    assert len(told[0]) == len(told[1])
-    real = [[sample for ids, rows in one for sample in ids[: 4 if rows is None else rows.real]] for one in told]
+    results = run_world(_split, (num_shards,), 2, timeout=60)
+    assert len(results[0]) == len(results[1])
+    real = [
+        [sample for ids, rows in rank_batches for sample in ids[: 4 if rows is None else rows.real]]
+        for rank_batches in results
+    ]
     assert sorted(flat(real)) == list(range(22))
     # By halves if the shards go into two, else sample by sample.
     assert real[0] == (list(range(11)) if num_shards == 2 else list(range(0, 22, 2)))

@@ -24,13 +24,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # t
 @pytest.mark.parametrize("size", [0, 1, 7, 17])
 def test_workers_share_and_all_processes_have_as_many_batches(size: int, num_workers: int) -> None:
     loader = DataLoader(Stream(size), batch_size=2, num_workers=num_workers)
-    batches = [read_all(one) for one in worlds(loader, 2)]
+    batches = [read_all(rank_loader) for rank_loader in worlds(loader, 2)]
     assert len(batches[0]) == len(batches[1])
-    real = [sample for one in batches for handed in one for sample in handed.samples[: (handed.rows or (2, 2))[1]]]
+    real = [
+        sample
+        for rank_loader in batches
+        for handed in rank_loader
+        for sample in handed.samples[: (handed.rows or (2, 2))[1]]
+    ]
     assert sorted(real) == list(range(size))
-    for one in batches:
-        assert [handed.is_last for handed in one] == [False] * (len(one) - 1) + [True] * (len(one) > 0)
-        assert all(len(handed.samples) == 2 for handed in one)
+    for rank_loader in batches:
+        assert [handed.is_last for handed in rank_loader] == [False] * (len(rank_loader) - 1) + [True] * (
+            len(rank_loader) > 0
+        )
+        assert all(len(handed.samples) == 2 for handed in rank_loader)
 
 
 class Lopsided(IterableDataset[int]):
@@ -44,7 +51,7 @@ class Lopsided(IterableDataset[int]):
 
 def test_a_tail_may_come_before_whole_batches() -> None:
     loader = DataLoader(Lopsided(), batch_size=2, num_workers=2)
-    first, second = (read_all(one) for one in worlds(loader, 2))
+    first, second = (read_all(rank_loader) for rank_loader in worlds(loader, 2))
     assert [handed.samples for handed in first] == [[0, 0], [1, 2], [5, 6], [9, 1]]
     assert [handed.rows for handed in first] == [(2, 1), None, None, (2, 1)]
     assert [handed.rows for handed in second] == [(2, 0), None, None, (2, 0)]
@@ -80,7 +87,7 @@ def test_batches_that_come_ready_are_shared_as_they_are(num_workers: int) -> Non
             return iter([torch.tensor([index, index + 10, index + 20]) for index in range(5)])
 
     loader = DataLoader(Ready(), batch_size=None, num_workers=num_workers)
-    first, second = (read_all(one) for one in worlds(loader, 2))
+    first, second = (read_all(rank_loader) for rank_loader in worlds(loader, 2))
     assert [handed.samples[0] for handed in first] == [0, 2, 4]
     assert [handed.samples[0] for handed in second] == [1, 3, 0]
     assert [handed.rows for handed in second] == [None, None, (3, 0)]
@@ -107,7 +114,7 @@ def _configure(worker: int) -> None:
 
 def test_a_worker_init_fn_reaches_the_users_dataset() -> None:
     loader = DataLoader(Configured(), batch_size=2, num_workers=2, worker_init_fn=_configure)
-    samples = [sample for one in worlds(loader, 2) for batch in read(one) for sample in batch]
+    samples = [sample for rank_loader in worlds(loader, 2) for batch in read(rank_loader) for sample in batch]
     # Six samples a worker: a round of four, and two filled with two.
     assert sorted(set(samples)) == list(range(12))
     assert len(samples) == 16
@@ -143,8 +150,8 @@ def test_a_dataset_that_shuffles_has_one_order_for_all_and_a_resume(num_workers:
     (alone, first, second) = (prepared(1, 0), prepared(2, 0), prepared(2, 1))
     whole = [read(alone), read(alone)]
     assert whole[0] != whole[1]
-    for one in whole:
-        assert [left + right for left, right in zip(read(first), read(second), strict=True)] == one
+    for resumed_loader in whole:
+        assert [left + right for left, right in zip(read(first), read(second), strict=True)] == resumed_loader
     saving = prepared(1, 0)
     list(islice(saving, 2))
     resumed = prepared(1, 0)
@@ -311,9 +318,9 @@ def _split(sizes: list[int], num_workers: int, options: dict[str, Any]) -> list[
     ("sizes", "num_workers"), [([5, 2], 0), ([2, 5], 1), ([4, 4], 0), ([0, 3], 0), ([3, 0], 1), ([0, 0], 0)]
 )
 def test_processes_with_data_of_their_own_end_together(sizes: list[int], num_workers: int) -> None:
-    told = run_world(_split, (sizes, num_workers, {}), 2, timeout=60)
+    results = run_world(_split, (sizes, num_workers, {}), 2, timeout=60)
     rounds = -(-max(sizes) // 2)
-    for rank, passes in enumerate(told):
+    for rank, passes in enumerate(results):
         assert passes[0] == passes[1]
         batches = passes[0]
         assert [handed.is_last for handed in batches] == [index == rounds - 1 for index in range(rounds)]
@@ -323,8 +330,8 @@ def test_processes_with_data_of_their_own_end_together(sizes: list[int], num_wor
 
 
 def test_or_each_for_itself_if_they_need_not_be_even() -> None:
-    told = run_world(_split, ([5, 2], 0, {"even_batches": False}), 2, timeout=60)
-    assert [[handed.samples for handed in passes[0]] for passes in told] == [[[0, 1], [2, 3], [4]], [[100, 101]]]
+    results = run_world(_split, ([5, 2], 0, {"even_batches": False}), 2, timeout=60)
+    assert [[handed.samples for handed in passes[0]] for passes in results] == [[[0, 1], [2, 3], [4]], [[100, 101]]]
 
 
 def test_a_split_for_another_world_is_no_place_to_go_on_from() -> None:
@@ -339,5 +346,5 @@ def test_nobody_reads_for_all_what_is_split() -> None:
             prepare_data_loader(DataLoader(Split([4, 4])), dispatch_batches=True)
         return str(caught.value)
 
-    told = run_world(refusal, (), 2, timeout=60)
-    assert all("for all ranks, but this Split" in one for one in told)
+    results = run_world(refusal, (), 2, timeout=60)
+    assert all("for all ranks, but this Split" in message for message in results)

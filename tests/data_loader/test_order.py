@@ -90,7 +90,7 @@ def _orders(kind: str, batch_size: int, processes: int, passes: int = 2, **optio
     """Return the samples of some passes in global order."""
     loaders = worlds(_loader(kind, batch_size), processes, data_seed=5, **options)
     rounds = [zip(*(read(loader) for loader in loaders), strict=True) for _ in range(passes)]
-    return [[sample for batches in one for batch in batches for sample in batch] for one in rounds]
+    return [[sample for batches in rank_rounds for batch in batches for sample in batch] for rank_rounds in rounds]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "epochs"])
@@ -222,9 +222,9 @@ def _seeds(data_seed: int | None) -> tuple[int, list[list[int]]]:
 
 @pytest.mark.parametrize(("data_seed", "expected"), [(None, 100), (7, 7)])
 def test_all_processes_take_the_seed_of_the_first(data_seed: int | None, expected: int) -> None:
-    told = run_world(_seeds, (data_seed,), 2, timeout=60)
-    assert [seed for seed, _ in told] == [expected] * 2
-    assert sorted(flat((flat(batches) for _, batches in told))) == list(range(8))
+    results = run_world(_seeds, (data_seed,), 2, timeout=60)
+    assert [seed for seed, _ in results] == [expected] * 2
+    assert sorted(flat((flat(batches) for _, batches in results))) == list(range(8))
 
 
 def test_a_plain_batch_sampler_subclass_is_shared_by_samples() -> None:

@@ -51,11 +51,11 @@ def read(pids: Connection, context: str, in_thread: bool) -> None:
     ],
 )
 def test_data_workers_end_with_a_process_that_is_killed(context: str, in_thread: bool) -> None:
-    here, there = get_context("fork").Pipe()
-    process = get_context("fork").Process(target=read, args=(there, context, in_thread))
+    receiver, sender = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=read, args=(sender, context, in_thread))
     process.start()
-    there.close()
-    workers = [psutil.Process(here.recv()) for _ in range(2)]
+    sender.close()
+    workers = [psutil.Process(receiver.recv()) for _ in range(2)]
     assert process.pid is not None
     os.killpg(process.pid, signal.SIGKILL)
     process.join()

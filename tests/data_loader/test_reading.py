@@ -140,7 +140,7 @@ def test_generators_are_synchronized_if_asked_and_those_of_the_order_always(
     kinds: list[str] | None, same: list[bool]
 ) -> None:
     first, second = run_world(_synchronized, (kinds, 0), 2, timeout=60)
-    assert [one == other for one, other in zip(first, second, strict=True)] == same
+    assert [left == other for left, other in zip(first, second, strict=True)] == same
 
 
 def test_in_the_middle_of_a_pass_generators_are_those_of_a_checkpoint() -> None:
@@ -160,7 +160,7 @@ def test_workers_draw_other_numbers_on_each_process_and_after_a_resume() -> None
     first, second = worlds(loader, 2, data_seed=5)
     (again, _), (elsewhere, _) = worlds(loader, 2, data_seed=5), worlds(loader, 2, data_seed=6)
     resumed = first.starting_at(1)
-    numbers = [drawn(one) for one in (first, second, elsewhere, resumed)]
+    numbers = [drawn(rank_loader) for rank_loader in (first, second, elsewhere, resumed)]
     assert len(set(numbers)) == 4
     assert drawn(again) == numbers[0]
 
@@ -170,24 +170,24 @@ def test_a_generator_that_is_not_there_is_not_synchronized() -> None:
 
 
 def test_the_epoch_reaches_those_who_want_to_know() -> None:
-    told: list[tuple[str, int]] = []
+    epochs: list[tuple[str, int]] = []
 
     class Listening(Numbers):
         def set_epoch(self, epoch: int) -> None:
-            told.append(("dataset", epoch))
+            epochs.append(("dataset", epoch))
 
     class Batches(list[list[int]]):
         def set_epoch(self, epoch: int) -> None:
-            told.append(("batch sampler", epoch))
+            epochs.append(("batch sampler", epoch))
 
     loader = DataLoader(Listening(4), batch_sampler=Batches([[0, 1], [2, 3]]))
     prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
     prepared.set_epoch(3)
-    assert set(told) == {("dataset", 3), ("batch sampler", 3)}
-    told.clear()
+    assert set(epochs) == {("dataset", 3), ("batch sampler", 3)}
+    epochs.clear()
     read(prepared)
     read(prepared)
-    assert [epoch for who, epoch in told if who == "dataset"] == [3, 4]
+    assert [epoch for who, epoch in epochs if who == "dataset"] == [3, 4]
 
 
 def test_even_batches_can_be_switched_for_a_while() -> None:

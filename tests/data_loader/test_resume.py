@@ -145,10 +145,10 @@ def test_what_is_left_of_a_pass_is_counted_in_the_batches_of_now(kind: Any) -> N
     for behind, left in ((0, [3, 3]), (1, [2, 2]), (3, [1, 1]), (6, [3, 3])):
         (saving,) = worlds(DataLoader(kind(), batch_size=4), 1, data_seed=5)
         resumed = worlds(DataLoader(kind(), batch_size=5), 2, data_seed=5)
-        for one in resumed:
-            one.load_state_dict(_saved_after(saving, behind))
-        assert [one.batches_left for one in resumed] == left
-        assert [len(read(one)) for one in resumed] == left
+        for resumed_loader in resumed:
+            resumed_loader.load_state_dict(_saved_after(saving, behind))
+        assert [resumed_loader.batches_left for resumed_loader in resumed] == left
+        assert [len(read(resumed_loader)) for resumed_loader in resumed] == left
 
 
 class Placed(Stream):
@@ -220,9 +220,9 @@ def test_batches_of_a_users_batch_sampler_are_gone_on_from_by_batches() -> None:
     state = _saved_after(worlds(loader, 2)[0], 2)
     assert (state["unit"], state["position"]) == ("batches", 4)
     resumed = worlds(loader, 3)
-    for one in resumed:
-        one.load_state_dict(state)
-    assert [read(one) for one in resumed] == [[buckets[4]], [buckets[5]], [buckets[6]]]
+    for resumed_loader in resumed:
+        resumed_loader.load_state_dict(state)
+    assert [read(resumed_loader) for resumed_loader in resumed] == [[buckets[4]], [buckets[5]], [buckets[6]]]
 
 
 def test_a_process_that_ends_early_says_the_same_as_the_others() -> None:

@@ -34,8 +34,8 @@ def test_each_sample_comes_once(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_all_orders_of_few_samples_are_as_likely(size: int) -> None:
     passes = 12 * math.factorial(size)
-    found = Counter(tuple(Shuffle(size, str(key))(np.arange(size)).tolist()) for key in range(passes))
-    assert _are_even([found[order] for order in permutations(range(size))])
+    counts = Counter(tuple(Shuffle(size, str(key))(np.arange(size)).tolist()) for key in range(passes))
+    assert _are_even([counts[order] for order in permutations(range(size))])
 
 
 @pytest.mark.parametrize("size", [64, 5000])
@@ -58,7 +58,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 def test_passes_differ_and_a_pass_comes_again() -> None:
     sampler = LowMemoryRandomSampler(range(1000), data_seed=3)
     first, second = list(sampler), list(sampler)
-    assert sum(one == other for one, other in zip(first, second, strict=True)) < 10
+    assert sum(left == other for left, other in zip(first, second, strict=True)) < 10
     sampler.set_epoch(0)
     assert list(sampler) == first
     assert list(sampler) == second

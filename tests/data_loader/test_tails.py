@@ -120,7 +120,7 @@ def test_batches_of_a_users_batch_sampler_stay_whole(even: bool) -> None:
 def test_batches_of_a_users_batch_sampler_can_be_split(even: bool) -> None:
     buckets = [[0, 1, 2, 3], [4, 5], [6, 7, 8]]
     loader = DataLoader(Numbers(100), batch_sampler=Buckets(buckets))
-    first, second = (read_all(one) for one in worlds(loader, 2, split_batches=True, even_batches=even))
+    first, second = (read_all(rank_loader) for rank_loader in worlds(loader, 2, split_batches=True, even_batches=even))
     assert [handed.samples for handed in first] == [[0, 1], [4], [6, 7]]
     assert [handed.samples for handed in second] == [[2, 3], [5], [8, 0] if even else [8]]
     assert [handed.rows for handed in second] == [None, None, (2, 1) if even else (1, 1)]
@@ -134,7 +134,7 @@ def test_batches_that_come_ready_are_shared_as_they_are() -> None:
     import torch
 
     ready = [torch.tensor([index, index + 100]) for index in range(5)]
-    first, second = (read_all(one) for one in worlds(DataLoader(ready, batch_size=None), 2))  # type: ignore[arg-type]
+    first, second = (read_all(rank_loader) for rank_loader in worlds(DataLoader(ready, batch_size=None), 2))  # type: ignore[arg-type]
     assert [handed.samples[0] for handed in first] == [0, 2, 4]
     assert [handed.samples[0] for handed in second] == [1, 3, 0]
     assert [handed.rows for handed in second] == [None, None, (2, 0)]

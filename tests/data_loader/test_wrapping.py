@@ -268,9 +268,9 @@ def _with_a_state() -> Any:
         (_with_a_state, {}, PreparationError, "A state was loaded into this StatefulDataLoader"),
     ],
 )
-def test_what_cannot_be_prepared_is_told(given: Any, options: Any, error: Any, message: str) -> None:
+def test_what_cannot_be_prepared_is_told(value: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        worlds(given(), 2, **options)
+        worlds(value(), 2, **options)
 
 
 @pytest.mark.parametrize(("processes", "index", "message"), [(2, 2, "between 0 and 1 .got 2"), (0, 0, "num_processes")])

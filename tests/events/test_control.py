@@ -50,9 +50,9 @@ def test_what_any_process_asked_for_all_do() -> None:
 def test_a_request_made_while_others_are_heard_stays_for_the_next_time() -> None:
     control = Control()
     control.log = True
-    told = control.to_floats()
+    floats = control.to_floats()
     control.evaluate = True
-    control.receive(told)
+    control.receive(floats)
     assert control.is_due("log")
     assert not control.is_due("evaluate")
     assert control.to_floats() == [0.0, 1.0, *[0.0] * 6]
@@ -92,14 +92,14 @@ def test_what_only_the_loop_asks_for_travels_with_the_rest() -> None:
 
 
 def test_what_a_handler_noted_is_asked_for_when_requests_are_looked_at() -> None:
-    alone, one, other = Control(), Control(), Control()
-    for control in (alone, one):
+    alone, first, second = Control(), Control(), Control()
+    for control in (alone, first):
         control.interruption = Interruption("SIGTERM", 143)
         assert control.is_empty
     alone.sync_across_ranks(LoneProcess())
     assert alone.take("interrupt")
-    told = one.to_floats()
-    for control in (one, other):
-        control.receive(told)
+    floats = first.to_floats()
+    for control in (first, second):
+        control.receive(floats)
         assert control.take("interrupt")
         assert control.is_empty

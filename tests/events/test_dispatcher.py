@@ -104,10 +104,10 @@ def test_a_function_set_on_the_object_listens_too() -> None:
 
 
 def test_lower_orders_come_first_and_equal_ones_as_given() -> None:
-    given = [Noting("b", 1), Noting("c", 1), Noting("a", -1), Noting("d", 2)]
-    events = Dispatcher(given[:2])
-    events.add(given[3])
-    events.add(given[2])
+    callbacks = [Noting("b", 1), Noting("c", 1), Noting("a", -1), Noting("d", 2)]
+    events = Dispatcher(callbacks[:2])
+    events.add(callbacks[3])
+    events.add(callbacks[2])
     values: dict[str, float] = {}
     events.fire("on_log", run_at(1), values)
     assert list(values) == ["a", "b", "c", "d"]
@@ -194,8 +194,8 @@ def test_removing_a_class_takes_out_all_of_it() -> None:
 
 
 def test_states_are_kept_by_key_and_in_the_order_given() -> None:
-    first, second, own = Noting("first", order=5), Noting("second"), Noting("own", key="mine")
-    events = Dispatcher([first, Callback(), second, own])
+    first, second, third = Noting("first", order=5), Noting("second"), Noting("own", key="mine")
+    events = Dispatcher([first, Callback(), second, third])
     for step in range(3):
         events.fire("on_step_end", run_at(step))
     first.heard.append("one more")

@@ -28,11 +28,11 @@ def test_the_loss_of_nothing_is_nothing(weight: float | Tensor) -> None:
 
 
 def test_a_single_optimizer_needs_no_name() -> None:
-    one, other = object(), object()
-    run = Run(optimizers={"default": one}, schedulers={})  # type: ignore[dict-item]
-    assert run.optimizer is one
+    first, second = object(), object()
+    run = Run(optimizers={"default": first}, schedulers={})  # type: ignore[dict-item]
+    assert run.optimizer is first
     assert run.scheduler is None
-    run = Run(optimizers={"g": one, "d": other}, schedulers={"g": one, "d": other})  # type: ignore[dict-item]
+    run = Run(optimizers={"g": first, "d": second}, schedulers={"g": first, "d": second})  # type: ignore[dict-item]
     with pytest.raises(
         ConfigurationError, match=r"exactly one optimizer, and this run has 2 \(g, d\). Use run.optimizers\[name\]"
     ):

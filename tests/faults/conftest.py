@@ -25,9 +25,9 @@ def trials(request: pytest.FixtureRequest) -> Trials:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let what is in this folder be chosen together with the tests of faults that are elsewhere."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if folder in item.path.parents:
             item.add_marker("fault")
 
 

@@ -33,9 +33,9 @@ class Diary:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def note(self, what: str, number: int, contents: Any = None) -> None:
+    def note(self, kind: str, number: int, contents: Any = None) -> None:
         """Write a line."""
-        line = {"what": what, "number": number, "contents": contents, "when": time.monotonic(), "pid": os.getpid()}
+        line = {"what": kind, "number": number, "contents": contents, "when": time.monotonic(), "pid": os.getpid()}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
 
@@ -146,7 +146,7 @@ class Lives:
 
     def killed(self, project: Path, when: list[Moment]) -> Found:
         """Live until killed, as often as there are moments; and once more."""
-        found = Found()
+        findings = Found()
         project.mkdir(parents=True, exist_ok=True)
         for number, moment in enumerate(when):
             victim = _diary(project, number % self.processes)
@@ -155,11 +155,11 @@ class Lives:
                 pytest.raises(ProcessFailedError, match="SIGKILL"),
             ):
                 run_forked(self._live, (project,), self.processes, timeout=90)
-            found.kills += 1
-            self._look(project, found)
+            findings.kills += 1
+            self._look(project, findings)
         run_forked(self._live, (project, True), self.processes, timeout=90)
-        self._compare(project, found)
-        return found
+        self._compare(project, findings)
+        return findings
 
     def _live(self, project: Path, is_last: bool = False) -> None:
         accelerator, model, optimizer = self.make(project, total_limit=2)
@@ -176,27 +176,27 @@ class Lives:
             diary.note("saving", number, digest(accelerator))
             accelerator.save_state(background=self.background)
             # One that is written behind the training is known to be there when the next one begins.
-            saved, there = number, (saved if self.background else number)
-            if there >= 0:
-                diary.note("saved", there)
+            saved, on_disk = number, (saved if self.background else number)
+            if on_disk >= 0:
+                diary.note("saved", on_disk)
 
-    def _look(self, project: Path, found: Found) -> None:
+    def _look(self, project: Path, actual: Found) -> None:
         """Look at what a kill has left."""
         states = automatic_states(project / "checkpoints")
         for path in states.values():
             try:
                 verify_state(path)
             except CheckpointError as error:
-                found.unloadable += 1
-                found.complaints.append(str(error))
+                actual.unloadable += 1
+                actual.complaints.append(str(error))
         written = lines(_diary(project, 0))
         newest = max((entry["number"] for entry in written if entry["what"] == "saved"), default=-1)
-        found.inside += [entry["number"] for entry in written if entry["what"] == "saving"][-1] > max(states)
+        actual.inside += [entry["number"] for entry in written if entry["what"] == "saving"][-1] > max(states)
         if max(states) < newest:
-            found.complaints.append(f"after kill {found.kills} state {newest} is gone: there are {list(states)}")
-        (project / f"left_{found.kills}").write_text(str(max(states)))
+            actual.complaints.append(f"after kill {actual.kills} state {newest} is gone: there are {list(states)}")
+        (project / f"left_{actual.kills}").write_text(str(max(states)))
 
-    def _compare(self, project: Path, found: Found) -> None:
+    def _compare(self, project: Path, actual: Found) -> None:
         """Compare what was loaded after each kill with what had been saved."""
         for rank in range(self.processes):
             was_saved: dict[int, str] = {}
@@ -207,11 +207,11 @@ class Lives:
                 elif entry["what"] == "loaded":
                     kill += 1
                     left = int((project / f"left_{kill}").read_text())
-                    found.resumed += rank == 0 and entry["number"] == left
+                    actual.resumed += rank == 0 and entry["number"] == left
                     is_equal = entry["contents"] == was_saved.get(entry["number"])
-                    found.equal += rank == 0 and is_equal
+                    actual.equal += rank == 0 and is_equal
                     if entry["number"] != left or not is_equal:
-                        found.complaints.append(
+                        actual.complaints.append(
                             f"process {rank} loaded {entry['number']} after kill {kill}, not {left}"
                         )
 

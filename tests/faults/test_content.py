@@ -176,9 +176,9 @@ def test_a_pickle_in_json_is_refused(state: Path, tmp_path: Path, training: Acce
         whole = path.read_bytes()
         path.write_text(json.dumps({"$pickle": content}))
         reseal(state)
-        with pytest.raises(CheckpointError, match=r"was pickled when it was saved") as told:
+        with pytest.raises(CheckpointError, match=r"was pickled when it was saved") as error:
             training.load_state(state)
-        assert path.name.split(".")[0] in str(told.value)
+        assert path.name.split(".")[0] in str(error.value)
         assert not marker.exists()
         path.write_bytes(whole)
         ledger.note("content", "a pickle inside JSON", injected=1, refused=1)
@@ -231,9 +231,9 @@ def test_broken_files_of_tensors_are_refused_by_name(
             if is_weights:
                 reads.append(lambda: load_checkpoint_in_model(toy.model(), state, strict=True))
             for read in reads:
-                with pytest.raises(TrainerLibError) as told:
+                with pytest.raises(TrainerLibError) as error:
                     read()
-                assert path.name in str(told.value), f"{kind}: {told.value}"
+                assert path.name in str(error.value), f"{kind}: {error.value}"
                 ledger.note("content", "a safetensors file with an invalid header", injected=1, refused=1)
         path.write_bytes(whole)
 
@@ -275,12 +275,12 @@ def test_broken_json_is_refused_by_name(states: Path, tmp_path: Path, training: 
                 reseal(state)
             try:
                 training.load_state(state)
-                said = "it was taken for a state"
+                message = "it was taken for a state"
             except TrainerLibError as error:
-                said = str(error)
-            is_named = stem in said or CALLED.get(stem, stem) in said
+                message = str(error)
+            is_named = stem in message or CALLED.get(stem, stem) in message
             if not is_named:
-                wrong.append(f"{kind} as {path.name}: {said}")
+                wrong.append(f"{kind} as {path.name}: {message}")
             ledger.note(
                 "content", "JSON that is malformed, too deep or of another format", injected=1, refused=is_named
             )
@@ -436,9 +436,9 @@ def test_a_folder_that_is_not_a_checkpoint_is_refused_by_name(
     for number, (words, make) in enumerate(makers.items()):
         place = tmp_path / f"place_{number}"
         make(place)
-        with pytest.raises(CheckpointError, match=words) as told:
+        with pytest.raises(CheckpointError, match=words) as error:
             training.load_state(place)
-        assert str(place) in str(told.value)
+        assert str(place) in str(error.value)
         ledger.note("content", "a folder that is not a checkpoint", injected=1, refused=1)
 
 
@@ -455,11 +455,11 @@ def test_the_names_and_shapes_of_another_model_are_listed(states: Path, ledger: 
     (checkpoint,) = (states / "runs").glob("*/checkpoints/checkpoint-00000002")
     layers = [nn.Linear(6, 9), nn.Tanh(), nn.Dropout(), nn.Linear(9, 2, bias=False), nn.Linear(2, 2)]
     wider = nn.Sequential(*layers)
-    with pytest.raises(StateError) as told:
+    with pytest.raises(StateError) as error:
         trainer(arguments(resume=str(checkpoint)), model=wider).fit()
-    said = str(told.value)
+    message = str(error.value)
     for words in ("4.weight", "4.bias", "3.bias", "0.weight", "(9, 6)", "(8, 6)"):
-        assert words in said, said
+        assert words in message, message
     ledger.note("content", "a checkpoint of another model", injected=1, refused=1)
 
 

@@ -59,10 +59,10 @@ def state(states: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def test_all_damage_is_noticed_and_names_the_file(state: Path, seed: int, trials: Trials, ledger: Ledger) -> None:
     verify_state(state)
     for kind, file in damages(state, trials(60, 2500), seed):
-        with pytest.raises(DamagedError) as told:
+        with pytest.raises(DamagedError) as error:
             verify_state(state)
-        assert file in str(told.value) or kind == "files swapped", f"{kind}, {file}: {told.value}"
-        ledger.note("damage", kind, injected=1, noticed=1, named=int(file in str(told.value)))
+        assert file in str(error.value) or kind == "files swapped", f"{kind}, {file}: {error.value}"
+        ledger.note("damage", kind, injected=1, noticed=1, named=int(file in str(error.value)))
     verify_state(state)
 
 
@@ -93,10 +93,10 @@ def test_errors_name_the_expected_and_the_actual_value(state: Path) -> None:
     path = state / "model.safetensors"
     expected = checksum_of(path)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(DamagedError) as told:
+    with pytest.raises(DamagedError) as error:
         verify_state(state)
-    what = f"model.safetensors has the checksum {checksum_of(path)} instead of {expected}."
-    assert str(told.value) == f"The checkpoint {state} is damaged: {what}"
+    message = f"model.safetensors has the checksum {checksum_of(path)} instead of {expected}."
+    assert str(error.value) == f"The checkpoint {state} is damaged: {message}"
 
 
 def test_weights_alone_are_checked_too(state: Path) -> None:
@@ -158,16 +158,16 @@ def test_processes_share_the_reading(states: Path) -> None:
 def test_the_newest_intact_checkpoint_is_loaded_and_the_others_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accelerator, found = saved_often(tmp_path, total_limit=3)
+    accelerator, losses = saved_often(tmp_path, total_limit=3)
     folder = tmp_path / "checkpoints"
     spoil(folder / "checkpoint_2" / "optimizer.safetensors")
     (folder / "checkpoint_1" / "manifest.json").unlink()
     accelerator.load_state("latest")
-    assert state_of(accelerator) == found[0]
-    (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert re.search(r"checkpoint_2 is damaged: optimizer.safetensors has .*now called checkpoint_2.damaged", said)
+    assert state_of(accelerator) == losses[0]
+    (message,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert re.search(r"checkpoint_2 is damaged: optimizer.safetensors has .*now called checkpoint_2.damaged", message)
     assert re.search(
-        r"checkpoint_1\S* is not the manifest .*now called checkpoint_1.damaged. Loading \S+_0 instead\.", said
+        r"checkpoint_1\S* is not the manifest .*now called checkpoint_1.damaged. Loading \S+_0 instead\.", message
     )
     for _ in range(4):
         accelerator.save_state()
@@ -185,26 +185,26 @@ def test_an_error_names_all_checkpoints_if_none_is_intact(tmp_path: Path) -> Non
 
 def test_two_ranks_agree_on_the_damage(tmp_path: Path) -> None:
     def body() -> tuple[bool, list[str]]:
-        accelerator, found = saved_often(tmp_path)
+        accelerator, losses = saved_often(tmp_path)
         if accelerator.is_main_process:
             spoil(tmp_path / "checkpoints" / "checkpoint_2" / "random_states_1.safetensors")
         accelerator.wait_for_everyone()
         with pytest.raises(DamagedError, match=r"random_states_1.safetensors has the checksum"):
             accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_2")
         accelerator.load_state()
-        return state_of(accelerator) == found[1], sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+        return state_of(accelerator) == losses[1], sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 
     names = ["checkpoint_0", "checkpoint_1", "checkpoint_2.damaged"]
     assert run_world(body, (), 2, timeout=60) == [(True, names)] * 2
 
 
 def test_accelerates_own_states_are_left_alone(tmp_path: Path) -> None:
-    accelerator, found = saved_often(tmp_path)
+    accelerator, losses = saved_often(tmp_path)
     foreign = tmp_path / "checkpoints" / "checkpoint_7"
     foreign.mkdir()
     (foreign / "optimizer.bin").write_bytes(b"")
     accelerator.load_state()
-    assert state_of(accelerator) == found[2]
+    assert state_of(accelerator) == losses[2]
     assert foreign.is_dir()
 
 

@@ -42,7 +42,7 @@ def saves_on_a_full_disk(make: Any, disk: SmallDisk, background: bool) -> tuple[
         accelerator.save_state(background=background)
         accelerator.wait_for_save()
 
-    with pytest.raises(UnwritableError) as told:
+    with pytest.raises(UnwritableError) as error:
         save()
     accelerator.wait_for_everyone()
     left = sorted(path.name for path in (disk.folder / "checkpoints").iterdir())
@@ -53,7 +53,7 @@ def saves_on_a_full_disk(make: Any, disk: SmallDisk, background: bool) -> tuple[
     train(accelerator, model, optimizer)  # training continues
     verify_state(Path(accelerator.save_state()))
     accelerator.load_state(disk.folder / "checkpoints" / "checkpoint_0")
-    return str(told.value), digest(accelerator) == saved, left
+    return str(error.value), digest(accelerator) == saved, left
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_a_full_disk_takes_nothing_from_the_state_before(
     make: Any, processes: int, background: bool, small_disk: SmallDisk, ledger: Ledger
 ) -> None:
     runs = run_world(saves_on_a_full_disk, (make, small_disk, background), processes, timeout=60)
-    for said, is_as_before, left in runs:
-        assert re.search(r"checkpoint_1\.partial/\S+ could not be written: No space left on device", said), said
-        assert re.search(r"This rank's files need about \S+ KB; \S+ \w+ are free there", said), said
+    for message, is_as_before, left in runs:
+        assert re.search(r"checkpoint_1\.partial/\S+ could not be written: No space left on device", message), message
+        assert re.search(r"This rank's files need about \S+ KB; \S+ \w+ are free there", message), message
         assert is_as_before
         assert left == ["checkpoint_0"]
     ledger.note("disks", "a file system that is full", injected=1, told=1, whole=1, went_on=1)
@@ -88,14 +88,14 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
     fsync = os.fsync
     if accelerator.process_index == rank:
         spoil(project)
-    with pytest.raises(UnwritableError) as told:
+    with pytest.raises(UnwritableError) as error:
         accelerator.save_state(project / "state")
     unlimited()
     os.fsync = fsync
     train(accelerator, model, optimizer)  # training continues
     accelerator.save_state(project / "next")
     accelerator.load_state(project / "state")
-    return str(told.value), before, state_of(accelerator)
+    return str(error.value), before, state_of(accelerator)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -111,25 +111,25 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
     ],
 )
 def test_a_full_or_failing_disk_on_one_rank_raises_on_all_ranks(
-    what: str, spoil: Callable[[Path], None], reason: str, rank: int, tmp_path: Path, ledger: Ledger
+    kind: str, spoil: Callable[[Path], None], reason: str, rank: int, tmp_path: Path, ledger: Ledger
 ) -> None:
     runs = run_world(said_on_failure, (tmp_path, spoil, rank), timeout=60)
-    for process, (said, before, after) in enumerate(runs):
-        assert re.search(reason, said), said
-        assert ("save_state failed on rank" in said) == (process != rank)
-        assert "are free there. Earlier checkpoints are unchanged." in said
+    for process, (message, before, after) in enumerate(runs):
+        assert re.search(reason, message), message
+        assert ("save_state failed on rank" in message) == (process != rank)
+        assert "are free there. Earlier checkpoints are unchanged." in message
         assert before == after
     assert sorted(path.name for path in tmp_path.iterdir()) == ["next", "state"]
     verify_state(tmp_path / "next")
-    ledger.note("disks", what, injected=1, told=1, whole=1, went_on=1)
+    ledger.note("disks", kind, injected=1, told=1, whole=1, went_on=1)
 
 
 def test_what_is_not_only_the_disks_fault_is_laid_to_it_by_no_process(tmp_path: Path) -> None:
     def body() -> str:
         group = trained(tmp_path, updates=0)[0].group
-        with pytest.raises(CheckpointError) as told, raise_on_all_ranks(group, "save_state", CheckpointError):
+        with pytest.raises(CheckpointError) as error, raise_on_all_ranks(group, "save_state", CheckpointError):
             raise (UnwritableError, CheckpointError)[group.rank]("no")
-        return type(told.value).__name__
+        return type(error.value).__name__
 
     assert run_world(body, (), 2, timeout=60) == ["CheckpointError", "CheckpointError"]
 
@@ -138,13 +138,13 @@ def test_pickled_weights_fail_as_clearly(tmp_path: Path) -> None:
     def body() -> str:
         accelerator, *_ = trained(tmp_path)
         full_disk(tmp_path)
-        with pytest.raises(CheckpointError) as told:
+        with pytest.raises(CheckpointError) as error:
             accelerator.save_state(tmp_path / "state", safe_serialization=False)
         unlimited()
-        return str(told.value)
+        return str(error.value)
 
-    (said,) = run_world(body, num_processes=1, timeout=60)
-    assert "pytorch_model.bin could not be written: File too large" in said
+    (message,) = run_world(body, num_processes=1, timeout=60)
+    assert "pytorch_model.bin could not be written: File too large" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,13 +155,13 @@ def test_a_read_only_disk_raises_on_save_and_still_loads(small_disk: SmallDisk, 
         saved = digest(accelerator)
         train(accelerator, model, optimizer)
         small_disk.make_read_only()
-        with pytest.raises(UnwritableError) as told:
+        with pytest.raises(UnwritableError) as error:
             accelerator.save_state()
         accelerator.load_state(folder)
-        return str(told.value), digest(accelerator) == saved
+        return str(error.value), digest(accelerator) == saved
 
-    ((said, is_as_before),) = run_world(body, (), 1, timeout=60)
-    assert re.search(r"checkpoint_1.partial could not be written: Read-only file system", said)
+    ((message, is_as_before),) = run_world(body, (), 1, timeout=60)
+    assert re.search(r"checkpoint_1.partial could not be written: Read-only file system", message)
     assert is_as_before
     ledger.note("disks", "a file system that became read-only", injected=1, told=1, whole=1)
 
@@ -187,7 +187,7 @@ def test_a_folder_without_permission_raises_and_is_unchanged(of_another: Path, l
         accelerator.save_state(of_another / "open")
         (of_another / "checkpoints").chmod(0o700)
         (of_another / "open" / "model.safetensors").chmod(0o600)
-        said: list[str] = []
+        messages: list[str] = []
         os.seteuid(_NOBODY)
         try:
             for doing in (
@@ -198,21 +198,23 @@ def test_a_folder_without_permission_raises_and_is_unchanged(of_another: Path, l
                 lambda: accelerator.load_state(of_another / "open"),
                 lambda: one_run(of_another / "checkpoints"),
             ):
-                with pytest.raises((CheckpointError, ConfigurationError)) as told:
+                with pytest.raises((CheckpointError, ConfigurationError)) as error:
                     doing()
-                said.append(str(told.value))
+                messages.append(str(error.value))
         finally:
             os.seteuid(0)
-        return said, digest(accelerator) == saved
+        return messages, digest(accelerator) == saved
 
-    ((said, is_as_before),) = run_world(body, (), 1, timeout=60)
-    for message in said:
+    ((messages, is_as_before),) = run_world(body, (), 1, timeout=60)
+    for message in messages:
         assert "Permission denied" in message
         assert str(of_another) in message
     assert is_as_before
     verify_state(of_another / "checkpoints" / "checkpoint_0")
     verify_state(of_another / "open")
-    ledger.note("disks", "a folder without write permission", injected=len(said), told=len(said), whole=len(said))
+    ledger.note(
+        "disks", "a folder without write permission", injected=len(messages), told=len(messages), whole=len(messages)
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="root may write anywhere")
@@ -262,18 +264,18 @@ class FullDisk(Modifier):
 def continued(folder: Path, in_background: bool, disk: FullDisk) -> tuple[list[int], list[str]]:
     """Train on a disk that is full for a while; return the steps that were saved, and what was warned of."""
     args = arguments(output_dir=folder, save_every=2, max_steps=8, save_in_background=in_background)
-    one = trainer(args, train_dataset=points(64), callbacks=[disk])
-    with warned() as said:
-        one.fit()
-    return [entry["step"] for entry in one.state.checkpoints], said
+    model_trainer = trainer(args, train_dataset=points(64), callbacks=[disk])
+    with warned() as warnings:
+        model_trainer.fit()
+    return [entry["step"] for entry in model_trainer.state.checkpoints], warnings
 
 
 def assert_went_on(runs: list[tuple[list[int], list[str]]], output: Path, reason: str) -> None:
-    for process, (steps, said) in enumerate(runs):
+    for process, (steps, warnings) in enumerate(runs):
         assert steps == [2, 6, 8]
-        told = [line for line in said if "Training continues" in line]
-        assert len(told) == (process == 0), said
-        assert all("could not be written" in line and reason in line for line in told)
+        messages = [line for line in warnings if "Training continues" in line]
+        assert len(messages) == (process == 0), warnings
+        assert all("could not be written" in line and reason in line for line in messages)
     (folder,) = output.glob("*/checkpoints")
     assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-0000000{step}" for step in (2, 6, 8)]
     for path in folder.iterdir():
@@ -314,10 +316,10 @@ def test_a_full_disk_ends_a_run_that_says_so(in_background: bool, small_disk: Sm
         options: dict[str, Any] = {"on_save_error": "raise", "save_in_background": in_background}
         args = arguments(output_dir=output, save_every=2, max_steps=8, **options)
         disk = FullDisk(4, 0, lambda folder: small_disk.fill(leave=3000), small_disk.empty)
-        one = trainer(args, callbacks=[disk])
+        model_trainer = trainer(args, callbacks=[disk])
         with pytest.raises(UnwritableError, match=r"could not be written: No space left on device"):
-            one.fit()
-        return one.state.step
+            model_trainer.fit()
+        return model_trainer.state.step
 
     assert run_world(body, (), 1, timeout=60)[0] in (4, 5, 6)
     (folder,) = output.glob("*/checkpoints")
@@ -347,16 +349,18 @@ class FileInTheWay(Modifier):
 def goes_around_a_file(output: Path) -> tuple[list[int], list[str]]:
     """Train where plain files have the names of two checkpoints, the last one among them."""
     files = [FileInTheWay(4), FileInTheWay(8)]
-    one = trainer(arguments(output_dir=output, save_every=2, max_steps=8), train_dataset=points(64), callbacks=files)
-    with warned() as said, pytest.raises(UnsavedError, match=r"00000008 is a file, and a checkpoint is a folder"):
-        one.fit()
-    return [entry["step"] for entry in one.state.checkpoints], said
+    model_trainer = trainer(
+        arguments(output_dir=output, save_every=2, max_steps=8), train_dataset=points(64), callbacks=files
+    )
+    with warned() as warnings, pytest.raises(UnsavedError, match=r"00000008 is a file, and a checkpoint is a folder"):
+        model_trainer.fit()
+    return [entry["step"] for entry in model_trainer.state.checkpoints], warnings
 
 
 def test_a_plain_file_of_the_name_of_a_checkpoint_costs_that_checkpoint(tmp_path: Path) -> None:
-    for process, (steps, said) in enumerate(run_world(goes_around_a_file, (tmp_path,), 2)):
+    for process, (steps, warnings) in enumerate(run_world(goes_around_a_file, (tmp_path,), 2)):
         assert steps == [2, 6]
-        assert any("checkpoint-00000004 is a file" in line for line in said) == (process == 0)
+        assert any("checkpoint-00000004 is a file" in line for line in warnings) == (process == 0)
     (file,) = tmp_path.glob("*/checkpoints/checkpoint-00000004")
     assert file.read_text() == "not a checkpoint"
 
@@ -365,9 +369,9 @@ def ends_unsaved(output: Path, in_background: bool) -> tuple[str, int]:
     """Train on a disk that takes no last checkpoint; return what was raised, and the exit code of a program."""
     disk = FullDisk(8, 0)
     args = arguments(output_dir=output, save_every=3, max_steps=8, save_in_background=in_background)
-    one = trainer(args, train_dataset=points(64), callbacks=[disk])
+    model_trainer = trainer(args, train_dataset=points(64), callbacks=[disk])
     try:
-        one.fit()
+        model_trainer.fit()
     except UnsavedError as error:  # not pytest.raises, which keeps frames, and so the process group
         result = error.result
         assert (result.status, result.state.step) == ("unsaved", 8)
@@ -378,11 +382,11 @@ def ends_unsaved(output: Path, in_background: bool) -> tuple[str, int]:
 
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_run_whose_end_is_not_on_disk_is_not_finished(in_background: bool, tmp_path: Path) -> None:
-    for said, code in run_world(ends_unsaved, (tmp_path / "runs", in_background), 1, timeout=60):
+    for warnings, code in run_world(ends_unsaved, (tmp_path / "runs", in_background), 1, timeout=60):
         assert code == 1
-        assert "trained all its steps, up to step 8, but its last checkpoint could not be written" in said
-        assert "File too large" in said
-        assert "The newest checkpoint: step 6" in said
+        assert "trained all its steps, up to step 8, but its last checkpoint could not be written" in warnings
+        assert "File too large" in warnings
+        assert "The newest checkpoint: step 6" in warnings
     (file,) = tmp_path.glob("runs/*/run.json")
     assert json.loads(file.read_text())["status"] == "unsaved"
 
@@ -405,28 +409,28 @@ def test_a_run_resumes_while_the_disk_is_full(small_disk: SmallDisk, ledger: Led
 
     def body() -> tuple[Any, list[str]]:
         model = network(dropout=0.3)
-        with warned() as said, pytest.raises(UnsavedError, match="step 10, but its last checkpoint could not be"):
+        with warned() as warnings, pytest.raises(UnsavedError, match="step 10, but its last checkpoint could not be"):
             one_run(output, model=model, resume="auto")
-        return [parameter.detach().tolist() for parameter in model.parameters()], said
+        return [parameter.detach().tolist() for parameter in model.parameters()], warnings
 
-    ((made, said),) = run_world(body, (), 1, timeout=60)
-    assert made == whole
+    ((weights, said),) = run_world(body, (), 1, timeout=60)
+    assert weights == whole
     assert any("No space left on device" in line for line in said), said
     assert sorted(path.name for path in folder.iterdir()) == before
-    told = [line for line in said if "Training continues" in line]
-    assert {re.findall(r"checkpoint-0*(\d+)", line)[0] for line in told} == {"6", "8"}
+    messages = [line for line in said if "Training continues" in line]
+    assert {re.findall(r"checkpoint-0*(\d+)", line)[0] for line in messages} == {"6", "8"}
     ledger.note("disks", "a Trainer's restart on a file system that is full", injected=1, told=1, whole=1, went_on=1)
 
 
 @contextmanager
 def warned() -> Generator[list[str]]:
     """Collect what is warned of."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("trainer_lib").addHandler(handler)
     try:
-        yield said
+        yield messages
     finally:
         logging.getLogger("trainer_lib").removeHandler(handler)
 

@@ -189,7 +189,7 @@ CASES = {
 def outcome(result: FitResult, model: nn.Module) -> list[Any]:
     """Return what has to be equal to the bit."""
     timed = ("_per_second", "data_wait")
-    timeless = [{name: one for name, one in entry.items() if not name.endswith(timed)} for entry in result.history]
+    timeless = [{name: value for name, value in entry.items() if not name.endswith(timed)} for entry in result.history]
     return [timeless, result.state.best, result.state.samples, [p.detach().tolist() for p in model.parameters()]]
 
 
@@ -197,16 +197,16 @@ def run(folder: Path, case: Case, dies: bool = False, **options: Any) -> list[An
     """Train, to the end or up to where the case is interrupted."""
     model = network(dropout=0.3)
     callbacks = [EarlyStopping("eval_loss", patience=50), *([Dies(case.dies_at)] if dies else [])]
-    given = {"per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]), **OPTIONS, **case.options, **options}
-    args = arguments(output_dir=folder, **{name: value for name, value in given.items() if value is not LEFT_OUT})
+    settings = {"per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]), **OPTIONS, **case.options, **options}
+    args = arguments(output_dir=folder, **{name: value for name, value in settings.items() if value is not LEFT_OUT})
     parts = {"train_dataset": case.data(), "eval_dataset": points(10), **case.parts()}
-    one = trainer(args, model=model, callbacks=callbacks, **parts)
+    model_trainer = trainer(args, model=model, callbacks=callbacks, **parts)
     try:
-        return outcome(one.fit(), model)
+        return outcome(model_trainer.fit(), model)
     except InterruptedError:
         return None
     finally:
-        one.accelerator.free_memory()  # and the workers of its loaders
+        model_trainer.accelerator.free_memory()  # and the workers of its loaders
 
 
 # The cases that `make test` runs: each covers what no other case does. The rest runs with `make test-all`.

@@ -51,11 +51,11 @@ def test_killed_at_any_moment_the_newest_state_is_whole(
     ledger: Ledger,
 ) -> None:
     when = moments(trials(few, 24), seed=processes + 10 * background)
-    found = Lives(make, processes, background).killed(tmp_path, when)
-    ledger.note("kills", f"{kind}, saving {'in the background' if background else 'at once'}", **found.counts())
-    assert found.complaints == []
-    assert (found.unloadable, found.resumed, found.equal) == (0, len(when), len(when))
-    assert found.inside > 0 or len(when) < 10  # a few may all come between two saves
+    findings = Lives(make, processes, background).killed(tmp_path, when)
+    ledger.note("kills", f"{kind}, saving {'in the background' if background else 'at once'}", **findings.counts())
+    assert findings.complaints == []
+    assert (findings.unloadable, findings.resumed, findings.equal) == (0, len(when), len(when))
+    assert findings.inside > 0 or len(when) < 10  # a few may all come between two saves
 
 
 class Writes(Callback):
@@ -119,7 +119,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole = run_world(lambda: a_run(tmp_path / "whole", processes, steps, **options), (), processes, timeout=120)
-    found = Found()
+    findings = Found()
 
     def saves() -> bool:
         return any((tmp_path / "parts" / "runs").glob("*/checkpoints/*.partial"))
@@ -130,23 +130,23 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_nobody_disturbed(
             run_world(
                 lambda: a_run(tmp_path / "parts", processes, steps, resume="auto", **options), (), processes, timeout=90
             )
-        found.kills += 1
+        findings.kills += 1
         (checkpoints,) = (tmp_path / "parts" / "runs").glob("*/checkpoints")
-        there = sorted(checkpoints.glob("checkpoint-????????"))
-        for path in there:
+        committed = sorted(checkpoints.glob("checkpoint-????????"))
+        for path in committed:
             verify_state(path)
         begun = [entry["number"] for entry in lines(diary) if entry["what"] == "saving"][-1]
-        found.inside += begun > int(there[-1].name[-8:])
+        findings.inside += begun > int(committed[-1].name[-8:])
     parts = run_world(
         lambda: a_run(tmp_path / "parts", processes, steps, resume="auto", **options), (), processes, timeout=120
     )
-    found.resumed, most_lost = what_was_lost(lines(tmp_path / "parts" / "diary_0"))
-    found.equal = found.kills if parts == whole else 0
+    findings.resumed, most_lost = what_was_lost(lines(tmp_path / "parts" / "diary_0"))
+    findings.equal = findings.kills if parts == whole else 0
     row = f"a Trainer's run, {('one process', 'two processes')[processes - 1]}, "
-    ledger.note("kills", row + ("in the background" if background else "at once"), **found.counts())
+    ledger.note("kills", row + ("in the background" if background else "at once"), **findings.counts())
     assert parts == whole
-    assert found.resumed == len(when)
-    assert found.inside > 0 or len(when) < 10  # a few may all come between two saves
+    assert findings.resumed == len(when)
+    assert findings.inside > 0 or len(when) < 10  # a few may all come between two saves
     # What is saved behind the training is there before the next one begins.
     assert most_lost <= SAVE_EVERY * (1 + background)
     assert len(list((tmp_path / "parts" / "runs").iterdir())) == 1
@@ -198,21 +198,21 @@ def test_a_kill_at_any_step_leaves_the_older_or_the_newer_checkpoint_intact(
     steps = steps_of(save)
     accelerator.project_configuration.iteration = number
     assert {"fsync", "mkdir", "rename", "unlink", "rmdir"} <= set(steps)
-    found: list[bool] = []
+    is_newer: list[bool] = []
     for at in to_try(steps):
         project = save_in(str(at))
         killed(save, at)
         state = loaded(project, None if automatic else project / "state")
         assert state in (older, newer), f"killed at step {at}: {steps[at]}"
-        found.append(state == newer)
+        is_newer.append(state == newer)
         # What is being deleted is never taken for a state.
         for path in automatic_states(project / "checkpoints").values():
             open_state(path)
     # At some step the newer one is there, and from then on it stays.
-    assert found == sorted(found)
-    assert not found[0]
-    assert found[-1]
-    kills = len(found)
+    assert is_newer == sorted(is_newer)
+    assert not is_newer[0]
+    assert is_newer[-1]
+    kills = len(is_newer)
     ledger.note("kills", "one process, at each step of a save", kills=kills, inside=kills, resumed=kills, equal=kills)
 
 

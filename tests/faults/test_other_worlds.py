@@ -180,12 +180,12 @@ def test_so_does_a_stream_without_a_length(before: Layout, after: Layout, tmp_pa
 
 
 def drawn(folder: Path, loads: bool) -> tuple[float, list[str]]:
-    """Return what a process draws next, before a save or after a load, and what it was told."""
-    told: list[str] = []
+    """Return what a process draws next, before a save or after a load, and the messages it logged."""
+    messages: list[str] = []
 
     class Keeps(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            messages.append(record.getMessage())
 
     logging.getLogger("trainer_lib").addHandler(Keeps())
     accelerator = Accelerator(cpu=True)
@@ -194,17 +194,17 @@ def drawn(folder: Path, loads: bool) -> tuple[float, list[str]]:
         accelerator.load_state(folder)
     else:
         accelerator.save_state(folder)
-    return torch.rand(1).item(), told
+    return torch.rand(1).item(), messages
 
 
 def test_processes_that_were_there_go_on_drawing_and_new_ones_derive_theirs(tmp_path: Path) -> None:
     saved = [number for number, _ in run_world(drawn, (tmp_path / "state", False), 2, timeout=60)]
-    told = run_world(drawn, (tmp_path / "state", True), 4, timeout=60)
-    numbers = [number for number, _ in told]
+    results = run_world(drawn, (tmp_path / "state", True), 4, timeout=60)
+    numbers = [number for number, _ in results]
     assert numbers[:2] == saved
     assert len(set(numbers)) == 4
     assert [number for number, _ in run_world(drawn, (tmp_path / "state", True), 4, timeout=60)] == numbers
-    (line,) = told[0][1]
+    (line,) = results[0][1]
     assert "was saved with world size 2 and is loaded with world size 4" in line
     assert "New ranks (2 to 3) derive their random generators from (seed, rank, step)." in line
     (alone,) = run_world(drawn, (tmp_path / "state", True), 1, timeout=60)
@@ -271,14 +271,14 @@ def test_shards_fit_another_world(before: Layout, after: Layout, tmp_path: Path,
 
 
 def saved_all_along(layout: Layout, folder: Path, **options: Any) -> list[Any]:
-    """Return what a run told that saved after each update."""
-    return task.told(fit(layout, output_dir=folder, save_every=1, keep_last=None, **options))
+    """Return the logged losses of a run that saves after each update."""
+    return task.logged_losses(fit(layout, output_dir=folder, save_every=1, keep_last=None, **options))
 
 
 def gone_on(layout: Layout, run: Path, places: list[tuple[int, int]]) -> list[list[Any]]:
     """Resume from each of these updates, with this number of workers."""
     return [
-        task.told(fit(layout, run / "checkpoints" / f"checkpoint-{step:08d}", num_workers=num_workers))
+        task.logged_losses(fit(layout, run / "checkpoints" / f"checkpoint-{step:08d}", num_workers=num_workers))
         for step, num_workers in places
     ]
 
@@ -315,7 +315,7 @@ class Runs:
         self._made: dict[Layout, tuple[Path, list[Any]]] = {}
 
     def of(self, layout: Layout) -> tuple[Path, list[Any]]:
-        """Return the folder of a run, and what it told."""
+        """Return the folder of a run, and its logged losses."""
         if layout not in self._made:
             place = self._folder / "_".join(map(str, layout))
             made = run_world(saved_all_along, (layout, place), layout[0], timeout=60)[0]

@@ -85,13 +85,13 @@ class Slow(Callback):
 def life(folder: Path | None, asks: Asks | None = None, **options: Any) -> list[Any]:
     """Train until asked to end, or to the end; return what came of it, which is equal to the bit, or what ended it."""
     callbacks = [EarlyStopping("eval_loss", patience=50), Slow(), *([] if asks is None else [asks])]
-    given = {**OPTIONS, "output_dir": folder, **options}
+    settings = {**OPTIONS, "output_dir": folder, **options}
     if folder is None:
-        given.update(resume="never", save_every=None)
+        settings.update(resume="never", save_every=None)
     data = {"train_dataset": points(75), "eval_dataset": points(10)}
-    one = trainer(arguments(**given), model=network(dropout=0.3), callbacks=callbacks, **data)
+    model_trainer = trainer(arguments(**settings), model=network(dropout=0.3), callbacks=callbacks, **data)
     try:
-        return outcome(one.fit(), one.unwrapped_model)
+        return outcome(model_trainer.fit(), model_trainer.unwrapped_model)
     except Interrupted as stop:
         if asks is not None and asks.asked_at is not None:
             assert time.monotonic() < asks.asked_at + PATIENCE
@@ -150,8 +150,8 @@ def test_signals_to_one_process_or_both(
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGHUP])
 def test_alone_the_step_under_way_is_the_last(tmp_path: Path, which: signal.Signals, whole: Any) -> None:
-    ((*told, step),) = lives(tmp_path, [Asks(7, [(which, 0)])], 1)
-    assert (told, step) == ([128 + which, which.name], 7)
+    ((*ends, step),) = lives(tmp_path, [Asks(7, [(which, 0)])], 1)
+    assert (ends, step) == ([128 + which, which.name], 7)
     assert lives(tmp_path, [None], 1) == whole(1)
 
 
@@ -195,8 +195,8 @@ def test_a_second_signal_inside_the_save_ends_at_once(
     assert caught.value.exit_code == 143
     assert (tmp_path / "began").exists()
     (run,) = (tmp_path / "runs").iterdir()
-    there = sorted(path.name for path in (run / "checkpoints").iterdir() if is_committed(path))
-    assert there[-1] == "checkpoint-00000006"
+    committed = sorted(path.name for path in (run / "checkpoints").iterdir() if is_committed(path))
+    assert committed[-1] == "checkpoint-00000006"
     assert lives(tmp_path / "runs", [None] * processes, processes) == whole(processes)
 
 
@@ -215,8 +215,8 @@ def test_a_deadline_leaves_just_enough(tmp_path: Path, monkeypatch: pytest.Monke
         patched.setattr(deadline, "_MARGIN", 0.8)
         patched.setattr(CheckpointWriter, "write", slowly)
         ends = time.time() + 3.0
-        ((code, reason, step), first), ((*told, _), second) = run_forked(live, (ends,), 2, timeout=90)
-    assert (code, told) == (75, [75, reason])
+        ((code, reason, step), first), ((*other_end, _), second) = run_forked(live, (ends,), 2, timeout=90)
+    assert (code, other_end) == (75, [75, reason])
     assert reason.startswith("the deadline at ")
     assert 0 < step < 20
     assert ends - 2.5 < max(first, second) < ends  # a save, some steps and the margin before it
@@ -234,9 +234,9 @@ class Awhile(Callback):
         time.sleep(self.seconds)
 
 
-def accuracy(told: Any) -> dict[str, float]:
+def accuracy(output: Any) -> dict[str, float]:
     """Return a metric of all rows, which are handed round."""
-    predictions, labels = told
+    predictions, labels = output
     return {"right": float((predictions.argmax(-1) == labels).mean())}
 
 
@@ -263,9 +263,11 @@ def test_an_evaluation_is_left_and_made_up_for(
         awhile = Awhile()
         model = network(dropout=0.3)
         args = arguments(**{**OPTIONS, "output_dir": tmp_path, "eval_every": 6})
-        one = trainer(args, model=model, train_dataset=points(75), callbacks=[c for c in (asks, awhile) if c], **data)
+        model_trainer = trainer(
+            args, model=model, train_dataset=points(75), callbacks=[c for c in (asks, awhile) if c], **data
+        )
         try:
-            return outcome(one.fit(), one.unwrapped_model)
+            return outcome(model_trainer.fit(), model_trainer.unwrapped_model)
         except Interrupted as stop:
             return [stop.code, stop.result.state.step, awhile.batches]
 
@@ -278,8 +280,8 @@ def test_an_evaluation_is_left_and_made_up_for(
 
 def _without_waiting(folder: Path, data: dict[str, Any]) -> list[Any]:
     options = {**OPTIONS, "output_dir": folder, "eval_every": 6}
-    one = trainer(arguments(**options), model=network(dropout=0.3), train_dataset=points(75), **data)
-    return outcome(one.fit(), one.unwrapped_model)
+    model_trainer = trainer(arguments(**options), model=network(dropout=0.3), train_dataset=points(75), **data)
+    return outcome(model_trainer.fit(), model_trainer.unwrapped_model)
 
 
 def test_what_was_owed_is_left_out_where_nothing_is_given_for_it(tmp_path: Path) -> None:
@@ -301,7 +303,7 @@ def test_sharded_processes_agree_where_to_leave_an_evaluation(tmp_path: Path) ->
         asks = Asks(3, [(signal.SIGTERM, 0)], "on_evaluate_begin") if is_asked and os.environ["RANK"] == "1" else None
         counts = Awhile(0)
         options = {"eval_every": 3, "save_every": 2, "max_steps": 6, "log_every": 2, "resume": "auto", "fsdp": plugin()}
-        one = trainer(
+        model_trainer = trainer(
             arguments(output_dir=folder, **options),
             model=layers(),
             train_dataset=points(75),
@@ -309,7 +311,7 @@ def test_sharded_processes_agree_where_to_leave_an_evaluation(tmp_path: Path) ->
             callbacks=[callback for callback in (asks, counts) if callback is not None],
         )
         try:
-            return outcome(one.fit(), nn.Identity())
+            return outcome(model_trainer.fit(), nn.Identity())
         except Interrupted as stop:
             return [stop.code, stop.result.state.step, counts.batches]
 
@@ -329,8 +331,8 @@ def test_what_is_written_in_the_background_is_waited_for(
 
     monkeypatch.setattr(CheckpointWriter, "write", slowly)
     asks = Asks(5, [(signal.SIGUSR1, 0.02)], "on_save_begin")
-    ((*told, step),) = lives(tmp_path, [asks], 1, is_fresh=True, eval_every="never", keep_best=0)
-    assert told == [138, "SIGUSR1"]
+    ((*ends, step),) = lives(tmp_path, [asks], 1, is_fresh=True, eval_every="never", keep_best=0)
+    assert ends == [138, "SIGUSR1"]
     (run,) = tmp_path.iterdir()
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == sorted(
         {"checkpoint-00000005", f"checkpoint-{step:08d}"}
@@ -406,14 +408,16 @@ def test_other_signals_on_request() -> None:
 
 def test_in_a_notebook_the_result_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    one = ends_at(3, signal.SIGINT, output_dir=tmp_path)
+    model_trainer = ends_at(3, signal.SIGINT, output_dir=tmp_path)
     heard: list[str] = []
-    one.events.add(type("Heard", (Callback,), {"on_interrupt": lambda self, run: heard.append(run.state.status)})())
-    result = one.fit()
+    model_trainer.events.add(
+        type("Heard", (Callback,), {"on_interrupt": lambda self, run: heard.append(run.state.status)})()
+    )
+    result = model_trainer.fit()
     assert (result.status, result.state.reason, result.state.step) == ("interrupted", "SIGINT", 3)
     assert result.last_checkpoint is not None
     assert heard == ["interrupted"]
-    assert one.evaluate(points(10)).keys() == {"eval_loss"}  # what asked for the end is not asked any more
+    assert model_trainer.evaluate(points(10)).keys() == {"eval_loss"}  # what asked for the end is not asked any more
 
 
 def test_in_a_notebook_a_second_signal_is_a_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,17 +461,17 @@ def test_outside_of_the_main_thread_a_warning_tells_that_nothing_is_caught(caplo
 
 
 def test_a_request_at_the_end_of_a_finished_run_ends_the_program_all_the_same(tmp_path: Path) -> None:
-    one = trainer(
+    model_trainer = trainer(
         arguments(max_steps=2, output_dir=tmp_path), callbacks=[Asks(2, [(signal.SIGTERM, 0)], "on_save_end")]
     )
     with pytest.raises(Interrupted) as caught:
-        one.fit()
+        model_trainer.fit()
     assert (caught.value.code, caught.value.result.status) == (143, "finished")
 
 
 def test_a_deadline_is_that_of_its_job(tmp_path: Path) -> None:
-    one = trainer(arguments(max_steps=2, output_dir=tmp_path, deadline=time.time() + 1000))
-    last = one.fit().last_checkpoint
+    model_trainer = trainer(arguments(max_steps=2, output_dir=tmp_path, deadline=time.time() + 1000))
+    last = model_trainer.fit().last_checkpoint
     assert last is not None
     assert Trainer.from_checkpoint(Path(str(last)), network()).args.deadline is None
 

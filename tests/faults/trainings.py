@@ -100,11 +100,11 @@ def loaded(project: Path, folder: Path | None = None) -> list[float]:
 
 def digest(accelerator: Accelerator) -> str:
     """Return what differs if one bit does of what this process holds of models and of their optimizers' states."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for value in _tensors(accelerator):
-        own = value.to_local() if hasattr(value, "to_local") else value
-        found.update(own.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        local = value.to_local() if hasattr(value, "to_local") else value
+        hasher.update(local.detach().contiguous().numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def _tensors(accelerator: Accelerator) -> Iterator[Any]:
@@ -119,9 +119,11 @@ def one_run(folder: Path, dies_at: int | None = None, model: nn.Module | None = 
     """Train by a Trainer that saves every second step; return its weights, or nothing if it died."""
     model = model or network(dropout=0.3)
     callbacks = [] if dies_at is None else [Dies(dies_at)]
-    one = trainer(arguments(output_dir=folder, **{"save_every": 2, **options}), model=model, callbacks=callbacks)
+    model_trainer = trainer(
+        arguments(output_dir=folder, **{"save_every": 2, **options}), model=model, callbacks=callbacks
+    )
     try:
-        one.fit()
+        model_trainer.fit()
     except InterruptedError:
         return None
     return [parameter.detach().tolist() for parameter in model.parameters()]
@@ -132,9 +134,9 @@ def saved_often(
 ) -> tuple[Any, list[list[float]]]:
     """Save three states under automatic naming; return the engine, and what is in each."""
     accelerator, model, optimizer = make(project, **options)
-    found: list[list[float]] = []
+    losses: list[list[float]] = []
     for _ in range(3):
         train(accelerator, model, optimizer)
         accelerator.save_state()
-        found.append(state_of(accelerator))
-    return accelerator, found
+        losses.append(state_of(accelerator))
+    return accelerator, losses

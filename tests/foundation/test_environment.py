@@ -57,8 +57,8 @@ def test_torchrun() -> None:
 
 
 def test_torchrun_without_local_variables_means_one_machine() -> None:
-    found = world(RANK="2", WORLD_SIZE="4")
-    assert found == World(rank=2, size=4, local_rank=2, local_size=4, launcher="torchrun")
+    environment = world(RANK="2", WORLD_SIZE="4")
+    assert environment == World(rank=2, size=4, local_rank=2, local_size=4, launcher="torchrun")
     assert world(RANK="0", WORLD_SIZE="1") is not None, "one process under torchrun is a world too"
 
 
@@ -82,15 +82,15 @@ def test_srun() -> None:
     ],
 )
 def test_srun_says_how_many_processes_are_on_this_node(variables: dict[str, str], local_size: int) -> None:
-    found = world(**{**SLURM, **variables})
-    assert found is not None
-    assert found.local_size == local_size
+    environment = world(**{**SLURM, **variables})
+    assert environment is not None
+    assert environment.local_size == local_size
 
 
 def test_without_a_list_of_nodes_all_tasks_are_here() -> None:
-    found = world(**{name: value for name, value in SLURM.items() if name != "SLURM_STEP_TASKS_PER_NODE"})
-    assert found is not None
-    assert found.local_size == 4
+    environment = world(**{name: value for name, value in SLURM.items() if name != "SLURM_STEP_TASKS_PER_NODE"})
+    assert environment is not None
+    assert environment.local_size == 4
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_slurm_outside_of_a_real_step_means_alone(step: dict[str, str]) -> None:
 
 
 def test_mpirun() -> None:
-    found = world(**MPI)
-    assert found == World(rank=1, size=2, local_rank=0, local_size=1, launcher="mpirun")
+    environment = world(**MPI)
+    assert environment == World(rank=1, size=2, local_rank=0, local_size=1, launcher="mpirun")
     assert world(PMI_RANK="1", PMI_SIZE="2", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2") == World(
         rank=1, size=2, local_rank=1, local_size=2, launcher="mpirun"
     )
@@ -118,7 +118,8 @@ def test_mpirun() -> None:
 
 def test_torchrun_beats_slurm_beats_mpi() -> None:
     assert [
-        found and found.launcher for found in (world(**MPI, **SLURM, **TORCHRUN), world(**MPI, **SLURM), world(**MPI))
+        environment and environment.launcher
+        for environment in (world(**MPI, **SLURM, **TORCHRUN), world(**MPI, **SLURM), world(**MPI))
     ] == ["torchrun", "srun", "mpirun"]
 
 
@@ -140,10 +141,10 @@ def test_torchrun_beats_slurm_beats_mpi() -> None:
         ({**MPI, "OMPI_COMM_WORLD_RANK": "?"}, "OMPI_COMM_WORLD_RANK='?' is not a whole number."),
     ],
 )
-def test_an_incomplete_world_raises(variables: dict[str, str], told: str) -> None:
+def test_an_incomplete_world_raises(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         world(**variables)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,14 @@ from trainer_lib.foundation.errors import ConfigurationError
         (Every(3, "epochs"), 3, "epochs"),
     ],
 )
-def test_what_is_read(given: Any, amount: float, unit: str) -> None:
-    every = Every.parse(given)
+def test_what_is_read(value: Any, amount: float, unit: str) -> None:
+    every = Every.parse(value)
     assert (every.amount, every.unit) == (amount, unit)
     assert isinstance(every.amount, int) == (amount == int(amount))
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         "500",
         "",
@@ -89,24 +89,24 @@ def test_what_is_read(given: Any, amount: float, unit: str) -> None:
         3j,
     ],
 )
-def test_what_is_no_amount(given: Any) -> None:
-    message = f"save_every={given!r} is not a duration. Give a number and a unit, such as "
+def test_what_is_no_amount(value: Any) -> None:
+    message = f"save_every={value!r} is not a duration. Give a number and a unit, such as "
     with pytest.raises(ConfigurationError, match=re.escape(message)):
-        Every.parse(given, "save_every")
+        Every.parse(value, "save_every")
 
 
 @pytest.mark.parametrize(
-    "given", [0, -1, "0 steps", "-5 steps", "0:00:00", "1e999 steps", timedelta(0), timedelta(-1), float("nan")]
+    "value", [0, -1, "0 steps", "-5 steps", "0:00:00", "1e999 steps", timedelta(0), timedelta(-1), float("nan")]
 )
-def test_nothing_and_less_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(f"log_every={given!r} must be more than 0")):
-        Every.parse(given, "log_every")
+def test_nothing_and_less_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"log_every={value!r} must be more than 0")):
+        Every.parse(value, "log_every")
 
 
-@pytest.mark.parametrize("given", [0.5, "1.5 steps", "0.3 samples"])
-def test_there_are_no_parts_of_steps_and_samples(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(f"log_every={given!r} must be a whole number of s")):
-        Every.parse(given, "log_every")
+@pytest.mark.parametrize("value", [0.5, "1.5 steps", "0.3 samples"])
+def test_there_are_no_parts_of_steps_and_samples(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"log_every={value!r} must be a whole number of s")):
+        Every.parse(value, "log_every")
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_there_are_no_parts_of_steps_and_samples(given: Any) -> None:
         ("5 batches", ""),
     ],
 )
-def test_unknown_units_are_named_with_the_nearest(given: str, hint: str) -> None:
-    word = given.split()[1]
+def test_unknown_units_are_named_with_the_nearest(value: str, hint: str) -> None:
+    word = value.split()[1]
     with pytest.raises(ConfigurationError) as refused:
-        Every.parse(given, "eval_every")
+        Every.parse(value, "eval_every")
     assert str(refused.value) == (
-        f"eval_every={given!r}: unknown unit {word!r}. "
+        f"eval_every={value!r}: unknown unit {word!r}. "
         f"Known: steps, epochs, samples, tokens, seconds, minutes, hours, days.{hint}"
     )
 
@@ -141,9 +141,9 @@ def test_unknown_units_are_named_with_the_nearest(given: str, hint: str) -> None
         ("1e22 samples", "10000000000000000000000 samples"),
     ],
 )
-def test_it_is_written_as_it_is_read(given: Any, text: str) -> None:
-    assert str(Every.parse(given)) == text
-    assert Every.parse(text) == Every.parse(given)
+def test_it_is_written_as_it_is_read(value: Any, text: str) -> None:
+    assert str(Every.parse(value)) == text
+    assert Every.parse(text) == Every.parse(value)
 
 
 def test_made_by_hand_it_is_checked_as_well() -> None:

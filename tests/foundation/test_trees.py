@@ -36,21 +36,21 @@ class Names(list):  # type: ignore[type-arg]
     """A list of a kind of its own."""
 
 
-def one() -> Tensor:
+def vector() -> Tensor:
     return torch.tensor([1.0, 2.0])
 
 
 CONTAINERS = [
-    [one(), 3],
-    (one(), "text"),
-    Names([one()]),
-    Point(one(), None),
-    {"a": {"b": one()}},
-    OrderedDict(a=one()),
-    MappingProxyType({"a": one()}),
-    Frozen([one()]),
-    Output(logits=one()),
-    BatchEncoding({"input_ids": one()}),
+    [vector(), 3],
+    (vector(), "text"),
+    Names([vector()]),
+    Point(vector(), None),
+    {"a": {"b": vector()}},
+    OrderedDict(a=vector()),
+    MappingProxyType({"a": vector()}),
+    Frozen([vector()]),
+    Output(logits=vector()),
+    BatchEncoding({"input_ids": vector()}),
 ]
 
 
@@ -71,12 +71,12 @@ def test_containers_keep_their_types_and_the_original_its_values(tree: Any) -> N
 
 
 def test_frozen_dataclasses_keep_what_they_derived() -> None:
-    doubled = pytree.map_tensors(lambda tensor: tensor * 2, Frozen(one()))
+    doubled = pytree.map_tensors(lambda tensor: tensor * 2, Frozen(vector()))
     assert (doubled.value.tolist(), doubled.derived) == ([2.0, 4.0], 3)
 
 
 def test_mappings_keep_what_their_constructor_does_not_know() -> None:
-    lists: defaultdict[str, Any] = defaultdict(list, a=one())
+    lists: defaultdict[str, Any] = defaultdict(list, a=vector())
     doubled = pytree.map_tensors(lambda tensor: tensor * 2, lists)
     assert doubled["new"] == []
     assert "new" not in lists
@@ -101,7 +101,7 @@ def test_containers_may_be_taken_for_leaves() -> None:
 
 
 def test_recursively_apply() -> None:
-    tree = {"a": one(), "b": "text"}
+    tree = {"a": vector(), "b": "text"}
     assert pytree.recursively_apply(torch.add, tree, 1)["a"].tolist() == [2.0, 3.0]
     assert pytree.recursively_apply(len, tree, test_type=lambda leaf: isinstance(leaf, str))["b"] == 4
     with pytest.raises(TypeError, match=r"add got a str inside a dict. Give only tensors"):
@@ -110,7 +110,14 @@ def test_recursively_apply() -> None:
 
 @pytest.mark.parametrize(
     "tree",
-    [[one()], (one(),), Point(one(), one()), {"a": one()}, Output(logits=one()), BatchEncoding({"a": one()})],
+    [
+        [vector()],
+        (vector(),),
+        Point(vector(), vector()),
+        {"a": vector()},
+        Output(logits=vector()),
+        BatchEncoding({"a": vector()}),
+    ],
     ids=lambda tree: type(tree).__name__,
 )
 def test_concatenate_goes_tensor_by_tensor(tree: Any) -> None:
@@ -126,7 +133,7 @@ def test_concatenate_along_another_dimension_and_what_it_refuses() -> None:
     class Batch:
         ids: Tensor
 
-    assert pytree.concatenate([Batch(one()), Batch(one())]).ids.shape == (4,)
+    assert pytree.concatenate([Batch(vector()), Batch(vector())]).ids.shape == (4,)
     with pytest.raises(TypeError, match="A str cannot be concatenated; only tensors"):
         pytree.concatenate([{"a": "x"}, {"a": "y"}])
 
@@ -142,13 +149,13 @@ def test_send_to_device_skips_keys_and_uses_the_to_of_others() -> None:
     class Graph(dict):  # type: ignore[type-arg]
         pass
 
-    sent = pytree.send_to_device({"a": one(), "b": one()}, "meta", skip_keys="b")
+    sent = pytree.send_to_device({"a": vector(), "b": vector()}, "meta", skip_keys="b")
     assert (sent["a"].device.type, sent["b"].device.type) == ("meta", "cpu")
-    sent = pytree.send_to_device(Graph(a=[{"b": one()}]), "meta", skip_keys=["b"])
+    sent = pytree.send_to_device(Graph(a=[{"b": vector()}]), "meta", skip_keys=["b"])
     assert isinstance(sent, Graph)
     assert sent["a"][0]["b"].device.type == "cpu"
     assert pytree.send_to_device([Movable()], "meta", non_blocking=True)[0].device == "meta"
-    assert pytree.send_to_device(Frozen(one()), "meta").value.device.type == "meta"
+    assert pytree.send_to_device(Frozen(vector()), "meta").value.device.type == "meta"
     assert pytree.send_to_device("text", "meta") == "text"
 
 
@@ -162,13 +169,13 @@ def test_batch_sizes() -> None:
 
 
 def test_other_forms_of_tensors() -> None:
-    assert pytree.listify({"a": one().requires_grad_()}) == {"a": [1.0, 2.0]}
-    converted = pytree.convert_to_fp32([one().half(), one().bfloat16(), one().double(), torch.tensor([1])])
+    assert pytree.listify({"a": vector().requires_grad_()}) == {"a": [1.0, 2.0]}
+    converted = pytree.convert_to_fp32([vector().half(), vector().bfloat16(), vector().double(), torch.tensor([1])])
     assert [tensor.dtype for tensor in converted] == [torch.float32, torch.float32, torch.float64, torch.int64]
 
 
 def test_structures_without_values() -> None:
-    structure = pytree.get_data_structure({"a": one(), "b": "text"})
+    structure = pytree.get_data_structure({"a": vector(), "b": "text"})
     assert structure == {"a": TensorInformation(shape=torch.Size([2]), dtype=torch.float32), "b": "text"}
     assert pytree.is_tensor_information(structure["a"])
     made = pytree.initialize_tensors(structure)
@@ -176,7 +183,7 @@ def test_structures_without_values() -> None:
 
 
 def test_kinds() -> None:
-    assert pytree.is_torch_tensor(one())
+    assert pytree.is_torch_tensor(vector())
     assert not pytree.is_torch_tensor([1.0])
     assert pytree.is_namedtuple(Point(1, 2))
     assert not pytree.is_namedtuple((1, 2))

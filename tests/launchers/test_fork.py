@@ -205,6 +205,6 @@ run_forked(wait)
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"function": total_rank, **arguments}
+    settings: dict[str, Any] = {"function": total_rank, **arguments}
     with pytest.raises(ConfigurationError, match=message):
-        run_forked(**given)
+        run_forked(**settings)

@@ -92,9 +92,9 @@ def test_restart_after_the_world_has_formed_ends_well(capfd: pytest.CaptureFixtu
         return os.environ["TORCHELASTIC_RESTART_COUNT"], place()[0]
 
     assert notebook_launcher(fail_at_first, num_processes=2, max_restarts=1) == [("1", 0), ("1", 1)]
-    told = capfd.readouterr().out
-    assert "KeyError: 'only here'" in told
-    assert told.endswith("Starting all processes again (restart 1 of 1).\n")
+    output = capfd.readouterr().out
+    assert "KeyError: 'only here'" in output
+    assert output.endswith("Starting all processes again (restart 1 of 1).\n")
 
 
 def test_one_process_runs_in_place_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,9 +222,9 @@ def test_used_accelerator_without_cloudpickle_says_what_to_do(monkeypatch: pytes
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    given: dict[str, Any] = {"function": place, "num_processes": 2, **arguments}
+    settings: dict[str, Any] = {"function": place, "num_processes": 2, **arguments}
     with pytest.raises(error, match=message):
-        notebook_launcher(**given)
+        notebook_launcher(**settings)
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,10 +45,10 @@ def main() -> None:
             accelerator.backward(cross_entropy(model(batch["points"]), batch["labels"]))
             optimizer.step()
             optimizer.zero_grad()
-        found = evaluate(accelerator, model, validation)
-        accelerator.print(f"epoch {epoch}: accuracy {found['accuracy']:.2%} of {found['count']}")
+        metrics = evaluate(accelerator, model, validation)
+        accelerator.print(f"epoch {epoch}: accuracy {metrics['accuracy']:.2%} of {metrics['count']}")
         if accelerator.is_main_process:
-            Path(arguments.figures).write_text(json.dumps(found))
+            Path(arguments.figures).write_text(json.dumps(metrics))
     accelerator.end_training()
 
 

@@ -196,7 +196,7 @@ def test_a_view_shares_weights_buffers_and_modes(graphs: Graphs, use_regional_co
     eager = eager_view(model)
     assert (type(eager).__name__, type(eager).__module__) == (Stack.__name__, Stack.__module__)
     mine, its = (list(module.state_dict(keep_vars=True).values()) for module in (eager, model))
-    assert all(one is other for one, other in zip(mine, its, strict=True))
+    assert all(first is second for first, second in zip(mine, its, strict=True))
     model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()}, assign=True)
     assert not any(value.any() for value in eager.state_dict().values())
     eager.eval()

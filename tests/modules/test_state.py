@@ -59,9 +59,9 @@ def test_another_model_is_named_and_leaves_this_one_as_it_was() -> None:
     state = {**{name: value + 1 for name, value in before.items()}, "more": torch.ones(1)}
     del state["2.0.bias"]
     state["0.weight"] = torch.ones(5, 3)
-    with pytest.raises(StateError) as told:
+    with pytest.raises(StateError) as error:
         load_module_state(model, state)
-    assert str(told.value) == (
+    assert str(error.value) == (
         "These weights are of another model than this Sequential: missing: 2.0.bias; not in this model: more; "
         "other shapes: 0.weight has the shape (5, 3) and here (4, 3)."
     )
@@ -98,7 +98,7 @@ def test_extra_state_goes_along() -> None:
         def set_extra_state(self, state: Any) -> None:
             self.seen = state["seen"]
 
-    one, other = Counter(), Counter()
-    one.seen = 5
-    load_module_state(other, module_state(one))
-    assert other.seen == 5
+    first, second = Counter(), Counter()
+    first.seen = 5
+    load_module_state(second, module_state(first))
+    assert second.seen == 5

@@ -67,9 +67,16 @@ def test_the_launcher_fills_what_the_script_leaves_open() -> None:
             False,
             True,
         )
-        own = TorchDynamoPlugin("no", fullgraph=False, dynamic=True, use_regional_compilation=False, options={"x": 1})
-        assert not own.is_active
-        assert (own.mode, own.fullgraph, own.dynamic, own.use_regional_compilation) == ("default", False, True, False)
+        plugin = TorchDynamoPlugin(
+            "no", fullgraph=False, dynamic=True, use_regional_compilation=False, options={"x": 1}
+        )
+        assert not plugin.is_active
+        assert (plugin.mode, plugin.fullgraph, plugin.dynamic, plugin.use_regional_compilation) == (
+            "default",
+            False,
+            True,
+            False,
+        )
 
 
 def test_disabled_is_not_active() -> None:

@@ -58,8 +58,8 @@ def test_what_means_nothing_else_in_fsdp2_is_taken() -> None:
         ({"reshard_after_forward": 2}, 2, False),
     ],
 )
-def test_what_is_sharded_in_either_word(given: dict[str, Any], reshard: Any, hybrid: bool) -> None:
-    plugin = Plugin(**given)
+def test_what_is_sharded_in_either_word(options: dict[str, Any], reshard: Any, hybrid: bool) -> None:
+    plugin = Plugin(**options)
     assert plugin.reshard_after_forward == reshard
     assert type(plugin.reshard_after_forward) is type(reshard)
     assert plugin.is_hybrid is hybrid
@@ -89,14 +89,14 @@ def test_number_formats_in_any_form() -> None:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
     fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
-    given = MixedPrecisionPolicy(param_dtype=bf16, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=bf16, cast_forward_inputs=False)
     for value, expected in (
-        (given, given),
+        (policy, policy),
         ("bf16", MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)),
         (fp16, MixedPrecisionPolicy(param_dtype=fp16, reduce_dtype=fp32)),
         ({"param_dtype": "BF16", "output_dtype": fp32}, MixedPrecisionPolicy(param_dtype=bf16, output_dtype=fp32)),
-        ({"param_dtype": "bf16", "cast_forward_inputs": False}, given),
-        (MixedPrecision(param_dtype=bf16, cast_forward_inputs=False), given),
+        ({"param_dtype": "bf16", "cast_forward_inputs": False}, policy),
+        (MixedPrecision(param_dtype=bf16, cast_forward_inputs=False), policy),
     ):
         assert Plugin(mixed_precision_policy=value).mixed_precision_policy == expected
     plugin = Plugin(mixed_precision_policy="bf16")
@@ -113,7 +113,7 @@ def test_policies_of_wrapping() -> None:
 
     bound = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
     by_class = ModuleWrapPolicy({nn.Linear})
-    for given, policy in (
+    for setting, policy in (
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "transformer_based_wrap"),
         ({"auto_wrap_policy": transformer_auto_wrap_policy}, "transformer_based_wrap"),
         ({"auto_wrap_policy": "NO_WRAP"}, "no_wrap"),
@@ -125,7 +125,7 @@ def test_policies_of_wrapping() -> None:
         ({"auto_wrap_policy": by_class}, by_class),
         ({"auto_wrap_policy": size_based_auto_wrap_policy}, size_based_auto_wrap_policy),
     ):
-        assert Plugin(**given).auto_wrap_policy == policy
+        assert Plugin(**setting).auto_wrap_policy == policy
     assert Plugin(transformer_cls_names_to_wrap="Block, Other").transformer_cls_names_to_wrap == ["Block", "Other"]
     assert Plugin(auto_wrap_policy="size_based_wrap").min_num_params == 100_000_000
 
@@ -198,24 +198,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "told"), REFUSED, ids=lambda value: str(value)[:50])
-def test_what_is_refused_is_named_with_the_way_out(given: dict[str, Any], told: str) -> None:
+def test_what_is_refused_is_named_with_the_way_out(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Plugin(**given)
-    assert str(caught.value).startswith(told)
+        Plugin(**options)
+    assert str(caught.value).startswith(message)
 
 
 def test_objects_of_fsdp1_that_have_no_equivalent() -> None:
     from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    for given, told in (
+    for options, message in (
         ({"mixed_precision_policy": MixedPrecision(buffer_dtype=torch.bfloat16)}, "buffers in their own type"),
         ({"mixed_precision_policy": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads=True"),
         ({"state_dict_config": FullStateDictConfig(rank0_only=False)}, "only the main process holds a whole state"),
         ({"auto_wrap_policy": CustomPolicy(lambda module: True)}, "a function of"),
     ):
-        with pytest.raises(ConfigurationError, match=told):
-            Plugin(**given)
+        with pytest.raises(ConfigurationError, match=message):
+            Plugin(**options)
     with pytest.raises(ConfigurationError, match="buffer_autocast=True"):
         Plugin().set_mixed_precision("bf16", buffer_autocast=True)
 

@@ -59,9 +59,9 @@ def test_what_is_a_url(tmp_path: Path) -> None:
         (Path("s3://bucket/runs"), "was a URL before it became a Path"),
     ],
 )
-def test_unsupported_urls_raise(url: Any, told: str) -> None:
+def test_unsupported_urls_raise(url: Any, message: str) -> None:
     for take in (path_at, lambda url: TrainingArguments(output_dir=url)):
-        with pytest.raises(ConfigurationError, match=told) as error:
+        with pytest.raises(ConfigurationError, match=message) as error:
             take(url)
         assert "password@" not in str(error.value)
         assert "secret" not in str(error.value).replace("may be a secret", "")
@@ -202,10 +202,10 @@ def test_the_files_of_an_interrupted_save_are_deleted(memory: Any) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint to load yet"):
         accelerator.load_state()
     accelerator.save_state()
-    there = path_at("memory://bucket/project/checkpoints").sizes()  # type: ignore[union-attr]
-    assert {name.split("/")[0] for name in there} == {"checkpoint_0"}
-    assert there["checkpoint_0/notes.txt"] == 4
-    assert not any("old.shards" in name or "partial" in name for name in there)
+    sizes = path_at("memory://bucket/project/checkpoints").sizes()  # type: ignore[union-attr]
+    assert {name.split("/")[0] for name in sizes} == {"checkpoint_0"}
+    assert sizes["checkpoint_0/notes.txt"] == 4
+    assert not any("old.shards" in name or "partial" in name for name in sizes)
     train(accelerator, model, optimizer, 1)
     accelerator.load_state()
 
@@ -229,8 +229,8 @@ def test_commands_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
     for place in (*states, *files):
         fresh = toy.model()
         load_checkpoint_in_model(fresh, place, strict=True)
-        for one, other in zip(fresh.parameters(), accelerator.unwrap_model(model).parameters(), strict=True):
-            assert torch.equal(one, other)
+        for first, second in zip(fresh.parameters(), accelerator.unwrap_model(model).parameters(), strict=True):
+            assert torch.equal(first, second)
     path = path_at(f"{states[0]}/model.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CheckpointError, match=r"is damaged: model\.safetensors has the checksum"):

@@ -105,11 +105,11 @@ def test_two_ranks_save_and_one_resumes(bucket: str) -> None:
         accelerator.load_state()
         return weights(model)
 
-    one, other = run_forked(both, timeout=60)
-    assert one == other
-    assert run_forked(loaded, timeout=60) == [one, one]
+    first, second = run_forked(both, timeout=60)
+    assert first == second
+    assert run_forked(loaded, timeout=60) == [first, first]
     assert open_state(path_at(f"{bucket}/two/checkpoints/checkpoint_0")).world_size == 2
-    assert loaded() == one
+    assert loaded() == first
 
 
 @pytest.mark.slow
@@ -117,8 +117,8 @@ def test_shards(bucket: str) -> None:
     state: Any = f"{bucket}/shards/state"
     runs = run_forked(lambda: run_sharded(engine(SHARDED), 3, {2: state}), timeout=60)
     again = run_forked(lambda: run_sharded(engine(SHARDED), 3, load=state), timeout=60)
-    for one, other in zip(again, runs, strict=True):
-        assert_same(one, other)
+    for first, second in zip(again, runs, strict=True):
+        assert_same(first, second)
     assert sum("model.shards/" in name for name in files(state)) == 2
 
 
@@ -170,17 +170,18 @@ class Cuts(Callback):
 @pytest.mark.slow
 def test_a_save_that_is_cut_fails_alone(line: Line, caplog: pytest.LogCaptureFixture) -> None:
     bucket = made()
-    one = trainer(
+    model_trainer = trainer(
         arguments(output_dir=f"{bucket}/runs", max_steps=7, save_every=2, save_in_background=False, keep_last=None),
         model=large(),
         callbacks=[Cuts(line)],
     )
-    result = one.fit()
+    result = model_trainer.fit()
     assert result.status == "finished"
     assert [step["step"] for step in result.state.checkpoints] == [2, 6, 7]
-    (told,) = [record.getMessage() for record in caplog.records if "could not be written" in record.getMessage()]
+    (message,) = [record.getMessage() for record in caplog.records if "could not be written" in record.getMessage()]
     assert re.search(
-        rf"{bucket}/runs/.*checkpoint-00000004/.* could not be written: it cannot be reached, after 3 attempts: ", told
+        rf"{bucket}/runs/.*checkpoint-00000004/.* could not be written: it cannot be reached, after 3 attempts: ",
+        message,
     )
     assert not any("checkpoint-00000004" in name or "partial" in name for name in files(f"{bucket}/runs"))
 
@@ -315,6 +316,6 @@ def test_of_programs_that_lease_a_run_at_the_same_time_one_wins(bucket: str) -> 
         lease.release()
         return "held"
 
-    (told,) = {text for text in run_forked(take, num_processes=3, timeout=60) if text != "held"}
-    assert f"The run {bucket}/run is in use" in told
+    (message,) = {text for text in run_forked(take, num_processes=3, timeout=60) if text != "held"}
+    assert f"The run {bucket}/run is in use" in message
     assert files(bucket) == []

@@ -156,15 +156,15 @@ class Browser:
         self._note(message.get("method"), message.get("params", {}))
         return message
 
-    def _note(self, event: str | None, told: dict[str, Any]) -> None:
+    def _note(self, event: str | None, message: dict[str, Any]) -> None:
         if event == "Runtime.exceptionThrown":
-            self.problems.append(json.dumps(told["exceptionDetails"]))
-        elif event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.problems.append(json.dumps(told["args"]))
-        elif event == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.problems.append(told["entry"]["text"])
+            self.problems.append(json.dumps(message["exceptionDetails"]))
+        elif event == "Runtime.consoleAPICalled" and message["type"] in ("error", "warning", "assert"):
+            self.problems.append(json.dumps(message["args"]))
+        elif event == "Log.entryAdded" and message["entry"]["level"] in ("error", "warning"):
+            self.problems.append(message["entry"]["text"])
         elif event == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(message["request"]["url"])
 
     def _wait(self, is_so: Callable[[], bool], told_as: str) -> None:
         until = time.monotonic() + TIMEOUT

@@ -35,8 +35,8 @@ def training(steps: int = 100, rate: float = 0.1) -> list[dict[str, Any]]:
 def make_run(folder: Path, lines: list[dict[str, Any]] | None = None, facts: Mapping[str, Any] | None = None) -> Path:
     """Write a run into a folder, and return it."""
     folder.mkdir(parents=True)
-    told = training() if lines is None else lines
-    (folder / "history.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in told))
+    entries = training() if lines is None else lines
+    (folder / "history.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
     default = {
         "run_id": folder.name,
         "created": BEGUN,

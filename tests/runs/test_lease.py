@@ -126,9 +126,9 @@ def test_two_ranks_are_refused_alike(tmp_path: Path, start: Any) -> None:
             return str(error)
         return ""
 
-    one, other = run_world(body, ())
-    assert "is in use" in one
-    assert other == f"fit failed on rank 0: {one}"
+    first, second = run_world(body, ())
+    assert "is in use" in first
+    assert second == f"fit failed on rank 0: {first}"
 
 
 def _take(folder: Path, begin: Any, outcomes: Any) -> None:
@@ -236,9 +236,9 @@ class LosesLease(Modifier):
 
 
 def test_a_program_that_lost_its_run_writes_nothing_more(tmp_path: Path) -> None:
-    one = trainer(arguments(output_dir=tmp_path, save_every=2), callbacks=[LosesLease()])
+    model_trainer = trainer(arguments(output_dir=tmp_path, save_every=2), callbacks=[LosesLease()])
     with pytest.raises(RunInUseError, match="was taken over by another program"):
-        one.fit()
+        model_trainer.fit()
     (folder,) = tmp_path.iterdir()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-00000002"]
     assert (folder / "run.json").read_text() == "of another"
@@ -255,9 +255,9 @@ def test_the_lease_is_released_at_every_end(ends: str, tmp_path: Path) -> None:
             self.seen += len(lease_files(run.folder))
 
     sees = Sees()
-    one = trainer(arguments(output_dir=tmp_path), callbacks=[sees, *([Dies(5)] if ends == "failed" else [])])
+    model_trainer = trainer(arguments(output_dir=tmp_path), callbacks=[sees, *([Dies(5)] if ends == "failed" else [])])
     try:
-        one.fit()
+        model_trainer.fit()
     except InterruptedError:
         assert ends == "failed"
     assert sees.seen >= 5

@@ -23,26 +23,26 @@ def unended(status: str = "running", **facts: Any) -> dict[str, Any]:
 
 def test_the_summary_of_a_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one")
-    found = glance(folder)
-    assert (found.status, found.step, found.max_steps, found.seconds) == ("finished", 100, None, 50.0)
-    assert found.best == {"metric": "eval_accuracy", "value": 1.0, "step": 50}
-    assert 50 < len(found.losses) <= 61
-    assert found.losses[0] == pytest.approx(0.9672161)
-    assert found.losses[-1] == pytest.approx(0.0356740)
-    assert found.checkpoint is None  # it is gone
-    there = tmp_path / "checkpoint-00000100"
-    there.mkdir()
+    summary = glance(folder)
+    assert (summary.status, summary.step, summary.max_steps, summary.seconds) == ("finished", 100, None, 50.0)
+    assert summary.best == {"metric": "eval_accuracy", "value": 1.0, "step": 50}
+    assert 50 < len(summary.losses) <= 61
+    assert summary.losses[0] == pytest.approx(0.9672161)
+    assert summary.losses[-1] == pytest.approx(0.0356740)
+    assert summary.checkpoint is None  # it is gone
+    checkpoint = tmp_path / "checkpoint-00000100"
+    checkpoint.mkdir()
     with (folder / "history.jsonl").open("a") as file:
-        file.write(json.dumps(line("save", 100, path=str(there))) + '\n{"event": "log", "step": 7, "lo')
-    found = glance(folder)
-    assert (found.checkpoint, found.saved, found.step) == (str(there), BEGUN + 100, 100)
+        file.write(json.dumps(line("save", 100, path=str(checkpoint))) + '\n{"event": "log", "step": 7, "lo')
+    summary = glance(folder)
+    assert (summary.checkpoint, summary.saved, summary.step) == (str(checkpoint), BEGUN + 100, 100)
 
 
 def test_a_killed_run_is_distinguished_from_a_running_one(tmp_path: Path) -> None:
     lines = [line("started", 0, max_steps=100), {**line("log", 10, loss=1.0), "time": time.time()}]
-    there, _ = run_forked(describe_process, timeout=60)
+    host, _ = run_forked(describe_process, timeout=60)
     alive = make_run(tmp_path / "alive", lines, unended(process=describe_process()))
-    dead = make_run(tmp_path / "dead", lines, unended(process=there))
+    dead = make_run(tmp_path / "dead", lines, unended(process=host))
     reborn = make_run(tmp_path / "reborn", lines, unended(process={**describe_process(), "began": 1.0}))
     far = make_run(tmp_path / "far", lines, unended(process={**describe_process(), "host": "elsewhere"}))
     states = [glance(folder).status for folder in (alive, dead, reborn, far)]
@@ -50,7 +50,7 @@ def test_a_killed_run_is_distinguished_from_a_running_one(tmp_path: Path) -> Non
     with (far / "history.jsonl").open("a") as file:
         file.write(json.dumps({**line("log", 11), "time": time.time() - 700}) + "\n")
     assert glance(far).status == "silent"
-    interrupted = make_run(tmp_path / "interrupted", lines, unended("interrupted", process=there))
+    interrupted = make_run(tmp_path / "interrupted", lines, unended("interrupted", process=host))
     assert glance(interrupted).status == "interrupted"
 
 
@@ -69,10 +69,10 @@ def test_a_long_history_is_not_read_completely(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "long", [])
     (folder / "history.jsonl").write_text(text)
     began = time.process_time()
-    found = glance(folder)
+    summary = glance(folder)
     assert time.process_time() - began < 0.1
-    assert (found.step, found.losses[-1]) == (200_000, 200_000.0)
-    assert found.losses == sorted(found.losses)
+    assert (summary.step, summary.losses[-1]) == (200_000, 200_000.0)
+    assert summary.losses == sorted(summary.losses)
 
 
 def test_runs_behind_a_url_are_seen_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Generator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> str:
+def single_run(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("one")
     return write_report(find_runs([make_run(folder / "first")]), folder / "report.html").as_uri()
 
@@ -52,8 +52,8 @@ def place_of(browser: Browser, step: float) -> tuple[float, float]:
     return x, y
 
 
-def test_a_page_opens_without_a_fault_and_asks_for_nothing(browser: Browser, one: str) -> None:
-    browser.open(one)
+def test_a_page_opens_without_a_fault_and_asks_for_nothing(browser: Browser, single_run: str) -> None:
+    browser.open(single_run)
     assert browser.run("document.querySelector('h1').innerText") == "first"
     assert browser.run("document.querySelectorAll('figure.chart').length") == 7
     drawn = browser.run(f"[...{CHART}.querySelectorAll('.curve')].map((one) => one.getAttribute('d').length)")
@@ -61,11 +61,11 @@ def test_a_page_opens_without_a_fault_and_asks_for_nothing(browser: Browser, one
     assert min(drawn) > 30
     marks = browser.run(f"[...{CHART}.querySelectorAll('.mark')].map((one) => one.getAttribute('class'))")
     assert sorted(marks) == ["mark best", "mark best", "mark fail", "mark resume"]  # the save is that of a best one
-    assert (browser.problems, browser.requests) == ([], [one])
+    assert (browser.problems, browser.requests) == ([], [single_run])
 
 
-def test_the_mouse_shows_numbers_in_all_charts(browser: Browser, one: str) -> None:
-    browser.open(one)
+def test_the_mouse_shows_numbers_in_all_charts(browser: Browser, single_run: str) -> None:
+    browser.open(single_run)
     browser.mouse("mouseMoved", *place_of(browser, 30))
     assert browser.run(TIP).split() == ["step", "30", "loss", "0.36788", "eval_loss", "0.25"]
     legends = browser.run("[...document.querySelectorAll('.legend b')].map((one) => one.innerText)")
@@ -77,8 +77,8 @@ def test_the_mouse_shows_numbers_in_all_charts(browser: Browser, one: str) -> No
     assert browser.run("document.querySelectorAll('.cursor').length") == 0
 
 
-def test_a_drag_zooms_in_and_a_double_click_out(browser: Browser, one: str) -> None:
-    browser.open(one)
+def test_a_drag_zooms_in_and_a_double_click_out(browser: Browser, single_run: str) -> None:
+    browser.open(single_run)
     (left, y), (right, _) = place_of(browser, 20), place_of(browser, 40)
     browser.mouse("mousePressed", left, y)
     browser.mouse("mouseMoved", right, y)
@@ -89,8 +89,8 @@ def test_a_drag_zooms_in_and_a_double_click_out(browser: Browser, one: str) -> N
     assert browser.run("page.range()") == [0, 100]
 
 
-def test_keys_move_the_cursor_and_say_where_it_is(browser: Browser, one: str) -> None:
-    browser.open(one)
+def test_keys_move_the_cursor_and_say_where_it_is(browser: Browser, single_run: str) -> None:
+    browser.open(single_run)
     reached: list[str] = []
     for _ in range(12):
         browser.press("Tab")
@@ -101,15 +101,15 @@ def test_keys_move_the_cursor_and_say_where_it_is(browser: Browser, one: str) ->
     assert {"smoothing", "log", "events", "theme"} <= set(reached)
     outline = browser.run("getComputedStyle(document.activeElement).outlineStyle")
     assert outline != "none"
-    said = "document.activeElement.getAttribute('aria-valuetext')"
-    assert browser.run(said).startswith("step 100: loss 0.035674, eval_loss 1")
+    announced = "document.activeElement.getAttribute('aria-valuetext')"
+    assert browser.run(announced).startswith("step 100: loss 0.035674, eval_loss 1")
     browser.press("Home")
-    assert browser.run(said).startswith("step 1: ")
+    assert browser.run(announced).startswith("step 1: ")
     browser.press("ArrowRight")
     browser.press("ArrowRight", shift=True)
-    assert browser.run(said).startswith("step 12: loss 0.67032")
+    assert browser.run(announced).startswith("step 12: loss 0.67032")
     browser.press("ArrowLeft")
-    assert browser.run(said).startswith("step 11: ")
+    assert browser.run(announced).startswith("step 11: ")
     assert "step 11" in browser.run(TIP)
     browser.press("+")
     low, high = browser.run("page.range()")
@@ -120,8 +120,8 @@ def test_keys_move_the_cursor_and_say_where_it_is(browser: Browser, one: str) ->
     assert browser.run("page.range()") == [0, 100]
 
 
-def test_smoothing_log_scale_and_axis(browser: Browser, one: str) -> None:
-    browser.open(one)
+def test_smoothing_log_scale_and_axis(browser: Browser, single_run: str) -> None:
+    browser.open(single_run)
     path = f"{CHART}.querySelector('.curve').getAttribute('d')"
     before, curves = browser.run(path), f"{CHART}.querySelectorAll('.curve').length"
     browser.run("{ const slider = document.getElementById('smoothing'); slider.value = 0.9; "
@@ -139,11 +139,11 @@ def test_smoothing_log_scale_and_axis(browser: Browser, one: str) -> None:
     assert browser.problems == []
 
 
-def test_light_and_dark(browser: Browser, one: str) -> None:
-    back = "getComputedStyle(document.body).backgroundColor"
-    browser.open(one)
+def test_light_and_dark(browser: Browser, single_run: str) -> None:
+    back = "getComputedStyle(document.single_run).backgroundColor"
+    browser.open(single_run)
     light = browser.run(back)
-    browser.open(one, is_dark=True)
+    browser.open(single_run, is_dark=True)
     dark = browser.run(back)
     assert (light, dark) == ("rgb(246, 247, 249)", "rgb(16, 19, 23)")
     browser.run("document.getElementById('theme').click()")
@@ -154,8 +154,8 @@ def test_light_and_dark(browser: Browser, one: str) -> None:
 
 
 @pytest.mark.parametrize("width", [375, 768])
-def test_a_phone_scrolls_down_and_not_aside(browser: Browser, one: str, several: str, width: int) -> None:
-    for url in (one, several):
+def test_a_phone_scrolls_down_and_not_aside(browser: Browser, single_run: str, several: str, width: int) -> None:
+    for url in (single_run, several):
         browser.open(url, width=width, height=812, is_phone=True)
         assert browser.run("document.documentElement.scrollWidth") == width
         widest = browser.run("Math.max(...[...document.querySelectorAll('figure')].map((one) => one.clientWidth))")
@@ -192,7 +192,9 @@ def test_no_text_of_a_run_is_ever_code(browser: Browser, tmp_path: Path) -> None
     assert browser.run("[window.harm === undefined, document.images.length]") == [True, 0]
     assert browser.requests == [url]
     # And if one were: the page says what may run, and this may not.
-    browser.run(f"document.body.insertAdjacentHTML('beforeend', {json.dumps('<img src=x onerror=window.harm=1>')})")
+    browser.run(
+        f"document.single_run.insertAdjacentHTML('beforeend', {json.dumps('<img src=x onerror=window.harm=1>')})"
+    )
     assert browser.run("new Promise((done) => setTimeout(() => done(window.harm === undefined), 100))") is True
 
 
@@ -229,7 +231,7 @@ def test_a_live_page_draws_new_values(browser: Browser, tmp_path: Path) -> None:
 def test_a_run_that_said_nothing_yet_has_a_page(browser: Browser, tmp_path: Path) -> None:
     url = write_report(find_runs([make_run(tmp_path / "one", [], {})]), tmp_path / "report.html").as_uri()
     browser.open(url)
-    assert "Nothing was logged yet" in browser.run("document.body.innerText")
+    assert "Nothing was logged yet" in browser.run("document.single_run.innerText")
     assert browser.problems == []
 
 

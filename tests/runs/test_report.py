@@ -34,13 +34,13 @@ class Elements(HTMLParser):
             self.scripts[-1] += data
 
 
-def told(*folders: Path) -> dict[str, Any]:
+def report_data(*folders: Path) -> dict[str, Any]:
     return contents(find_runs(folders))
 
 
 def test_a_run_is_reported_with_all_events(tmp_path: Path) -> None:
-    said = told(make_run(tmp_path / "one"))
-    assert [chart["id"] for chart in said["charts"]] == [
+    report = report_data(make_run(tmp_path / "one"))
+    assert [chart["id"] for chart in report["charts"]] == [
         "loss",
         "metric:accuracy",
         "learning-rate",
@@ -49,8 +49,8 @@ def test_a_run_is_reported_with_all_events(tmp_path: Path) -> None:
         "data-wait",
         "memory",
     ]
-    assert said["charts"][0]["names"] == ["loss", "eval_loss"]
-    (run,) = said["runs"]
+    assert report["charts"][0]["names"] == ["loss", "eval_loss"]
+    (run,) = report["runs"]
     assert (run["name"], run["status"]) == ("one", "finished")
     figures = dict(run["figures"])
     assert figures["Steps"] == "100"
@@ -113,7 +113,7 @@ def test_a_long_run_keeps_its_extremes(tmp_path: Path) -> None:
         for step in range(1, count + 1):
             loss = {12_345: 99.0, 23_456: -99.0, 34_567: '"NaN"'}.get(step, 1.0)
             file.write(f'{{"event": "log", "step": {step}, "samples": {step}, "seconds": 1, "loss": {loss}}}\n')
-    (run,) = told(folder)["runs"]
+    (run,) = report_data(folder)["runs"]
     curve = run["curves"]["loss"]
     assert (curve["count"], curve["broken"]) == (count, 1)
     assert len(curve["values"]) <= 1500
@@ -124,13 +124,13 @@ def test_a_long_run_keeps_its_extremes(tmp_path: Path) -> None:
 
 
 def test_which_runs_are_found(tmp_path: Path) -> None:
-    one, other = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "other")
+    first, second = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "other")
     file = tmp_path / "alone.jsonl"
-    file.write_text((one / "history.jsonl").read_text())
+    file.write_text((first / "history.jsonl").read_text())
     assert [run.name for run in find_runs([tmp_path / "runs"])] == ["one", "other"]
-    assert [run.name for run in find_runs([other, one, file, one])] == ["other", "one", "alone"]
+    assert [run.name for run in find_runs([second, first, file, first])] == ["other", "one", "alone"]
     twin = make_run(tmp_path / "elsewhere" / "one")
-    assert [run.name for run in find_runs([one, twin])] == [str(one), str(twin)]
+    assert [run.name for run in find_runs([first, twin])] == [str(first), str(twin)]
     with pytest.raises(ConfigurationError, match="does not exist"):
         find_runs([tmp_path / "nowhere"])
     with pytest.raises(ConfigurationError, match=r"has no run: no run.json or history.jsonl. Give the folder of a run"):
@@ -142,10 +142,10 @@ def test_which_runs_are_found(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_file_or_history_is_reported_partially(tmp_path: Path) -> None:
-    one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
-    (one / "run.json").write_text("{ no JSON")
+    left, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
+    (left / "run.json").write_text("{ no JSON")
     (other / "history.jsonl").unlink()
-    first, second = told(one, other)["runs"]
+    first, second = report_data(left, other)["runs"]
     assert (first["status"], first["arguments"]) == ("finished", {})
     assert (second["status"], second["curves"], second["arguments"]["max_steps"]) == ("finished", {}, "100")
 

@@ -21,9 +21,9 @@ def test_it_knows_what_the_process_knows() -> None:
         state.nothing_of_the_kind  # noqa: B018
 
 
-@pytest.mark.parametrize("given", ["bf16", "BF16", PrecisionType.BF16])
-def test_precision_in_any_form(given: Any) -> None:
-    assert AcceleratorState(mixed_precision=given, cpu=True).mixed_precision == "bf16"
+@pytest.mark.parametrize("value", ["bf16", "BF16", PrecisionType.BF16])
+def test_precision_in_any_form(value: Any) -> None:
+    assert AcceleratorState(mixed_precision=value, cpu=True).mixed_precision == "bf16"
     assert AcceleratorState().mixed_precision == "bf16", "all instances are one"
 
 
@@ -45,10 +45,10 @@ def test_precision_of_the_launcher_and_of_the_script() -> None:
         ("fp8", UnsupportedError, "mixed_precision='fp8' is not supported by this version"),
     ],
 )
-def test_other_precisions_are_refused(given: str, error: type[Exception], told: str) -> None:
+def test_other_precisions_are_refused(value: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
-        AcceleratorState(mixed_precision=given, cpu=True)
-    assert str(caught.value).startswith(told)
+        AcceleratorState(mixed_precision=value, cpu=True)
+    assert str(caught.value).startswith(message)
     assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16", "the next attempt starts afresh"
 
 
@@ -110,9 +110,15 @@ def test_trainers_one_after_the_other_have_settings_of_their_own() -> None:
     models = [network() for _ in range(4)]  # which outlive their trainers
     options: list[dict[str, Any]] = [{"mixed_precision": "bf16"}, {}, {"fsdp": plugin}, {}]
     for model, more in zip(models, options, strict=True):
-        one = trainer(arguments(max_steps=2, **more), model=model)
-        precisions.append((one.fit().state.step, one.accelerator.mixed_precision, one.accelerator.state.is_fsdp2))
-        del one
+        model_trainer = trainer(arguments(max_steps=2, **more), model=model)
+        precisions.append(
+            (
+                model_trainer.fit().state.step,
+                model_trainer.accelerator.mixed_precision,
+                model_trainer.accelerator.state.is_fsdp2,
+            )
+        )
+        del model_trainer
     assert precisions == [(2, "bf16", False), (2, "no", False), (2, "no", True), (2, "no", False)]
 
 

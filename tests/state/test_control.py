@@ -129,8 +129,8 @@ def test_wait_for_everyone_waits(tmp_path: Path) -> None:
 
 
 def part(inputs: Any, apply_padding: bool = False) -> Any:
-    with PartialState().split_between_processes(inputs, apply_padding=apply_padding) as given:
-        return given
+    with PartialState().split_between_processes(inputs, apply_padding=apply_padding) as share:
+        return share
 
 
 def parts(inputs: Any, apply_padding: bool = False, num_processes: int = 2) -> list[Any]:
@@ -176,9 +176,9 @@ def test_a_dict_is_shared_out_value_by_value() -> None:
 
 def test_a_dataset_is_shared_out_by_select() -> None:
     def body() -> list[int]:
-        given = part(Dataset.from_dict({"id": [1, 2, 3]}), True)
-        assert isinstance(given, Dataset)
-        return given["id"][:]
+        share = part(Dataset.from_dict({"id": [1, 2, 3]}), True)
+        assert isinstance(share, Dataset)
+        return share["id"][:]
 
     assert run_world(body, timeout=60) == [[1, 2], [3, 3]]
 

@@ -146,7 +146,7 @@ def train(case: Case, shards: bool, epochs: int = 2) -> dict[str, Any]:
                 optimizer.zero_grad()
             losses.append(float(accelerator.reduce(loss.detach(), reduction="sum" if case.weighted else "mean")))
     bare: Any = accelerator.unwrap_model(network)
-    told = {
+    report = {
         "losses": losses,
         "norms": norms,
         "weights": accelerator.strategy.model_state(network),
@@ -155,7 +155,7 @@ def train(case: Case, shards: bool, epochs: int = 2) -> dict[str, Any]:
         "shift": bare.shift.clone(),
     }
     accelerator.free_memory()
-    return told
+    return report
 
 
 def _prepared(accelerator: Accelerator, network: nn.Module, case: Case) -> tuple[Any, Any]:

@@ -64,10 +64,10 @@ def test_16_bits_round_and_do_nothing_else(processes: int, name: str, ddp: dict[
         for ours in results:
             toy.assert_same(ours[-1], results[0][-1], rtol=0)
             toy.assert_same(ours[-1], plain, rtol=2.0**-digits)
-        told = torch.cat([gradient.reshape(-1) for gradient in results[0][-1]])
+        rounded = torch.cat([gradient.reshape(-1) for gradient in results[0][-1]])
         expected = torch.cat([gradient.reshape(-1) for gradient in plain])
-        assert not torch.equal(told, expected), "nothing was compressed"
-        assert torch.equal(told, told.to(torch.float16 if kind == "fp16" else torch.bfloat16).float())
+        assert not torch.equal(rounded, expected), "nothing was compressed"
+        assert torch.equal(rounded, rounded.to(torch.float16 if kind == "fp16" else torch.bfloat16).float())
 
 
 @pytest.mark.parametrize(

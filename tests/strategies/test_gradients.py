@@ -43,15 +43,15 @@ def _parameters(sharded: set[int]) -> list[Any]:
 
 
 def _all(sharded: set[int]) -> list[Any]:
-    told: list[Any] = []
+    values: list[Any] = []
     for norm_type in NORMS:
         parameters = _parameters(sharded)
         before = grad_norm.total_grad_norm(parameters, norm_type, CPU)
         clipped = grad_norm.clip_norm(parameters, 0.7, norm_type, CPU)
-        told.append((before, clipped, [_whole(p.grad) for p in parameters[:-1]]))
+        values.append((before, clipped, [_whole(p.grad) for p in parameters[:-1]]))
     parameters = _parameters(sharded)
     grad_norm.clamp_gradients(parameters, 0.3)
-    return [told, [_whole(p.grad) for p in parameters[:-1]]]
+    return [values, [_whole(p.grad) for p in parameters[:-1]]]
 
 
 def _whole(gradient: Any) -> Tensor:
@@ -70,13 +70,13 @@ def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
     def all_kinds() -> list[Any]:
         return [_all(sharded) for sharded in (set(range(5)), {0, 2, 3}, {1})]
 
-    for told in run_world(all_kinds, (), 4, timeout=60):
-        for norms, cut in told:
-            for (before, clipped, own), (total, theirs) in zip(norms, expected, strict=True):
+    for result in run_world(all_kinds, (), 4, timeout=60):
+        for norms, cut in result:
+            for (before, clipped, clipped_gradients), (total, theirs) in zip(norms, expected, strict=True):
                 assert type(before) is Tensor
                 torch.testing.assert_close(before, total, rtol=1e-6, atol=0)
                 torch.testing.assert_close(clipped, before, rtol=0, atol=0)
-                torch.testing.assert_close(own, theirs, rtol=2e-6, atol=1e-7)
+                torch.testing.assert_close(clipped_gradients, theirs, rtol=2e-6, atol=1e-7)
             torch.testing.assert_close(cut, [tensor.clamp(-0.3, 0.3) for tensor in _tensors()], rtol=0, atol=0)
 
 
@@ -104,4 +104,4 @@ def test_whole_gradients_are_clipped_as_by_torch_to_the_last_digit(norm_type: fl
         return [norm, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
 
     ours, theirs = clipped(grad_norm.clip_whole), clipped(nn.utils.clip_grad_norm_)
-    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert all(torch.equal(first, second) for first, second in zip(ours, theirs, strict=True))

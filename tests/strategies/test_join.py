@@ -36,10 +36,15 @@ def _optimizer(network: nn.Module) -> torch.optim.Optimizer:
 
 def _windows(batches: list[list[list[int]]], steps: int, closes_last: bool = False) -> list[list[list[int]]]:
     """Return the micro-batches of each update: windows go by rounds, in which each process has a batch or none."""
-    rounds = max(len(own) for own in batches)
+    rounds = max(len(rank_batches) for rank_batches in batches)
     whole = rounds if closes_last else rounds // steps * steps
     return [
-        [own[index] for own in batches for index in range(start, min(start + steps, rounds)) if index < len(own)]
+        [
+            rank_batches[index]
+            for rank_batches in batches
+            for index in range(start, min(start + steps, rounds))
+            if index < len(rank_batches)
+        ]
         for start in range(0, whole, steps)
     ]
 
@@ -50,7 +55,7 @@ def _by_hand(batches: list[list[list[int]]], steps: int, weighted: bool, closes_
     network = toy.model()
     optimizer = _optimizer(network)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    rounds = max(len(own) for own in batches)
+    rounds = max(len(rank_batches) for rank_batches in batches)
     for number, window in enumerate(_windows(batches, steps, closes_last)):
         size = min(steps, rounds - number * steps)
         optimizer.zero_grad()
@@ -175,8 +180,8 @@ def _in_two_blocks(lengths: tuple[int, ...], steps: int) -> list[Tensor]:
     inputs, targets, weights = toy.data()
     network = toy.model()
     network, optimizer = accelerator.prepare(network, _optimizer(network))
-    own = _batches(lengths)[accelerator.process_index]
-    for batches in (own[:-1], own[-1:]):
+    rank_batches = _batches(lengths)[accelerator.process_index]
+    for batches in (rank_batches[:-1], rank_batches[-1:]):
         with accelerator.join_uneven_inputs([network]):
             for batch in batches:
                 with accelerator.accumulate(network):
@@ -193,7 +198,7 @@ def test_a_window_that_nobody_completed_goes_on_after_the_block(lengths: tuple[i
     network = toy.model()
     optimizer = _optimizer(network)
     steps = max(lengths)
-    samples = [sample for own in _batches(lengths) for batch in own for sample in batch]
+    samples = [sample for rank_batches in _batches(lengths) for batch in rank_batches for sample in batch]
     (
         (toy.losses(network, inputs[samples], targets[samples]) * weights[samples]).sum() / weights[samples].sum()
     ).backward()
@@ -258,14 +263,14 @@ def _after_the_block(lengths: tuple[int, ...], precision: str = "no") -> dict[st
 @pytest.mark.parametrize(("lengths", "precision"), [((0, 4), "no"), ((6, 3, 1), "no"), ((3, 6), "fp16")])
 def test_all_processes_go_on_alike(lengths: tuple[int, ...], precision: str) -> None:
     results = run_world(_after_the_block, (lengths, precision), len(lengths), timeout=60)
-    for told in results:
-        toy.assert_same(told["weights"], results[0]["weights"], rtol=0)
-        toy.assert_same(told["moments"], results[0]["moments"], rtol=0)
-        assert told["steps"] == results[0]["steps"]
-        assert len(told["steps"]) == 6
-        assert told["gradients"] == [], "they went into an update"
-        assert told["rate"] == results[0]["rate"]
-        assert told["scale"] == results[0]["scale"]
+    for result in results:
+        toy.assert_same(result["weights"], results[0]["weights"], rtol=0)
+        toy.assert_same(result["moments"], results[0]["moments"], rtol=0)
+        assert result["steps"] == results[0]["steps"]
+        assert len(result["steps"]) == 6
+        assert result["gradients"] == [], "they went into an update"
+        assert result["rate"] == results[0]["rate"]
+        assert result["scale"] == results[0]["scale"]
 
 
 def _in_turns(lengths: tuple[int, ...], steps: int) -> list[Tensor]:
@@ -289,7 +294,7 @@ def _in_turns(lengths: tuple[int, ...], steps: int) -> list[Tensor]:
 
 def test_two_models_in_turns_keep_their_weights_apart() -> None:
     inputs, targets, all_weights = toy.data()
-    batch = [sample for own in _batches((1, 2)) for batch in own for sample in batch]
+    batch = [sample for rank_batches in _batches((1, 2)) for batch in rank_batches for sample in batch]
     expected: list[Tensor] = []
     for seed, weights in ((0, all_weights), (1, torch.ones(toy.SAMPLES))):
         network = toy.model(seed)
@@ -383,8 +388,8 @@ def _messages(act: str) -> str:
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_what_cannot_be_joined_is_said(act: str, words: str) -> None:
-    for told in run_world(_messages, (act,), 2, timeout=60):
-        assert told.startswith(words)
+    for result in run_world(_messages, (act,), 2, timeout=60):
+        assert result.startswith(words)
 
 
 def test_one_process_checks_the_models_and_reads_as_told() -> None:
@@ -417,7 +422,7 @@ def test_an_error_inside_leaves_everything_as_it_was() -> None:
 def _sharded() -> list[str]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"))
     network = accelerator.prepare(toy.model())
-    told: list[str] = []
+    messages: list[str] = []
     for refused in (
         lambda: accelerator.join_uneven_inputs([network]).__enter__(),
         lambda: LocalSGD(accelerator, network, 2),
@@ -425,9 +430,9 @@ def _sharded() -> list[str]:
         try:
             refused()
         except UnsupportedError as error:
-            told.append(str(error))
+            messages.append(str(error))
     LocalSGD(accelerator, network, 2, enabled=False)
-    return told
+    return messages
 
 
 def test_shards_cannot_be_joined_nor_stay_local() -> None:

@@ -39,22 +39,22 @@ def test_names_say_what_is_what() -> None:
 
 
 def test_the_state_fits_another_order_of_groups_and_parameters() -> None:
-    model, other = toy.model(), toy.model()
-    one, two = stepped(grouped(model, False), model), grouped(other, True)
-    other.load_state_dict(model.state_dict())
-    load_named_state(two, [other], deepcopy(named_state(one, [model])))
+    model, second = toy.model(), toy.model()
+    first, two = stepped(grouped(model, False), model), grouped(second, True)
+    second.load_state_dict(model.state_dict())
+    load_named_state(two, [second], deepcopy(named_state(first, [model])))
     assert two.param_groups[0]["lr"] == 0.3
-    stepped(one, model)
-    stepped(two, other)
-    for own, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(own, its)
+    stepped(first, model)
+    stepped(two, second)
+    for ours, its in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, its)
 
 
 def test_groups_without_parameters_keep_their_own_settings() -> None:
     model = toy.model()
-    one = torch.optim.SGD([{"params": [], "lr": 0.1}, {"params": model.parameters()}, {"params": [], "lr": 0.2}])
+    optimizer = torch.optim.SGD([{"params": [], "lr": 0.1}, {"params": model.parameters()}, {"params": [], "lr": 0.2}])
     two = torch.optim.SGD([{"params": []}, {"params": model.parameters()}, {"params": []}], lr=9.0)
-    load_named_state(two, [model], named_state(one, [model]))
+    load_named_state(two, [model], named_state(optimizer, [model]))
     assert [group["lr"] for group in two.param_groups] == [0.1, 0.001, 0.2]
 
 
@@ -76,17 +76,17 @@ def test_tied_parameters_have_their_first_name() -> None:
 
 def test_groups_of_named_parameters_keep_the_names_in_order() -> None:
     model, other = toy.model(), toy.model()
-    one = torch.optim.SGD(model.named_parameters(), momentum=0.9)
-    two = torch.optim.SGD(list(other.named_parameters())[::-1], momentum=0.9)
-    load_named_state(two, [other], deepcopy(named_state(stepped(one, model), [model])))
-    assert two.param_groups[0]["param_names"] == ["2.bias", "2.weight", "0.bias", "0.weight"]
-    saved, loaded = (optimizer.state_dict()["state"] for optimizer in (one, two))
+    original = torch.optim.SGD(model.named_parameters(), momentum=0.9)
+    reversed_order = torch.optim.SGD(list(other.named_parameters())[::-1], momentum=0.9)
+    load_named_state(reversed_order, [other], deepcopy(named_state(stepped(original, model), [model])))
+    assert reversed_order.param_groups[0]["param_names"] == ["2.bias", "2.weight", "0.bias", "0.weight"]
+    saved, loaded = (optimizer.state_dict()["state"] for optimizer in (original, reversed_order))
     for number in range(4):
         assert torch.equal(loaded[number]["momentum_buffer"], saved[3 - number]["momentum_buffer"])
 
 
 def test_lbfgs_keeps_what_it_keeps_with_its_first_parameter() -> None:
-    model, other = toy.model(), toy.model()
+    model, second = toy.model(), toy.model()
     inputs, targets, _ = toy.data()
 
     def closure(network: nn.Module) -> Any:
@@ -95,14 +95,14 @@ def test_lbfgs_keeps_what_it_keeps_with_its_first_parameter() -> None:
         loss.backward()
         return loss
 
-    one, two = torch.optim.LBFGS(model.parameters()), torch.optim.LBFGS(other.parameters())
-    one.step(lambda: closure(model))
-    other.load_state_dict(model.state_dict())
-    load_named_state(two, [other], deepcopy(named_state(one, [model])))
-    one.step(lambda: closure(model))
-    two.step(lambda: closure(other))
-    for own, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(own, its)
+    first, two = torch.optim.LBFGS(model.parameters()), torch.optim.LBFGS(second.parameters())
+    first.step(lambda: closure(model))
+    second.load_state_dict(model.state_dict())
+    load_named_state(two, [second], deepcopy(named_state(first, [model])))
+    first.step(lambda: closure(model))
+    two.step(lambda: closure(second))
+    for ours, its in zip(model.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, its)
 
 
 def test_other_groups_are_told() -> None:

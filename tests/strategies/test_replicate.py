@@ -108,12 +108,12 @@ def _unfit() -> list[str]:
     sharded = accelerator.prepare(nn.Linear(4, 3))
     accelerator.free_memory()
     accelerator = Accelerator(cpu=True)
-    told: list[str] = []
+    messages: list[str] = []
     for model in (sharded, nn.LazyLinear(3)):
         with pytest.raises(PreparationError) as caught:
             accelerator.prepare(model)
-        told.append(str(caught.value))
-    return told
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_what_is_not_whole_is_refused() -> None:

@@ -109,20 +109,22 @@ def _parameters() -> list[Any]:
 @pytest.mark.parametrize(("processes", "name"), _parameters())
 def test_shards_train_as_one_process_does(processes: int, name: str) -> None:
     alone, together = results(processes, name in QUICK[processes])
-    main, others = together[0][name], [told[name] for told in together[1:]]
+    main, others = together[0][name], [result[name] for result in together[1:]]
     expected = alone[name]
-    for told in (main, *others):
-        assert told["losses"] == pytest.approx(expected["losses"], rel=2e-6)
-        assert told["norms"] == pytest.approx(expected["norms"], rel=2e-6)
-        assert told["names"] == expected["names"]
-        torch.testing.assert_close(told["shift"], expected["shift"], rtol=0, atol=0)
+    for result in (main, *others):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=2e-6)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=2e-6)
+        assert result["names"] == expected["names"]
+        torch.testing.assert_close(result["shift"], expected["shift"], rtol=0, atol=0)
     assert list(main["weights"]) == list(expected["weights"])
     toy.assert_same(list(main["weights"].values()), list(expected["weights"].values()), rtol=1e-4)
     assert main["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
     for key, values in expected["optimizer"]["state"].items():
-        own = main["optimizer"]["state"][key]
-        toy.assert_same([own[part].float() for part in values], [value.float() for value in values.values()], rtol=1e-4)
-    assert all(told["weights"] == told["optimizer"] == {} for told in others)
+        state = main["optimizer"]["state"][key]
+        toy.assert_same(
+            [state[part].float() for part in values], [value.float() for value in values.values()], rtol=1e-4
+        )
+    assert all(result["weights"] == result["optimizer"] == {} for result in others)
 
 
 def test_forwards_are_in_lockstep_only_where_there_are_other_ranks() -> None:

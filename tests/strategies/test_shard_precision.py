@@ -34,9 +34,9 @@ def _types(precision: str, policy: Any) -> list[Any]:
     outputs = network(torch.ones(2, 8))
     accelerator.backward(outputs.square().mean())
     gradient: Any = next(network.parameters()).grad
-    told = [network.seen, outputs.dtype, gradient.dtype, next(network.parameters()).dtype]
+    dtypes = [network.seen, outputs.dtype, gradient.dtype, next(network.parameters()).dtype]
     accelerator.free_memory()
-    return told
+    return dtypes
 
 
 def test_types_follow_the_precision_and_the_policy() -> None:
@@ -56,9 +56,9 @@ def test_types_follow_the_precision_and_the_policy() -> None:
     def all_types() -> list[Any]:
         return [_types(*settings) for settings, _, _ in expected]
 
-    for told in run_world(all_types, (), 2, timeout=60):
-        for one, (_, seen, output) in zip(told, expected, strict=True):
-            assert one == [seen, output, fp32, fp32], "gradients and weights stay in fp32"
+    for result in run_world(all_types, (), 2, timeout=60):
+        for dtypes, (_, seen, output) in zip(result, expected, strict=True):
+            assert dtypes == [seen, output, fp32, fp32], "gradients and weights stay in fp32"
 
 
 BF16 = {
@@ -84,8 +84,8 @@ def _by_hand() -> list[float]:
     inputs, targets, _ = toy.data()
     losses: list[float] = []
     for start in range(0, SAMPLES, 8):
-        own = slice(start + 4 * accelerator.process_index, start + 4 * accelerator.process_index + 4)
-        loss = toy.losses(network, inputs[own], targets[own]).mean()
+        rows = slice(start + 4 * accelerator.process_index, start + 4 * accelerator.process_index + 4)
+        loss = toy.losses(network, inputs[rows], targets[rows]).mean()
         loss.backward()
         accelerator.group.all_reduce(network.scale.grad).div_(2)
         optimizer.step()
@@ -100,10 +100,10 @@ def test_bf16_is_that_of_fsdp2_and_near_one_process() -> None:
         return {name: train(case, shards, epochs=1)["losses"] for name, case in BF16.items()}
 
     (alone,) = run_world(all_cases, (False,), 1, timeout=60)
-    for told in (together := run_world(all_cases, (True,), 2, timeout=60)):
+    for result in (together := run_world(all_cases, (True,), 2, timeout=60)):
         for name in BF16:
-            assert told[name] == pytest.approx(alone[name], rel=2e-2), name
-        assert told["checkpointed"] == told["by name"]
+            assert result[name] == pytest.approx(alone[name], rel=2e-2), name
+        assert result["checkpointed"] == result["by name"]
     assert together[0]["by policy"] == run_world(_by_hand, (), 2, timeout=60)[0]
 
 
@@ -118,21 +118,21 @@ def _overflow(plugin: dict[str, Any], fused: bool, spikes: bool) -> list[Any]:
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=fused)
     network, optimizer = accelerator.prepare(network, optimizer)
     inputs, targets, _ = toy.data()
-    told: list[Any] = []
+    values: list[Any] = []
     for start in range(0, 32, 8):
-        own = slice(start + 4 * accelerator.process_index, start + 4 * accelerator.process_index + 4)
-        loss = toy.losses(network, inputs[own], targets[own]).mean()
+        rows = slice(start + 4 * accelerator.process_index, start + 4 * accelerator.process_index + 4)
+        loss = toy.losses(network, inputs[rows], targets[rows]).mean()
         if spikes and start == 8 and accelerator.is_last_process:
             # Only one of the gradients overflows, and on this process only.
             loss = loss + network.last.bias.sum() * float("inf")
         accelerator.backward(loss)
         norm = float(accelerator.clip_grad_norm_(network.parameters(), 0.5)) if start == 16 else None
         optimizer.step()
-        told.append((optimizer.step_was_skipped, accelerator.scaler.get_scale(), norm))
+        values.append((optimizer.step_was_skipped, accelerator.scaler.get_scale(), norm))
         optimizer.zero_grad()
-    told.append(accelerator.strategy.model_state(network))
+    values.append(accelerator.strategy.model_state(network))
     accelerator.free_memory()
-    return told
+    return values
 
 
 @pytest.mark.parametrize("spikes", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -174,9 +174,9 @@ def _with_statistics(precision: str, policy: Any, shards: bool) -> tuple[list[fl
     norm: Any = accelerator.unwrap_model(network).get_submodule("1")
     is_sharded = hasattr(norm.weight, "_local_tensor")
     weight = norm.weight.full_tensor() if is_sharded else norm.weight
-    told = [is_sharded, weight.dtype, norm.running_var.dtype, weight.sum().item()]
+    facts = [is_sharded, weight.dtype, norm.running_var.dtype, weight.sum().item()]
     accelerator.free_memory()
-    return losses, told
+    return losses, facts
 
 
 def test_layers_with_running_statistics_stay_in_32_bits() -> None:
@@ -188,7 +188,7 @@ def test_layers_with_running_statistics_stay_in_32_bits() -> None:
     (alone,) = run_world(all_settings, (False,), 1, timeout=60)
     first, second = run_world(all_settings, (True,), 2, timeout=60)
     assert first == second
-    for (losses, _), (own, told), (precision, policy) in zip(alone, first, settings, strict=True):
+    for (losses, _), (rank_losses, facts), (precision, policy) in zip(alone, first, settings, strict=True):
         is_full = (precision, policy) == ("no", None)
-        assert own == pytest.approx(losses, rel=1e-5 if is_full else 5e-2), (precision, policy)
-        assert told[:3] == [is_full, torch.float32, torch.float32]
+        assert rank_losses == pytest.approx(losses, rel=1e-5 if is_full else 5e-2), (precision, policy)
+        assert facts[:3] == [is_full, torch.float32, torch.float32]

@@ -156,8 +156,8 @@ def test_what_cannot_be_sharded_is_told_on_all_processes() -> None:
     def attempt_all() -> list[str]:
         return [_told(attempt, **plugin) for attempt, plugin, _ in ATTEMPTS]
 
-    for told in run_world(attempt_all, (), 2, timeout=60):
-        for text, (_, _, words) in zip(told, ATTEMPTS, strict=True):
+    for result in run_world(attempt_all, (), 2, timeout=60):
+        for text, (_, _, words) in zip(result, ATTEMPTS, strict=True):
             assert text.replace("prepare failed on rank 0: ", "").startswith(words)
 
 
@@ -246,7 +246,7 @@ def test_each_process_may_start_from_its_own_weights() -> None:
 
 
 def _held_after_forward() -> list[Any]:
-    told: list[Any] = []
+    values: list[Any] = []
     for plugin in (
         {},
         {"sharding_strategy": "SHARD_GRAD_OP"},
@@ -261,17 +261,17 @@ def _held_after_forward() -> list[Any]:
         state, block = (module._get_fsdp_state() for module in (network, network.blocks[0]))
         ahead = [prefetched is block for prefetched in state._states_to_forward_prefetch]
         offloads = state._fsdp_param_groups[0].offload_policy
-        told.append((list(getattr(weight, "_local_tensor", weight).shape), ahead, type(offloads).__name__))
+        values.append((list(getattr(weight, "_local_tensor", weight).shape), ahead, type(offloads).__name__))
         accelerator.free_memory()
-    return told
+    return values
 
 
 @pytest.mark.slow
 def test_what_is_held_between_forward_and_backward() -> None:
     """Of the 7 rows, a process of four has 2 or 1, one of two has 4 or 3."""
-    told = run_world(_held_after_forward, (), 4, timeout=60)[0]
+    results = run_world(_held_after_forward, (), 4, timeout=60)[0]
     plain = "OffloadPolicy"
-    assert told == [
+    assert results == [
         ([2, 10], [], plain),
         ([7, 10], [], plain),
         ([4, 10], [], plain),
@@ -302,7 +302,7 @@ def _kept_local() -> list[Any]:
     network: Any = accelerator.prepare(stack())
     inputs, targets, _ = toy.data()
 
-    def own(step: int) -> slice:
+    def rows(step: int) -> slice:
         start = step * 8 + accelerator.process_index * 4
         return slice(start, start + 4)
 
@@ -313,20 +313,20 @@ def _kept_local() -> list[Any]:
             if p.grad is not None
         }
 
-    told: list[Any] = []
+    values: list[Any] = []
     with accelerator.no_sync(network):
-        accelerator.backward(toy.losses(network, inputs[own(0)], targets[own(0)]).sum())
-        told.append(sorted(gradients()))
-        loss = toy.losses(network, inputs[own(1)], targets[own(1)]).sum()
+        accelerator.backward(toy.losses(network, inputs[rows(0)], targets[rows(0)]).sum())
+        values.append(sorted(gradients()))
+        loss = toy.losses(network, inputs[rows(1)], targets[rows(1)]).sum()
         with accelerator.trigger_sync_in_backward(network):
             accelerator.backward(loss)
-        told.append(gradients())
+        values.append(gradients())
         network.zero_grad()
-        accelerator.backward(toy.losses(network, inputs[own(2)], targets[own(2)]).sum())
-        told.append(sorted(gradients()))
-    accelerator.backward(toy.losses(network, inputs[own(3)], targets[own(3)]).sum())
-    told.append(gradients())
-    return told
+        accelerator.backward(toy.losses(network, inputs[rows(2)], targets[rows(2)]).sum())
+        values.append(sorted(gradients()))
+    accelerator.backward(toy.losses(network, inputs[rows(3)], targets[rows(3)]).sum())
+    values.append(gradients())
+    return values
 
 
 def test_gradients_wait_for_the_reduction_that_is_asked_for() -> None:
@@ -341,9 +341,9 @@ def test_gradients_wait_for_the_reduction_that_is_asked_for() -> None:
     whole = ["last.bias", "last.weight", "scale"]
     for before, reduced, waiting, last in run_world(_kept_local, (), 2, timeout=60):
         assert before == waiting == whole, "gradients of shards are not there before they are reduced"
-        for own, theirs in ((reduced, expected(*range(16))), (last, expected(*range(16, 32)))):
-            assert own.keys() == theirs.keys()
-            toy.assert_same(list(own.values()), list(theirs.values()), rtol=1e-5)  # sums in another order
+        for ours, theirs in ((reduced, expected(*range(16))), (last, expected(*range(16, 32)))):
+            assert ours.keys() == theirs.keys()
+            toy.assert_same(list(ours.values()), list(theirs.values()), rtol=1e-5)  # sums in another order
 
 
 def _memory() -> list[Any]:
@@ -387,10 +387,10 @@ def _take_turns(accelerator: Accelerator) -> tuple[list[float], list[str]]:
     norms: list[float] = []
     for step in range(4):
         start = step * 8 + size * accelerator.process_index
-        own = slice(start, start + size)
+        rows = slice(start, start + size)
         for model, optimizer in zip(models, optimizers, strict=True):
-            loss = (toy.losses(model, inputs[own], targets[own]) * weights[own]).sum()
-            accelerator.backward(loss, weight=weights[own].sum(), optimizer=optimizer)
+            loss = (toy.losses(model, inputs[rows], targets[rows]) * weights[rows]).sum()
+            accelerator.backward(loss, weight=weights[rows].sum(), optimizer=optimizer)
             norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             optimizer.zero_grad()

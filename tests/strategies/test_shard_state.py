@@ -54,8 +54,10 @@ class _Run:
         accelerator = self.accelerator
         size = 8 // accelerator.num_processes
         for step in range(first, last):
-            own = slice(step * 8 + size * accelerator.process_index, step * 8 + size * accelerator.process_index + size)
-            accelerator.backward(toy.losses(self.network, inputs[own], targets[own]).mean())
+            rows = slice(
+                step * 8 + size * accelerator.process_index, step * 8 + size * accelerator.process_index + size
+            )
+            accelerator.backward(toy.losses(self.network, inputs[rows], targets[rows]).mean())
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -86,17 +88,17 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Optimizers, dict[str, Any]]] = {
 
 
 def _first_half(names: list[str], shards: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for name in names:
         run = _Run(shards, *KINDS[name])
         run.train(0, 2)
-        told[name] = run.state()
+        facts[name] = run.state()
         run.end()
-    return told
+    return facts
 
 
 def _second_half(shards: bool, states: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for name, state in states.items():
         run = _Run(shards, *KINDS[name])
         if run.accelerator.is_main_process:
@@ -104,8 +106,8 @@ def _second_half(shards: bool, states: dict[str, Any]) -> dict[str, Any]:
         else:
             run.load({}, {})
         run.train(2, 4)
-        told[name] = run.end()
-    return told
+        facts[name] = run.end()
+    return facts
 
 
 def _second_halves(*states: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,13 +115,13 @@ def _second_halves(*states: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _uninterrupted(names: list[str]) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for name in names:
         kind, optimizer, _ = KINDS[name]
         run = _Run(False, kind, optimizer)
         run.train(0, 4)
-        told[name] = run.end()
-    return told
+        facts[name] = run.end()
+    return facts
 
 
 @pytest.mark.parametrize(
@@ -140,10 +142,10 @@ def test_a_run_goes_on_in_another_world(names: list[str]) -> None:
         assert all(value.device.type == "cpu" and type(value) is torch.Tensor for value in weights.values())
     from_one, from_two = run_world(_second_halves, (alone, main), 2, timeout=60)[0]
     ways = {"two, then one": _second_half(False, main), "one, then two": from_one, "two, then two": from_two}
-    for way, told in ways.items():
+    for way, facts in ways.items():
         for name, weights in expected.items():
-            assert list(told[name]) == list(weights), (way, name)
-            toy.assert_same(list(told[name].values()), list(weights.values()), rtol=1e-4)
+            assert list(facts[name]) == list(weights), (way, name)
+            toy.assert_same(list(facts[name].values()), list(weights.values()), rtol=1e-4)
 
 
 def _from_shards() -> Any:
@@ -188,7 +190,7 @@ def test_loaded_weights_are_those_that_compute() -> None:
 def _refused() -> list[str]:
     run = _Run(True)
     model, optimizer = run.state()
-    told: list[str] = []
+    messages: list[str] = []
 
     def attempt(change: Callable[[dict[str, Any], dict[str, Any]], None], strict: bool = True) -> None:
         changed, settings = dict(model), dict(optimizer)
@@ -198,9 +200,9 @@ def _refused() -> list[str]:
             run.accelerator.strategy.load_model_state(run.network, changed, strict)
             run.accelerator.strategy.load_optimizer_state(run.optimizer, [run.network], settings)
         except StateError as error:
-            told.append(str(error))
+            messages.append(str(error))
         else:
-            told.append("loaded")
+            messages.append("loaded")
 
     def lose_a_group(weights: Any, settings: Any) -> None:
         del weights
@@ -211,13 +213,13 @@ def _refused() -> list[str]:
     attempt(lambda weights, settings: weights.update(more=torch.ones(1)))
     attempt(lambda weights, settings: weights.update({"last.bias": torch.ones(2)}))
     attempt(lose_a_group)
-    return told
+    return messages
 
 
 def test_states_of_another_model_are_refused_on_all_processes() -> None:
-    for told in run_world(_refused, (), 2, timeout=60):
+    for result in run_world(_refused, (), 2, timeout=60):
         for text, words in zip(
-            told, ["missing: scale", "loaded", "more", "last.bias has the shape", "1 para"], strict=True
+            result, ["missing: scale", "loaded", "more", "last.bias has the shape", "1 para"], strict=True
         ):
             assert words in text
 

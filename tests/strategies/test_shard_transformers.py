@@ -48,17 +48,17 @@ def _train(accelerator: Accelerator, network: Any) -> tuple[list[Any], dict[str,
     network.train()
     tokens = torch.randint(0, 33, (8, 12), generator=torch.Generator().manual_seed(1))
     tokens = tokens.chunk(accelerator.num_processes)[accelerator.process_index]
-    told: list[Any] = []
+    values: list[Any] = []
     for _ in range(3):
         loss = network(input_ids=tokens, labels=tokens).loss
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        told += [float(accelerator.reduce(loss.detach(), reduction="mean")), float(norm)]
+        values += [float(accelerator.reduce(loss.detach(), reduction="mean")), float(norm)]
     state = accelerator.strategy.model_state(network)
     accelerator.free_memory()
-    return told, state
+    return values, state
 
 
 @pytest.mark.slow
@@ -80,9 +80,9 @@ def test_a_language_model_trains_on_shards(tmp_path: Path) -> None:
 
     numbers, weights = _train(Accelerator(cpu=True), _llama())
     main, other = run_world(together, (), 2, timeout=60)
-    for (own, state), (theirs, nothing) in zip(main, other, strict=True):
-        assert own == pytest.approx(numbers, rel=2e-6)
-        assert theirs == own
+    for (losses, state), (theirs, nothing) in zip(main, other, strict=True):
+        assert losses == pytest.approx(numbers, rel=2e-6)
+        assert theirs == losses
         assert nothing == {}
         assert list(state) == list(weights)
         toy.assert_same(list(state.values()), list(weights.values()), rtol=1e-4)

@@ -29,8 +29,8 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+def same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and first.shape == second.shape and bytes_of(first) == bytes_of(second)
 
 
 def bytes_of(tensor: Tensor) -> list[int]:
@@ -40,15 +40,15 @@ def bytes_of(tensor: Tensor) -> list[int]:
 @pytest.mark.parametrize("read", [read_tensors, safetensors.torch.load_file])
 def test_every_kind_of_tensor_comes_back_bitwise(tmp_path: Path, read: Any) -> None:
     write_tensors(tensors(), tmp_path / "file")
-    found = read(tmp_path / "file")
-    assert set(found) == set(tensors())
+    tensors_read = read(tmp_path / "file")
+    assert set(tensors_read) == set(tensors())
     for name, tensor in tensors().items():
-        assert same(found[name], tensor), name
+        assert same(tensors_read[name], tensor), name
 
 
 def test_shapes_are_known_without_reading_the_tensors(tmp_path: Path) -> None:
     write_tensors(tensors(), tmp_path / "file")
-    assert read_shapes(tmp_path / "file") == {name: (one.dtype, one.shape) for name, one in tensors().items()}
+    assert read_shapes(tmp_path / "file") == {name: (tensor.dtype, tensor.shape) for name, tensor in tensors().items()}
 
 
 def test_each_tensor_is_aligned_to_its_type(tmp_path: Path) -> None:
@@ -68,10 +68,10 @@ def test_tied_tensors_are_stored_once_and_come_back_as_one(tmp_path: Path) -> No
     assert (tmp_path / "file").stat().st_size < 3 * weight.nbytes + 500
     with safetensors.safe_open(tmp_path / "file", "pt") as file:
         assert file.metadata() == {"format": "pt", "head": "embedding"}
-    found = read_tensors(tmp_path / "file")
-    assert found["head"] is found["embedding"]
-    assert found["other"] is not found["embedding"]
-    assert torch.equal(found["same memory"], weight.view(10, 10))
+    result = read_tensors(tmp_path / "file")
+    assert result["head"] is result["embedding"]
+    assert result["other"] is not result["embedding"]
+    assert torch.equal(result["same memory"], weight.view(10, 10))
     assert read_shapes(tmp_path / "file")["head"] == (torch.float32, torch.Size([100]))
 
 

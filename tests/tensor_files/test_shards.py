@@ -29,12 +29,12 @@ def written(folder: Path) -> Path:
 
 
 def test_everything_is_put_together(tmp_path: Path) -> None:
-    found = read_whole(written(tmp_path))
-    assert torch.equal(found["grid"], GRID)
-    assert found["scalar"].item() == 2.5
-    assert found["scalar"].dtype is torch.float64
-    assert found["vector"].tolist() == [0, 1, 2, 3]
-    assert found["again"] is found["vector"]
+    result = read_whole(written(tmp_path))
+    assert torch.equal(result["grid"], GRID)
+    assert result["scalar"].item() == 2.5
+    assert result["scalar"].dtype is torch.float64
+    assert result["vector"].tolist() == [0, 1, 2, 3]
+    assert result["again"] is result["vector"]
 
 
 @pytest.mark.parametrize("rows", [(0, 7), (2, 4), (5, 7), (6, 7), (3, 3)])

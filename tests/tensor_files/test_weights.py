@@ -32,10 +32,10 @@ def written(folder: Path, **options: Any) -> list[str]:
     return list(files)
 
 
-def assert_same(found: dict[str, Tensor]) -> None:
-    assert set(found) == set(state())
-    assert all(torch.equal(found[name], tensor) for name, tensor in state().items())
-    assert found["head"] is found["layer.3"]
+def assert_same(actual: dict[str, Tensor]) -> None:
+    assert set(actual) == set(state())
+    assert all(torch.equal(actual[name], tensor) for name, tensor in state().items())
+    assert actual["head"] is actual["layer.3"]
 
 
 @pytest.mark.parametrize("safe", [True, False])

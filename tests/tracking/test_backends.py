@@ -165,14 +165,14 @@ def test_clearml_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_configuration_errors_are_raised_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for variable in ("COMET_API_KEY", "WANDB_API_KEY", "WANDB_MODE", "SWANLAB_API_KEY", "CLEARML_API_ACCESS_KEY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("trainer_lib.tracking.base.is_package_available", lambda module: True)
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
         TrackerGroup(name, "digits", tmp_path, {name: options})
 
 

@@ -63,22 +63,22 @@ def spooled(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
 @pytest.mark.parametrize("where", ["start", "log"])
-@pytest.mark.parametrize("what", ["raise", "hang"])
+@pytest.mark.parametrize("kind", ["raise", "hang"])
 def test_undelivered_values_are_kept(
-    tmp_path: Path, what: str, where: str, apart: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: str, where: str, apart: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    patience = PATIENT if what == "raise" else HANGS
-    trackers = group(tmp_path, patience, how=f"{what} in {where}", apart=apart)
+    patience = PATIENT if kind == "raise" else HANGS
+    trackers = group(tmp_path, patience, how=f"{kind} in {where}", apart=apart)
     assert stalls(trackers) < 0.05
     begun = time.monotonic()
     trackers.finish()
-    assert time.monotonic() - begun < (30 if what == "raise" else 3)
+    assert time.monotonic() - begun < (30 if kind == "raise" else 3)
     assert spooled(tmp_path) == list(range(200))
     assert steps(tmp_path / "taken") == []
-    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert sum("fails, and training continues" in line for line in said) <= 1
-    assert "200 points are kept in" in said[-1]
-    assert len(said) <= 2
+    messages = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sum("fails, and training continues" in line for line in messages) <= 1
+    assert "200 points are kept in" in messages[-1]
+    assert len(messages) <= 2
 
 
 def test_a_tracker_that_hangs_at_the_end_is_killed(tmp_path: Path) -> None:
@@ -227,8 +227,8 @@ def test_the_replay_command_sends_kept_values(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == "Nothing waits.\n"
     assert main(["track", "replay", str(tmp_path)]) == 0
     assert "misbehaving: 4 entries are sent" in capsys.readouterr().out
-    there = taken(tmp_path / "taken")
-    assert there[:2] == [{"started": "t"}, {"settings": {"learning_rate": 0.1, "api_key": "***"}}]
+    calls = taken(tmp_path / "taken")
+    assert calls[:2] == [{"started": "t"}, {"settings": {"learning_rate": 0.1, "api_key": "***"}}]
     assert steps(tmp_path / "taken") == [0, 1, 2]
     assert not list((tmp_path / "spool").glob("*.jsonl"))
     assert main(["track", "replay", str(tmp_path / "nowhere")]) == 2
@@ -271,11 +271,11 @@ def test_a_tracker_object_gets_values_as_they_were_logged(tmp_path: Path) -> Non
     values["total"] = 5.0
     trackers.finish()
     assert [call[0] for call in mine.called] == ["start", "log"]
-    given, step, kwargs = mine.called[1][1]
-    assert (step, kwargs, given["text"], given["nothing"]) == (3, {"commit": True}, "t", None)
-    assert given["total"].item() == 1.0
-    assert given["array"].tolist() == [1.0, 1.0]
-    assert given["nested"]["a"].tolist() == [1, 2]
+    value, step, kwargs = mine.called[1][1]
+    assert (step, kwargs, value["text"], value["nothing"]) == (3, {"commit": True}, "t", None)
+    assert value["total"].item() == 1.0
+    assert value["array"].tolist() == [1.0, 1.0]
+    assert value["nested"]["a"].tolist() == [1, 2]
 
 
 _SCRIPT = """
@@ -318,11 +318,13 @@ def test_the_process_of_a_tracker_needs_no_torch() -> None:
     names = ["mlflow", "comet", "wandb", "trackio", "clearml", "dvclive", "swanlab", "tensorboard", "jsonl_file"]
     adapters = ", ".join(f"trainer_lib.tracking.adapters.{name}" for name in names)
     modules = f"trainer_lib.tracking.delivery.tracker_process, {adapters}"
-    there = "{'torch', 'numpy', 'mlflow', 'comet_ml', 'wandb', 'trackio', 'tensorboard'} & set(sys.modules)"
-    script = f"import sys, {modules}; print({there})"
+    loaded_modules = "{'torch', 'numpy', 'mlflow', 'comet_ml', 'wandb', 'trackio', 'tensorboard'} & set(sys.modules)"
+    script = f"import sys, {modules}; print({loaded_modules})"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout == "set()\n"
+    process = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "set()\n"
 
 
 @pytest.mark.slow
@@ -337,10 +339,10 @@ def test_the_process_of_a_tracker_that_hangs_ends_with_the_run(tmp_path: Path) -
         pids.send(delivery._process.pid)
         threading.Event().wait()
 
-    here, there = get_context("fork").Pipe()
-    process = get_context("fork").Process(target=run, args=(there,))
+    receiver, sender = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=run, args=(sender,))
     process.start()
-    tracker = psutil.Process(here.recv())
+    tracker = psutil.Process(receiver.recv())
     process.kill()
     process.join()
     _, alive = psutil.wait_procs([tracker], timeout=20)

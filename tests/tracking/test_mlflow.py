@@ -73,11 +73,11 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path, database: Path) -> Iterator[Server]:
-    one = Server(tmp_path, database)
+    mlflow_server = Server(tmp_path, database)
     try:
-        yield one
+        yield mlflow_server
     finally:
-        one.kill()
+        mlflow_server.kill()
 
 
 def group(uri: str, folder: Path, **more: Any) -> TrackerGroup:

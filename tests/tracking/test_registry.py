@@ -48,8 +48,8 @@ def test_names_and_objects_may_be_mixed() -> None:
         (3, "Unknown tracker '3'"),
     ],
 )
-def test_invalid_trackers_are_refused(wanted: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_invalid_trackers_are_refused(wanted: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         registry.resolve(wanted, "log_with")
 
 
@@ -65,13 +65,16 @@ def test_all_means_installed_and_configured(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("COMET_API_KEY", "WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    found = registry.available_names()
-    assert not {"comet_ml", "wandb", "jsonl"} & set(found)
-    assert ("tensorboard" in found) == is_package_available("tensorboard")
+    available = registry.available_names()
+    assert not {"comet_ml", "wandb", "jsonl"} & set(available)
+    assert ("tensorboard" in available) == is_package_available("tensorboard")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("COMET_API_KEY", "k")
-    found = registry.available_names()
-    assert ("wandb" in found, "comet_ml" in found) == (is_package_available("wandb"), is_package_available("comet_ml"))
+    available = registry.available_names()
+    assert ("wandb" in available, "comet_ml" in available) == (
+        is_package_available("wandb"),
+        is_package_available("comet_ml"),
+    )
 
 
 def test_registered_classes_need_unused_names() -> None:
@@ -89,8 +92,13 @@ def test_registered_classes_need_unused_names() -> None:
     class Nameless(GeneralTracker):
         requires_logging_directory = False
 
-    for kind, said in ((Other, "is taken"), (Wandb, "is taken"), (Nameless, "has no name"), (3, "must be a subclass")):
-        with pytest.raises(ConfigurationError, match=said):
+    for kind, message in (
+        (Other, "is taken"),
+        (Wandb, "is taken"),
+        (Nameless, "has no name"),
+        (3, "must be a subclass"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
             register_tracker_class(kind)  # type: ignore[arg-type]
 
 

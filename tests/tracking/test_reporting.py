@@ -92,8 +92,8 @@ def test_a_tracker_in_another_process_forwards_calls(tmp_path: Path) -> None:
             call()
     accelerator.end_training()
     assert tmp_path.stat().st_mode & 0o777 == 0o750
-    there = taken(tmp_path / "taken")[1:]
-    assert there == [
+    calls = taken(tmp_path / "taken")[1:]
+    assert calls == [
         {"said": "hellohello"},
         {"step": 1, "shapes": {"batch": [2, 3, 8, 4]}},
         {"artifact": __file__, "as": "a test"},
@@ -123,9 +123,9 @@ def test_a_thread_may_be_asked_for(tmp_path: Path) -> None:
         (lambda a: a.get_tracker("json"), "Unknown tracker 'json'. Known: jsonl. Did you mean 'jsonl'"),
     ],
 )
-def test_unsupported_calls_raise(tmp_path: Path, make: Any, said: str) -> None:
+def test_unsupported_calls_raise(tmp_path: Path, make: Any, message: str) -> None:
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
         make(accelerator)
 
 

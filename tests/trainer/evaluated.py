@@ -22,10 +22,10 @@ CLASSES = 5
 def scores(samples: int) -> tuple[Tensor, Tensor]:
     """Return scores, and labels of which some do not count."""
     generator = torch.Generator().manual_seed(samples)
-    given = torch.randn(samples, CLASSES, generator=generator)
+    tensor = torch.randn(samples, CLASSES, generator=generator)
     labels = torch.randint(0, CLASSES, (samples,), generator=generator)
     labels[1::4] = -100
-    return given, labels
+    return tensor, labels
 
 
 def dataset(samples: int) -> TensorDataset:
@@ -63,8 +63,8 @@ class Given(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
 
-    def forward(self, given: Any) -> Any:
-        return given * self.scale if isinstance(given, Tensor) else given
+    def forward(self, inputs: Any) -> Any:
+        return inputs * self.scale if isinstance(inputs, Tensor) else inputs
 
 
 def classify(model: Any, batch: Any) -> EvaluationOutput:
@@ -109,12 +109,12 @@ class Bench:
 
 def expected(samples: int) -> dict[str, float]:
     """Return loss, accuracy and accuracy among the best two by hand, over all samples at once."""
-    given, labels = scores(samples)
+    logits, labels = scores(samples)
     counted = labels != -100
-    given, labels = given[counted], labels[counted]
-    best_two = given.topk(2).indices
+    logits, labels = logits[counted], labels[counted]
+    best_two = logits.topk(2).indices
     return {
-        "eval_loss": F.cross_entropy(given.double(), labels).item(),
-        "eval_accuracy": (given.argmax(1) == labels).double().mean().item(),
+        "eval_loss": F.cross_entropy(logits.double(), labels).item(),
+        "eval_accuracy": (logits.argmax(1) == labels).double().mean().item(),
         "eval_top2_accuracy": (best_two == labels[:, None]).any(1).double().mean().item(),
     }

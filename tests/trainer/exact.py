@@ -74,5 +74,9 @@ def assert_updates(actual: Updates, model: nn.Module, losses: Sequence[Callable[
         assert largest > 1e-4  # else nothing is compared
         for name, gradient in expected.items():
             torch.testing.assert_close(
-                gradients[name], gradient, rtol=1e-5, atol=1e-6 * largest, msg=lambda told, name=name: f"{name}: {told}"
+                gradients[name],
+                gradient,
+                rtol=1e-5,
+                atol=1e-6 * largest,
+                msg=lambda message, name=name: f"{name}: {message}",
             )

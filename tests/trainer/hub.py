@@ -57,13 +57,13 @@ class Hub:
     def _create(self, token: str, asked: dict[str, Any]) -> tuple[int, Any]:
         owner = asked.get("organization") or "me"
         name = f"{owner}/{asked['name']}"
-        told = {"url": f"{self.url}/{name}", "name": name}
+        reply = {"url": f"{self.url}/{name}", "name": name}
         if owner != "me" or token == READER:
             return 403, {"error": f"You don't have the rights to create a model under the namespace {owner!r}."}
         if name in self.files:
-            return 409, {**told, "error": "You already created this model repo"}
+            return 409, {**reply, "error": "You already created this model repo"}
         self.files[name], self.commits[name], self.private[name] = {}, [], asked.get("visibility")
-        return 200, told
+        return 200, reply
 
     def _preupload(self, name: str, body: bytes) -> tuple[int, Any]:
         paths = [file["path"] for file in json.loads(body)["files"]]
@@ -94,8 +94,8 @@ class Hub:
             else:
                 self.files[name][value["path"]] = self.large[value["oid"]]
         oid = hashlib.sha1(body).hexdigest()
-        told = {"success": True, "commitOid": oid, "commitUrl": f"{self.url}/{name}/commit/{oid}"}
-        return 200, {**told, "pullRequestUrl": f"{self.url}/{name}/discussions/1"}
+        reply = {"success": True, "commitOid": oid, "commitUrl": f"{self.url}/{name}/commit/{oid}"}
+        return 200, {**reply, "pullRequestUrl": f"{self.url}/{name}/discussions/1"}
 
 
 @contextmanager
@@ -110,8 +110,8 @@ def served() -> Generator[Hub]:
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-            status, told = hub.answer(self.command, self.path.partition("?")[0], token, body)
-            content = json.dumps(told).encode()
+            status, reply = hub.answer(self.command, self.path.partition("?")[0], token, body)
+            content = json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))

@@ -28,8 +28,8 @@ class RequestsSave(Callback):
 
 def manifests(root: Path) -> dict[int, Manifest]:
     """Return the manifests under a folder, by step."""
-    found = [read_manifest(path.parent) for path in root.rglob(MANIFEST_NAME)]
-    return {manifest.step: manifest for manifest in sorted(found, key=lambda manifest: manifest.step)}
+    found_manifests = [read_manifest(path.parent) for path in root.rglob(MANIFEST_NAME)]
+    return {manifest.step: manifest for manifest in sorted(found_manifests, key=lambda manifest: manifest.step)}
 
 
 def test_a_manifest_holds_the_facts_of_its_run(tmp_path: Path) -> None:
@@ -47,11 +47,11 @@ def test_a_manifest_holds_the_facts_of_its_run(tmp_path: Path) -> None:
     )
     result = trainer(args, eval_dataset=points(16), callbacks=[RequestsSave()]).fit()
     (folder,) = tmp_path.iterdir()
-    found = manifests(tmp_path)
-    reasons = {step: manifest.reasons for step, manifest in found.items()}
+    all_manifests = manifests(tmp_path)
+    reasons = {step: manifest.reasons for step, manifest in all_manifests.items()}
     assert reasons == {4: ["interval"], 5: ["best"], 7: ["asked"], 8: ["interval"], 12: ["end", "interval"]}
-    assert {manifest.run_id for manifest in found.values()} == {folder.name} == {result.state.run_id}
-    for step, manifest in found.items():
+    assert {manifest.run_id for manifest in all_manifests.values()} == {folder.name} == {result.state.run_id}
+    for step, manifest in all_manifests.items():
         assert (manifest.backwards, manifest.samples, manifest.items, manifest.epoch) == (
             2 * step,
             8 * step,
@@ -61,10 +61,10 @@ def test_a_manifest_holds_the_facts_of_its_run(tmp_path: Path) -> None:
         assert manifest.arguments is not None
         assert TrainingArguments.from_dict(manifest.arguments) == args
         assert manifest.world_size == 1
-    assert found[5].metrics.keys() == {"eval_loss"}
-    assert found[8].metrics == {}
-    assert found[4].best is None
-    assert found[12].best == {"metric": "eval_loss", "value": found[5].metrics["eval_loss"], "step": 5}
+    assert all_manifests[5].metrics.keys() == {"eval_loss"}
+    assert all_manifests[8].metrics == {}
+    assert all_manifests[4].best is None
+    assert all_manifests[12].best == {"metric": "eval_loss", "value": all_manifests[5].metrics["eval_loss"], "step": 5}
 
 
 def test_the_last_checkpoint_has_the_reason_end(tmp_path: Path) -> None:

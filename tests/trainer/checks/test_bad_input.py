@@ -72,21 +72,21 @@ class Masked(nn.Module):
 
 
 def arguments(**options: Any) -> TrainingArguments:
-    given: dict[str, Any] = {"use_cpu": True, "progress_bar": False, "max_steps": 3, **options}
-    return TrainingArguments(**given)
+    settings: dict[str, Any] = {"use_cpu": True, "progress_bar": False, "max_steps": 3, **options}
+    return TrainingArguments(**settings)
 
 
 def trainer(model: Any = None, kind: Any = Trainer, **options: Any) -> Any:
     """Return a trainer that would train, but for what is given; options of the arguments are taken out."""
     fields = set(TrainingArguments.__dataclass_fields__) - {"optimizer"}
-    own = {name: options.pop(name) for name in list(options) if name in fields}
-    given: dict[str, Any] = {"train_dataset": DATA, "loss_fn": F.cross_entropy, **options}
-    return kind(nn.Linear(4, 2) if model is None else model, arguments(**own), **given)
+    trainer_options = {name: options.pop(name) for name in list(options) if name in fields}
+    settings: dict[str, Any] = {"train_dataset": DATA, "loss_fn": F.cross_entropy, **options}
+    return kind(nn.Linear(4, 2) if model is None else model, arguments(**trainer_options), **settings)
 
 
-def own(**verbs: Any) -> type[Trainer]:
-    """Return a kind of trainer with verbs of its own."""
-    return type("Own", (Trainer,), verbs)
+def trainer_class(**methods: Any) -> type[Trainer]:
+    """Return a subclass of Trainer with these methods."""
+    return type("Own", (Trainer,), methods)
 
 
 class Touched:
@@ -132,9 +132,9 @@ def refused(
     assert time.monotonic() - began < SECONDS
     text, place = str(caught.value), 0
     for part in words.split("…"):
-        found = text.find(part, place)
-        assert found >= 0, f"{part!r} is not in {text!r}"
-        place = found + len(part)
+        position = text.find(part, place)
+        assert position >= 0, f"{part!r} is not in {text!r}"
+        place = position + len(part)
     return caught.value
 
 
@@ -275,12 +275,12 @@ CONSTRUCTED: dict[str, tuple[type[TrainerLibError], str, Callable[[], Any]]] = {
     "compute_loss without a batch": (
         SignatureError,
         "Own.compute_loss…compute_loss(model, batch)",
-        lambda: trainer(kind=own(compute_loss=lambda self, batch: batch)),
+        lambda: trainer(kind=trainer_class(compute_loss=lambda self, batch: batch)),
     ),
     "configure_scheduler without a name": (
         SignatureError,
         "(optimizer, total_steps, name)",
-        lambda: trainer(kind=own(configure_scheduler=lambda self, optimizer, total_steps: None)),
+        lambda: trainer(kind=trainer_class(configure_scheduler=lambda self, optimizer, total_steps: None)),
     ),
     "no steps": (ConfigurationError, "max_steps…at least 1, got 0", lambda: trainer(max_steps=0)),
     "negative steps": (ConfigurationError, "max_steps…at least 1, got -1", lambda: trainer(max_steps=-1)),
@@ -413,12 +413,12 @@ BEFORE: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "a loader of a wrong type": (
         ConfigurationError,
         "train_dataloader returned a list…train_dataset=",
-        {"kind": own(train_dataloader=lambda self: [1])},
+        {"kind": trainer_class(train_dataloader=lambda self: [1])},
     ),
     "an evaluation loader of a wrong type": (
         ConfigurationError,
         "eval_dataloader returned a NoneType",
-        {"kind": own(eval_dataloader=lambda self, dataset: None), "eval_dataset": DATA},
+        {"kind": trainer_class(eval_dataloader=lambda self, dataset: None), "eval_dataset": DATA},
     ),
 }
 
@@ -465,7 +465,7 @@ def loses(function: Callable[..., Any], **more: Any) -> dict[str, Any]:
 
 
 def computes(function: Callable[..., Any]) -> dict[str, Any]:
-    return {"kind": own(compute_loss=function)}
+    return {"kind": trainer_class(compute_loss=function)}
 
 
 def logs(*values: Any) -> dict[str, Any]:
@@ -669,22 +669,26 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "items as a text": (
         ConfigurationError,
         "num_items returns…got '8'",
-        {"kind": own(num_items=lambda self, batch: "8"), "loss_fn": lambda o, t: o.mean()},
+        {"kind": trainer_class(num_items=lambda self, batch: "8"), "loss_fn": lambda o, t: o.mean()},
     ),
     "a step that returns its loss": (
         ConfigurationError,
         "training_step returned a Tensor…self.backward(",
-        {"kind": own(training_step=lambda self, model, batch: model(batch[0]).sum())},
+        {"kind": trainer_class(training_step=lambda self, model, batch: model(batch[0]).sum())},
     ),
     "a step without a weight": (
         ConfigurationError,
         "training_step returned…got None",
-        {"kind": own(training_step=lambda self, model, batch: LossResult(model(batch[0]).sum()))},
+        {"kind": trainer_class(training_step=lambda self, model, batch: LossResult(model(batch[0]).sum()))},
     ),
     "an optimizer that is not there": (
         ConfigurationError,
         "'gen'…default",
-        {"kind": own(training_step=lambda self, model, batch: self.backward(model(batch[0]).sum(), optimizer="gen"))},
+        {
+            "kind": trainer_class(
+                training_step=lambda self, model, batch: self.backward(model(batch[0]).sum(), optimizer="gen")
+            )
+        },
     ),
     "a logged matrix": (
         ConfigurationError,
@@ -698,17 +702,17 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "no optimizer": (
         ConfigurationError,
         "configure_optimizer returned a NoneType",
-        {"kind": own(configure_optimizer=lambda self: None)},
+        {"kind": trainer_class(configure_optimizer=lambda self: None)},
     ),
     "optimizer and schedule in one": (
         ConfigurationError,
         "configure_optimizer returned a tuple…configure_scheduler",
-        {"kind": own(configure_optimizer=lambda self: (SGD(self.model.parameters(), 0.1), None))},
+        {"kind": trainer_class(configure_optimizer=lambda self: (SGD(self.model.parameters(), 0.1), None))},
     ),
     "no schedule": (
         ConfigurationError,
         "configure_scheduler returned a str",
-        {"kind": own(configure_scheduler=lambda self, optimizer, total_steps, name="": "linear")},
+        {"kind": trainer_class(configure_scheduler=lambda self, optimizer, total_steps, name="": "linear")},
     ),
     "a schedule that is lost": (ConfigurationError, "scheduler made nothing", {"scheduler": lambda optimizer: None}),
     "a schedule of no optimizer": (
@@ -767,7 +771,7 @@ def test_an_error_of_a_metric_tells_which() -> None:
 
 
 def test_steps_that_train_nothing_end_in_an_error() -> None:
-    model_trainer = trainer(kind=own(training_step=lambda self, model, batch: None))
+    model_trainer = trainer(kind=trainer_class(training_step=lambda self, model, batch: None))
     refused(ConfigurationError, "No parameter…self.backward(loss)", model_trainer.fit)
 
 
@@ -799,7 +803,7 @@ def test_a_run_in_which_nothing_counts_says_so(caplog: pytest.LogCaptureFixture)
 def test_a_name_that_is_known_only_after_an_evaluation_is_refused_then() -> None:
     model_trainer = trainer(
         eval_dataset=DATA,
-        compute_metrics=lambda given: {"hits": 1.0},
+        compute_metrics=lambda value: {"hits": 1.0},
         metric_for_best="hit",
         greater_is_better=True,
         eval_on_start=True,
@@ -848,7 +852,7 @@ def test_evaluate_says_what_it_was_given() -> None:
 
 
 def test_evaluation_steps_return_what_evaluations_take() -> None:
-    model_trainer = trainer(kind=own(evaluation_step=lambda self, model, batch: None))
+    model_trainer = trainer(kind=trainer_class(evaluation_step=lambda self, model, batch: None))
     refused(
         ConfigurationError,
         "evaluation_step returned a NoneType…EvaluationOutput(",
@@ -939,11 +943,11 @@ def test_another_precision_in_the_same_process_is_refused_and_not_taken_over() -
 
 def test_an_optimizer_made_before_trains_and_so_does_its_class() -> None:
     model = Head()
-    given = SGD(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), 0.1)
     for options in (
-        {"model": model, "optimizer": given},
+        {"model": model, "optimizer": optimizer},
         {"optimizer": SGD},
-        {"optimizer": {"default": given}, "model": model},
+        {"optimizer": {"default": optimizer}, "model": model},
     ):
         assert trainer(**options).fit().state.step == 3
 
@@ -965,8 +969,8 @@ def test_arrays_train() -> None:
 # -- two ranks: no rank hangs, and all ranks raise the error -----------------------------------------------------------
 
 
-def told(body: Callable[[int], Any]) -> list[tuple[str, str]]:
-    """Return what error each of two processes ended with: its type and its text."""
+def errors_of_ranks(body: Callable[[int], Any]) -> list[tuple[str, str]]:
+    """Return the error that each of two ranks ended with: its type and its message."""
 
     def on_each() -> tuple[str, str]:
         try:
@@ -988,7 +992,7 @@ UNEVEN: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "a frozen model": ("are frozen", lambda rank: {"model": nn.Linear(4, 2).requires_grad_(not rank)}),
     "a loader of nothing": (
         "train_dataloader returned a NoneType",
-        lambda rank: {"kind": own(train_dataloader=lambda self: None)} if rank else {},
+        lambda rank: {"kind": trainer_class(train_dataloader=lambda self: None)} if rank else {},
     ),
 }
 
@@ -996,7 +1000,7 @@ UNEVEN: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
 @pytest.mark.parametrize("case", UNEVEN)
 def test_what_one_process_finds_wrong_all_hear(case: str) -> None:
     words, options = UNEVEN[case]
-    first, second = told(lambda rank: trainer(**options(rank)))
+    first, second = errors_of_ranks(lambda rank: trainer(**options(rank)))
     assert second[0] == "ConfigurationError"
     assert words in second[1]
     assert first[0] == "ConfigurationError"
@@ -1022,7 +1026,7 @@ DIFFERENT: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_processes_that_are_about_to_do_different_things_all_say_so(case: str) -> None:
     words, options = DIFFERENT[case]
-    for error, text in told(lambda rank: trainer(**options(rank))):
+    for error, text in errors_of_ranks(lambda rank: trainer(**options(rank))):
         assert error == "DistributedOperationException"
         assert words in text
 
@@ -1032,13 +1036,13 @@ def test_an_evaluation_without_data_on_one_process_is_none() -> None:
         model_trainer = trainer()
         return lambda: model_trainer.evaluate([] if rank else DATA)
 
-    (first, why), (second, _) = told(body)
+    (first, why), (second, _) = errors_of_ranks(body)
     assert (first, second) == ("ConfigurationError", "ConfigurationError")
     assert "failed on rank 1: evaluate(dataset) is empty" in why
 
 
 def test_a_folder_that_cannot_be_written_to_ends_all() -> None:
-    for error, text in told(lambda rank: trainer(output_dir=f"{__file__}/runs")):
+    for error, text in errors_of_ranks(lambda rank: trainer(output_dir=f"{__file__}/runs")):
         assert error == "ConfigurationError"
         assert "cannot be written to" in text
 
@@ -1052,7 +1056,7 @@ def test_a_process_that_raises_in_a_step_ends_all_and_is_told() -> None:
                 raise KeyError("colour")
             return model(batch[0]).sum()
 
-        trainer(kind=own(compute_loss=compute_loss)).fit()
+        trainer(kind=trainer_class(compute_loss=compute_loss)).fit()
 
     began = time.monotonic()
     with pytest.raises(ProcessFailedError) as caught:
@@ -1071,7 +1075,7 @@ class Unused(Head):
 
 
 def test_parameters_that_get_no_gradient_are_named_and_can_be_allowed() -> None:
-    for error, text in told(lambda rank: trainer(Unused())):
+    for error, text in errors_of_ranks(lambda rank: trainer(Unused())):
         assert error == "ConfigurationError"
         assert "find_unused_parameters" in text
         assert "ddp=" in text

@@ -94,25 +94,25 @@ def test_evaluate_and_predict_called_as_elsewhere_say_how_to_call_them() -> None
     made: Any = trainer()
     assert "eval_dataset is dataset here." in refused(lambda: made.evaluate(eval_dataset=points()))
     assert "labels are part of the dataset" in refused(lambda: made.evaluate(network(), LOADER))
-    told = refused(lambda: made.predict(points()[0], batch_size=4))
-    assert "TrainingArguments(per_device_eval_batch_size=4)).predict(dataset)" in told
+    message = refused(lambda: made.predict(points()[0], batch_size=4))
+    assert "TrainingArguments(per_device_eval_batch_size=4)).predict(dataset)" in message
 
 
 def test_a_constructor_called_as_elsewhere_names_each_argument() -> None:
-    told = refused(lambda: MAKE(max_epochs=3, accelerator="gpu", devices=2)).splitlines()
-    assert len(told) == 3
-    assert "TrainingArguments(num_train_epochs=…)" in told[0]
-    assert "--num_processes N" in told[1]
-    assert "use_cpu=True" in told[2]
+    lines = refused(lambda: MAKE(max_epochs=3, accelerator="gpu", devices=2)).splitlines()
+    assert len(lines) == 3
+    assert "TrainingArguments(num_train_epochs=…)" in lines[0]
+    assert "--num_processes N" in lines[1]
+    assert "use_cpu=True" in lines[2]
     assert "got a str" in refused(lambda: MAKE(network(), accelerator="gpu"), ConfigurationError)
 
 
 def test_an_argument_without_a_near_name_lists_the_three_nearest() -> None:
-    told = refused(lambda: MAKE(network(), TrainingArguments(zzz=1)), ConfigurationError)  # type: ignore[call-arg]
-    assert f"help(TrainingArguments) lists all {len(settings(TrainingArguments))}." in told
-    assert told.count(",") == 2
-    told = refused(lambda: TrainingArguments(nproc_per_node=2), ConfigurationError)  # type: ignore[call-arg]
-    assert "trainer-lib launch --num_processes N" in told
+    message = refused(lambda: MAKE(network(), TrainingArguments(zzz=1)), ConfigurationError)  # type: ignore[call-arg]
+    assert f"help(TrainingArguments) lists all {len(settings(TrainingArguments))}." in message
+    assert message.count(",") == 2
+    message = refused(lambda: TrainingArguments(nproc_per_node=2), ConfigurationError)  # type: ignore[call-arg]
+    assert "trainer-lib launch --num_processes N" in message
 
 
 def subclass(**members: Any) -> Trainer:
@@ -132,12 +132,12 @@ def subclass(**members: Any) -> Trainer:
     ],
 )
 def test_an_override_that_nothing_calls_is_an_error(name: str, instead: str) -> None:
-    def method(self: Trainer, *given: Any) -> None:
-        del self, given
+    def method(self: Trainer, *args: Any) -> None:
+        del self, args
 
-    told = refused(lambda: subclass(**{name: method}))
-    assert told.startswith(f"Mine.{name} is never called. ")
-    assert instead in told
+    message = refused(lambda: subclass(**{name: method}))
+    assert message.startswith(f"Mine.{name} is never called. ")
+    assert instead in message
 
 
 def test_a_class_attribute_that_the_constructor_hides_is_an_error() -> None:

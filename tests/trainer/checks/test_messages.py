@@ -44,12 +44,12 @@ class FailsOnThird(nn.Module):
 @pytest.mark.parametrize(
     ("data", "told"), [({"dev": points(16)}, "the evaluation set 'dev'"), (None, "the prediction")]
 )
-def test_an_error_of_an_evaluation_says_in_which_set_and_batch(data: Any, told: str) -> None:
+def test_an_error_of_an_evaluation_says_in_which_set_and_batch(data: Any, message: str) -> None:
     made = trainer(arguments(per_device_eval_batch_size=4), model=FailsOnThird(), eval_dataset=data)
     with pytest.raises(ValueError, match="no good") as caught:
         made.evaluate() if data else made.predict(INPUTS)
     (note,) = caught.value.__notes__
-    assert note.startswith(f"In batch 3 of {told}, with the batch ")
+    assert note.startswith(f"In batch 3 of {message}, with the batch ")
 
 
 def test_an_error_of_a_metric_says_in_which_batch() -> None:
@@ -73,12 +73,12 @@ def test_an_evaluation_without_labels_says_what_is_missing(
         trainer(eval_dataset=INPUTS).fit()
 
 
-@pytest.mark.parametrize("given", [{"metrics": ["accuracy"]}, {"compute_metrics": lambda rows: {"rows": len(rows)}}])
-def test_metrics_without_an_evaluation_set_are_an_error(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"metrics": ["accuracy"]}, {"compute_metrics": lambda rows: {"rows": len(rows)}}])
+def test_metrics_without_an_evaluation_set_are_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(
-        ConfigurationError, match=rf"{next(iter(given))}=… is computed in evaluations, but there is no evaluation set"
+        ConfigurationError, match=rf"{next(iter(options))}=… is computed in evaluations, but there is no evaluation set"
     ):
-        trainer(**given).fit()
+        trainer(**options).fit()
 
 
 def test_metrics_for_evaluations_by_hand_pass() -> None:
@@ -103,9 +103,9 @@ def test_a_run_that_cannot_begin_ends_with_its_own_error(tmp_path: Any, caplog: 
     made = Trainer(wider, arguments(max_steps=1), train_dataset=points(), callbacks=[NeedsABeginning()])
     with pytest.raises(StateError, match="another model"):
         made.fit(resume=run)
-    said = [record for record in caplog.records if "NeedsABeginning" in record.getMessage()]
-    assert [record.getMessage() for record in said] == [
+    messages = [record for record in caplog.records if "NeedsABeginning" in record.getMessage()]
+    assert [record.getMessage() for record in messages] == [
         "The callback NeedsABeginning raised in on_fit_end at step 0: "
         "AttributeError: 'NeedsABeginning' object has no attribute 'began'"
     ]
-    assert said[0].exc_info is None
+    assert messages[0].exc_info is None

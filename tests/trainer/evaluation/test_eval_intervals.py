@@ -25,10 +25,10 @@ BOTH = ["dev", "test"]
 
 def evaluated(result: Any) -> list[tuple[int, list[str]]]:
     """Return which sets were evaluated after which steps, in the order of the history."""
-    told = [
+    evaluations = [
         (entry["step"], [name for name in ("dev", "test", "mean") if f"eval_{name}_loss" in entry]) for entry in result
     ]
-    return [(step, names) for step, names in told if names]
+    return [(step, names) for step, names in evaluations if names]
 
 
 def sequence(every: Mapping[str, Any], **options: Any) -> list[tuple[int, list[str]]]:
@@ -106,8 +106,8 @@ def test_a_callback_that_asks_for_an_evaluation_gets_all_sets(everywhere: Any) -
         model_trainer.events.add(AsksFor())
         return evaluated(model_trainer.fit().history)
 
-    for told in everywhere(body):
-        assert told == [(3, BOTH), (4, ["dev"])]
+    for result in everywhere(body):
+        assert result == [(3, BOTH), (4, ["dev"])]
 
 
 def test_intervals_of_time_evaluate_the_same_sets_on_all_processes() -> None:
@@ -189,7 +189,7 @@ def test_without_a_metric_the_best_is_that_of_the_first_set_with_an_interval() -
 
 def test_a_misspelt_metric_is_named_at_the_first_evaluation_of_its_set() -> None:
     args = arguments(eval_every=EVERY, metric_for_best="eval_test_los", greater_is_better=False)
-    model_trainer = trainer(args, eval_dataset=SETS, compute_metrics=lambda told: {"other": 1.0})
+    model_trainer = trainer(args, eval_dataset=SETS, compute_metrics=lambda message: {"other": 1.0})
     with pytest.raises(ConfigurationError, match="metric_for_best='eval_test_los' is no metric of this evaluation"):
         model_trainer.fit()
     assert model_trainer.run.state.step == 5
@@ -199,8 +199,8 @@ def test_a_misspelt_metric_is_named_at_the_first_evaluation_of_its_set() -> None
 
 
 def live(folder: Path, callback: Callback | None, **options: Any) -> list[Any]:
-    given = {"lr_scheduler": "plateau", "save_every": 3, "resume": "auto", "log_every": 4, **options}
-    args = arguments(**{"eval_every": EVERY, "output_dir": folder, "num_train_epochs": 3, **given})
+    settings = {"lr_scheduler": "plateau", "save_every": 3, "resume": "auto", "log_every": 4, **options}
+    args = arguments(**{"eval_every": EVERY, "output_dir": folder, "num_train_epochs": 3, **settings})
     watching = EarlyStopping("eval_test_loss", patience=50)
     callbacks = [watching, *([] if callback is None else [callback])]
     model_trainer = trainer(args, model=network(dropout=0.3), eval_dataset=SETS, callbacks=callbacks)
@@ -355,7 +355,7 @@ def test_callbacks_that_go_by_a_set_that_is_never_evaluated_are_refused() -> Non
 def test_an_own_evaluate_gets_the_sets_that_are_due() -> None:
     class Own(Trainer):
         def evaluate(self, dataset: Any = None, prefix: str = "eval", **options: Any) -> dict[str, float]:
-            given.append(sorted(self.eval_dataset if dataset is None else dataset))
+            evaluated.append(sorted(self.eval_dataset if dataset is None else dataset))
             return super().evaluate(dataset, prefix, **options)
 
     class Without(Trainer):
@@ -364,12 +364,12 @@ def test_an_own_evaluate_gets_the_sets_that_are_due() -> None:
 
     from torch.nn.functional import cross_entropy
 
-    given: list[list[str]] = []
-    told: dict[str, Any] = {"train_dataset": points(), "eval_dataset": SETS, "loss_fn": cross_entropy}
-    Own(network(), arguments(eval_every=EVERY, num_train_epochs=1), **told).fit()
-    assert given == [["dev"], ["dev"], BOTH]
+    evaluated: list[list[str]] = []
+    datasets: dict[str, Any] = {"train_dataset": points(), "eval_dataset": SETS, "loss_fn": cross_entropy}
+    Own(network(), arguments(eval_every=EVERY, num_train_epochs=1), **datasets).fit()
+    assert evaluated == [["dev"], ["dev"], BOTH]
     with pytest.raises(ConfigurationError, match=r"but Without.evaluate has no parameter for them"):
-        Without(network(), arguments(eval_every=EVERY), **told).fit()
+        Without(network(), arguments(eval_every=EVERY), **datasets).fit()
 
 
 def test_the_banner_has_the_interval_of_each_set(capsys: pytest.CaptureFixture[str]) -> None:

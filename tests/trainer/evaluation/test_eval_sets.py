@@ -53,8 +53,8 @@ def evaluated(make: Callable[[], Any]) -> tuple[int, float]:
 def test_drop_last_leaves_out_no_row(make: Callable[[], Any], rows: int, processes: int) -> None:
     inputs, targets = points(37)
     loss = cross_entropy(network()(inputs[:rows]), targets[:rows]).item()
-    for found, of_all in run_world(evaluated, (make,), processes):
-        assert found == rows
+    for metrics, of_all in run_world(evaluated, (make,), processes):
+        assert metrics == rows
         assert of_all == pytest.approx(loss, rel=1e-6)
 
 
@@ -77,8 +77,8 @@ class Coder(nn.Module):
         super().__init__()
         self.layer = nn.Linear(6, 6)
 
-    def forward(self, given: Tensor) -> Any:
-        return {"loss": (self.layer(given) - given).square().mean()}
+    def forward(self, inputs: Tensor) -> Any:
+        return {"loss": (self.layer(inputs) - inputs).square().mean()}
 
 
 def names_of(train: Any, sets: Any, model: nn.Module | None = None) -> list[str]:
@@ -119,9 +119,9 @@ def test_columns_that_the_model_takes_by_name() -> None:
         (ROW, {"given": FEW}),
     ],
 )
-def test_what_can_be_read_in_two_ways_is_an_error_that_names_both(train: Any, given: Any) -> None:
+def test_what_can_be_read_in_two_ways_is_an_error_that_names_both(train: Any, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"either one set with these columns, or \d sets with these names"):
-        names_of(train, given)
+        names_of(train, value)
 
 
 def test_the_error_says_how_to_say_which() -> None:

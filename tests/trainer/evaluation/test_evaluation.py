@@ -31,10 +31,10 @@ NAMED = ["accuracy", "top2_accuracy"]
 SIZES = [1, 2, 3, 7, 18, 29]
 
 
-def close(found: dict[str, float], wanted: dict[str, float]) -> None:
-    assert list(found) == list(wanted)
+def close(actual: dict[str, float], wanted: dict[str, float]) -> None:
+    assert list(actual) == list(wanted)
     for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-6, equal_nan=True, err_msg=name)
+        np.testing.assert_allclose(actual[name], value, rtol=1e-6, equal_nan=True, err_msg=name)
 
 
 class TestNumbers:
@@ -42,19 +42,19 @@ class TestNumbers:
     def test_are_those_of_all_samples_at_once(self, processes: int) -> None:
         def body() -> dict[tuple[int, int, bool], Any]:
             bench = Bench()
-            found: dict[tuple[int, int, bool], Any] = {}
+            metrics: dict[tuple[int, int, bool], Any] = {}
             for samples in SIZES:
                 for batch_size in (1, 4, 50):
                     for streams in (False, True):
                         data = Streamed(dataset(samples)) if streams else dataset(samples)
                         dev_set = bench.set(data, NAMED, batch_size)
-                        found[samples, batch_size, streams] = bench.evaluate({"": dev_set})
-            return found
+                        metrics[samples, batch_size, streams] = bench.evaluate({"": dev_set})
+            return metrics
 
         everywhere = run_world(body, num_processes=processes, timeout=60)
-        for found in everywhere:
-            assert found == everywhere[0]
-            for (samples, _, _), metrics in found.items():
+        for evaluated in everywhere:
+            assert evaluated == everywhere[0]
+            for (samples, _, _), metrics in evaluated.items():
                 close(metrics, expected(samples))
 
     def test_loss_is_summed_in_double_precision(self) -> None:
@@ -94,17 +94,17 @@ class TestNumbers:
             "test": bench.set(dataset(29), {"hits": "top2_accuracy"}),
             "some": bench.set(dataset(29), batch_size=6, limit=3),
         }
-        found = bench.evaluate(sets, "final")
-        given, labels = scores(29)
+        metrics = bench.evaluate(sets, "final")
+        logits, labels = scores(29)
         wanted = {
             "final_dev_loss": expected(18)["eval_loss"],
             "final_dev_accuracy": expected(18)["eval_accuracy"],
             "final_test_loss": expected(29)["eval_loss"],
             "final_test_hits": expected(29)["eval_top2_accuracy"],
-            "final_some_loss": nn.functional.cross_entropy(given[:18], labels[:18]).item(),
+            "final_some_loss": nn.functional.cross_entropy(logits[:18], labels[:18]).item(),
         }
-        close(found, wanted)
-        assert bench.run.metrics == found
+        close(metrics, wanted)
+        assert bench.run.metrics == metrics
         close(bench.evaluate(sets, "final"), wanted)  # from the beginning, also after a limit
 
     def test_limit_is_of_batches_of_each_process(self) -> None:
@@ -112,15 +112,15 @@ class TestNumbers:
             bench = Bench()
             return bench.evaluate({"": bench.set(dataset(29), batch_size=3, limit=2)})
 
-        given, labels = scores(29)
-        for found in run_world(body, timeout=60):
-            close(found, {"eval_loss": nn.functional.cross_entropy(given[:12], labels[:12]).item()})
+        logits, labels = scores(29)
+        for metrics in run_world(body, timeout=60):
+            close(metrics, {"eval_loss": nn.functional.cross_entropy(logits[:12], labels[:12]).item()})
 
     def test_a_limit_means_the_same_batches_each_time(self) -> None:
         bench = Bench()
         loader = bench.loader(dataset(29), 3, shuffle=True)
-        found = [bench.evaluate({"": EvaluationSet(loader=loader, limit=2)}) for _ in range(3)]
-        assert found[0] == found[1] == found[2]
+        results = [bench.evaluate({"": EvaluationSet(loader=loader, limit=2)}) for _ in range(3)]
+        assert results[0] == results[1] == results[2]
 
     def test_batches_need_not_be_cut(self) -> None:
         def flattened(samples: list[int]) -> dict[str, Tensor]:
@@ -153,12 +153,12 @@ class TestNumbers:
             ]
             sets = [EvaluationSet(loader=loader) for loader in loaders]
             evens = [loader.even_batches for loader in loaders]
-            found = [bench.evaluate({"": eval_set}) for eval_set in sets]
+            results = [bench.evaluate({"": eval_set}) for eval_set in sets]
             assert [loader.even_batches for loader in loaders] == evens
-            return found
+            return results
 
-        for found in run_world(body, timeout=60):
-            for metrics in found:
+        for outcomes in run_world(body, timeout=60):
+            for metrics in outcomes:
                 close(metrics, {"eval_loss": expected(11)["eval_loss"]})
 
     def test_structures_and_texts_come_as_they_are(self) -> None:
@@ -180,8 +180,10 @@ class TestNumbers:
             Bench(step).evaluate({"": Bench(step).set(Structured(), batch_size=2)})
             return seen
 
-        told = run_world(body, num_processes=3, timeout=60)
-        assert sorted(text for rank_values in told for text in rank_values) == [f"text {index}" for index in range(5)]
+        results = run_world(body, num_processes=3, timeout=60)
+        assert sorted(text for rank_values in results for text in rank_values) == [
+            f"text {index}" for index in range(5)
+        ]
 
 
 class Everything(nn.Module):
@@ -192,8 +194,8 @@ class Everything(nn.Module):
         self.norm, self.frozen, self.dropout = nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Dropout(0.5)
         self.modes: list[bool] = []
 
-    def forward(self, given: Tensor) -> Tensor:
-        return self.dropout(self.frozen(self.norm(given)))
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.dropout(self.frozen(self.norm(inputs)))
 
     def train(self, mode: bool = True) -> "Everything":
         self.modes.append(mode)
@@ -269,17 +271,17 @@ class TestTraining:
                 self.param_groups[0]["train_mode"] = False
 
         def step(model: Any, batch: Any) -> EvaluationOutput:
-            assert not own.param_groups[0]["train_mode"]
+            assert not optimizer.param_groups[0]["train_mode"]
             return classify(model, batch)
 
         bench = Bench(step)
-        own = Switched(bench.model)
-        bench.run.optimizers = {"default": AcceleratedOptimizer(own)}
+        optimizer = Switched(bench.model)
+        bench.run.optimizers = {"default": AcceleratedOptimizer(optimizer)}
         dev_set = bench.set(dataset(4))
         for was in (True, False):
-            own.param_groups[0]["train_mode"] = was
+            optimizer.param_groups[0]["train_mode"] = was
             bench.evaluate({"": dev_set})
-            assert own.param_groups[0]["train_mode"] is was
+            assert optimizer.param_groups[0]["train_mode"] is was
 
     def test_statistics_are_those_of_the_main_process(self) -> None:
         def body(rank: int, size: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -299,8 +301,8 @@ class TestTraining:
 
             return body(int(os.environ["RANK"]), 3)
 
-        told = run_world(with_place, num_processes=3, timeout=60)
-        assert all(before == after == told[0][0] for before, after in told)
+        results = run_world(with_place, num_processes=3, timeout=60)
+        assert all(before == after == results[0][0] for before, after in results)
 
 
 class Limited(Given):
@@ -310,11 +312,11 @@ class Limited(Given):
         super().__init__()
         self.rows, self.error, self.sizes = rows, error, list[int]()
 
-    def forward(self, given: Any) -> Any:
-        self.sizes.append(len(given))
-        if len(given) > self.rows:
+    def forward(self, inputs: Any) -> Any:
+        self.sizes.append(len(inputs))
+        if len(inputs) > self.rows:
             raise self.error("CUDA out of memory. Tried to allocate")
-        return super().forward(given)
+        return super().forward(inputs)
 
 
 class TestOutOfMemory:
@@ -332,8 +334,8 @@ class TestOutOfMemory:
             calls.append(len(prediction.predictions))
             return {"first": prediction.predictions[:, 0].sum()}
 
-        found = bench.evaluate({"": bench.set(dataset(29), NAMED, batch_size=12, compute_metrics=compute)})
-        close(found, {**expected(29), "eval_first": float(scores(29)[0][:, 0].sum())})
+        metrics = bench.evaluate({"": bench.set(dataset(29), NAMED, batch_size=12, compute_metrics=compute)})
+        close(metrics, {**expected(29), "eval_first": float(scores(29)[0][:, 0].sum())})
         assert calls == [29]
         assert reduced == [6, 3]
         assert model.sizes == [12, 6, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2]  # no second try of what did not fit
@@ -346,8 +348,8 @@ class TestOutOfMemory:
 
     def test_other_errors_are_left_alone(self) -> None:
         class Other(Limited):
-            def forward(self, given: Any) -> Any:
-                self.sizes.append(len(given))
+            def forward(self, inputs: Any) -> Any:
+                self.sizes.append(len(inputs))
                 raise RuntimeError("shapes do not fit")
 
         model = Other(0)
@@ -363,8 +365,8 @@ class TestOutOfMemory:
             bench = Bench(model=Limited(2 if os.environ["RANK"] == "1" else 99))
             return bench.evaluate({"": bench.set(dataset(29), NAMED)})
 
-        for found in run_world(body, timeout=60):
-            close(found, expected(29))
+        for metrics in run_world(body, timeout=60):
+            close(metrics, expected(29))
 
 
 class Recorder(Callback):
@@ -410,8 +412,8 @@ class TestEvents:
     def test_come_in_order(self) -> None:
         recorder = Recorder()
         bench = Bench(classify, recorder)
-        given, labels = scores(5)
-        losses = [round(nn.functional.cross_entropy(given[s], labels[s]).item(), 4) for s in (slice(4), slice(4, 5))]
+        logits, labels = scores(5)
+        losses = [round(nn.functional.cross_entropy(logits[s], labels[s]).item(), 4) for s in (slice(4), slice(4, 5))]
         bench.evaluate({"dev": bench.set(dataset(5)), "stream": bench.set(Streamed(dataset(2)))})
         assert recorder.heard[:8] == [
             "begin", ("dev", 2), 4, ((4, 5), losses[0]), 1, ((1, 5), losses[1]), ("dev", ["eval_dev_loss"]),
@@ -428,8 +430,8 @@ class TestEvents:
                 run.batch = (run.batch[0] * 2, run.batch[1])
 
         bench = Bench(classify, Doubled())
-        given, labels = scores(9)
-        wanted = nn.functional.cross_entropy(given * 2, labels).item()
+        logits, labels = scores(9)
+        wanted = nn.functional.cross_entropy(logits * 2, labels).item()
         close(bench.evaluate({"": bench.set(dataset(9))}), {"eval_loss": wanted})
 
 
@@ -438,11 +440,11 @@ class TestSharded:
         def body() -> list[Any]:
             torch.manual_seed(0)
             bench = Bench(step, model=Stack(), fsdp_plugin=FullyShardedDataParallelPlugin())
-            found = [
+            metrics = [
                 bench.evaluate({"": bench.set(torch.utils.data.TensorDataset(inputs[:n]), {"first": first})})
                 for n in (1, 3, 9, 17)
             ]
-            return [*found, bench.predict(torch.utils.data.TensorDataset(inputs)).predictions]
+            return [*metrics, bench.predict(torch.utils.data.TensorDataset(inputs)).predictions]
 
         def step(model: Any, batch: Any) -> EvaluationOutput:
             outputs = model(batch[0])
@@ -455,8 +457,8 @@ class TestSharded:
         torch.manual_seed(0)
         with torch.no_grad():
             outputs = Stack()(inputs)
-        for *found, predictions in run_world(body, num_processes=3, timeout=60):
-            for metrics, n in zip(found, (1, 3, 9, 17), strict=True):
+        for *evaluated, predictions in run_world(body, num_processes=3, timeout=60):
+            for metrics, n in zip(evaluated, (1, 3, 9, 17), strict=True):
                 mean = outputs[:n].square().sum(1).mean().item()
                 assert metrics["eval_loss"] == pytest.approx(mean, rel=1e-5)
                 assert metrics["eval_first"] == pytest.approx(outputs[:n, 0].mean().item(), rel=1e-4)
@@ -465,15 +467,15 @@ class TestSharded:
     def test_memory_that_runs_out_and_uneven_loaders_are_refused(self) -> None:
         def body() -> list[str]:
             bench = Bench(step, model=Stack(), fsdp_plugin=FullyShardedDataParallelPlugin())
-            told: list[str] = []
+            messages: list[str] = []
             data = torch.utils.data.TensorDataset(torch.randn(8, 8))
             with pytest.raises(NoExecutableBatchSizeError) as error:
                 bench.evaluate({"": bench.set(data)})
-            told.append(str(error.value))
+            messages.append(str(error.value))
             loader = prepare_data_loader(torch.utils.data.DataLoader(data), even_batches=False)
             with pytest.raises(ConfigurationError) as refused:
                 bench.evaluate({"": EvaluationSet(loader=loader)})
-            return [*told, str(refused.value)]
+            return [*messages, str(refused.value)]
 
         def step(model: Any, batch: Any) -> EvaluationOutput:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -505,9 +507,9 @@ class TestErrors:
                 bench.evaluate({"dev": bench.set(dataset(9), metrics)})
             return str(error.value)
 
-        for told in run_world(body, timeout=60):
-            assert "rank 0: top2_accuracy of dev" in told
-            assert "rank 1: top3_accuracy of dev" in told
+        for result in run_world(body, timeout=60):
+            assert "rank 0: top2_accuracy of dev" in result
+            assert "rank 1: top3_accuracy of dev" in result
 
     def test_two_metrics_of_one_name_are_told(self) -> None:
         bench = Bench()
@@ -540,4 +542,4 @@ def test_texts_are_compared_as_they_are(everywhere: Any) -> None:
         return bench.evaluate({"": bench.set(Texts(10), {"right": right}, batch_size=3)})
 
     checked: Body = body
-    assert all(found == {"eval_right": 1.0} for found in everywhere(checked))
+    assert all(metrics == {"eval_right": 1.0} for metrics in everywhere(checked))

@@ -45,9 +45,9 @@ def alone(model: Any, prompt: list[int]) -> list[int]:
 
 
 def assert_continued(written: Any, wanted: list[list[int]]) -> None:
-    for row, own in zip(written.tolist(), wanted, strict=True):
-        assert row[: len(own)] == own
-        assert set(row[len(own) :]) <= {PAD, END, -100}
+    for row, continuation in zip(written.tolist(), wanted, strict=True):
+        assert row[: len(continuation)] == continuation
+        assert set(row[len(continuation) :]) <= {PAD, END, -100}
 
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15]]
@@ -89,14 +89,14 @@ class TestCausal:
     def test_prompts_may_be_given(self) -> None:
         model = causal()
         tokens = torch.tensor([[PAD, 5, 6, 7], [PAD, PAD, 8, 9]])
-        given = {"prompt_input_ids": tokens, "prompt_attention_mask": (tokens != PAD).long()}
+        settings = {"prompt_input_ids": tokens, "prompt_attention_mask": (tokens != PAD).long()}
         seen: list[Any] = []
 
         def loss_of(model: Any, batch: Any) -> tuple[Tensor, float]:
             seen.append(sorted(batch))
             return torch.tensor(3.0), 2.0
 
-        output = generate_step(model, {**batch_of([0, 1]), **given}, OPTIONS, loss_of=loss_of)
+        output = generate_step(model, {**batch_of([0, 1]), **settings}, OPTIONS, loss_of=loss_of)
         assert_continued(output.predictions, [alone(model, prompt) for prompt in PROMPTS[:2]])
         assert (float(output.loss_sum or 0), output.weight) == (3.0, 2.0)
         assert seen == [["attention_mask", "input_ids", "labels"]]
@@ -122,9 +122,9 @@ class TestCausal:
         seen: dict[str, Any] = {}
         generate = model.generate
 
-        def spy(**given: Any) -> Any:
-            seen.update(given)
-            return generate(**given)
+        def spy(**options: Any) -> Any:
+            seen.update(options)
+            return generate(**options)
 
         model.generate = spy
         generate_step(model, batch_of([0, 1]), OPTIONS, Tokenizer())
@@ -172,14 +172,14 @@ def test_predictions_of_processes_are_those_of_one(sharded: bool) -> None:
         options = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if sharded else {}
         bench = Bench(step, model=causal(), **options)
         loader = bench.accelerator.prepare_data_loader(DataLoader(Rows(), 1, collate_fn=batch_of))
-        found = bench.evaluator.predict(bench.run, bench.model, loader)
+        result = bench.evaluator.predict(bench.run, bench.model, loader)
 
         def compute(prediction: Any) -> dict[str, float]:
-            np.testing.assert_array_equal(prediction.predictions, found.predictions)
+            np.testing.assert_array_equal(prediction.predictions, result.predictions)
             return {"tokens": (prediction.predictions > END).sum()}
 
         dev_set = EvaluationSet(loader=loader, compute_metrics=compute)
-        return found.predictions, found.labels, bench.evaluate({"": dev_set})
+        return result.predictions, result.labels, bench.evaluate({"": dev_set})
 
     wanted = [alone(causal(), prompt) for prompt in PROMPTS]
     tokens = sum(token > END for row in wanted for token in row)

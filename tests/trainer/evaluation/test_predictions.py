@@ -44,11 +44,11 @@ class TestOrder:
             bench, texts = Bench(), Bench(read)
             for samples in (1, 2, 7, 18):
                 for streams in (False, True):
-                    given, labels = scores(samples)
+                    logits, labels = scores(samples)
                     to = tmp_path / f"{samples}{streams}" if on_disk else None
                     data = Streamed(dataset(samples)) if streams else dataset(samples)
                     predictions, label_ids, metrics = bench.predict(data, batch_size=3, to=to)
-                    np.testing.assert_array_equal(predictions, given)
+                    np.testing.assert_array_equal(predictions, logits)
                     np.testing.assert_array_equal(label_ids, labels)
                     assert list(metrics) == ["predict_loss"]
                     np.testing.assert_allclose(metrics["predict_loss"], expected(samples)["eval_loss"], rtol=1e-6)
@@ -64,15 +64,15 @@ class TestOrder:
             bench = Bench(ragged)
             data = TensorDataset(torch.arange(11))
             for to in (None, tmp_path / "ragged"):
-                found = bench.predict(data, batch_size=2, to=to)
-                np.testing.assert_array_equal(found.predictions["rows"], padded(11, 2))
-                texts, numbers, nothing = found.predictions["pair"]
+                predictions = bench.predict(data, batch_size=2, to=to)
+                np.testing.assert_array_equal(predictions.predictions["rows"], padded(11, 2))
+                texts, numbers, nothing = predictions.predictions["pair"]
                 assert texts == [f"text {number}" for number in range(11)]
                 np.testing.assert_array_equal(numbers, np.arange(11.0))
                 assert nothing is None
-                np.testing.assert_array_equal(found.labels, np.arange(11) > 2)
-                assert found.labels.dtype == np.bool_
-                assert found.folder == to
+                np.testing.assert_array_equal(predictions.labels, np.arange(11) > 2)
+                assert predictions.labels.dtype == np.bool_
+                assert predictions.folder == to
 
         run_world(body, timeout=60)
 
@@ -81,10 +81,10 @@ class TestWithoutLabels:
     @pytest.mark.parametrize("on_disk", [False, True])
     def test_there_are_neither_labels_nor_loss(self, on_disk: bool, tmp_path: Path) -> None:
         to = tmp_path / "unlabelled" if on_disk else None
-        found = Bench().predict(dataset(5), to=to, has_labels=False)
-        assert found.labels is None
-        assert found.metrics == {}
-        np.testing.assert_array_equal(found.predictions, scores(5)[0])
+        predictions = Bench().predict(dataset(5), to=to, has_labels=False)
+        assert predictions.labels is None
+        assert predictions.metrics == {}
+        np.testing.assert_array_equal(predictions.predictions, scores(5)[0])
 
 
 class TestFolder:
@@ -122,7 +122,7 @@ class TestFolder:
                 Bench(step).predict(dataset(5), to=tmp_path)
             return str(error.value)
 
-        assert all("exists and is not an empty folder" in told for told in run_world(body, timeout=60))
+        assert all("exists and is not an empty folder" in message for message in run_world(body, timeout=60))
         assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
     def test_an_error_leaves_nothing(self, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ class TestFolder:
                 Bench(step).predict(Texts(10), to=tmp_path / "sets")
             return str(error.value)
 
-        assert all("A row of type set cannot be written" in told for told in run_world(body, timeout=60))
+        assert all("A row of type set cannot be written" in message for message in run_world(body, timeout=60))
         assert list(tmp_path.iterdir()) == []
 
     def test_what_a_killed_process_left_is_replaced(self, tmp_path: Path) -> None:
@@ -160,15 +160,15 @@ class TestFolder:
         folder = tmp_path / "predictions"
         Bench().predict(dataset(9), to=folder)
         manifest = folder / "predictions.json"
-        told = manifest.read_text()
+        text = manifest.read_text()
         with (folder / "predictions-0.npy").open("r+b") as file:
             file.truncate(200)
         with pytest.raises(CheckpointError, match="not whole"):
             Predictions.load(folder)
-        manifest.write_text(told.replace('"predictions-0.npy"', '"../other.npy"'))
+        manifest.write_text(text.replace('"predictions-0.npy"', '"../other.npy"'))
         with pytest.raises(CheckpointError, match="leads out of"):
             Predictions.load(folder)
-        manifest.write_text(json.dumps({**json.loads(told), "version": 9}))
+        manifest.write_text(json.dumps({**json.loads(text), "version": 9}))
         with pytest.raises(CheckpointError, match="version 9"):
             Predictions.load(folder)
 

@@ -11,17 +11,17 @@ SETS = {"dev": points(8), "test": points(24)}
 @pytest.mark.parametrize("metric", ["mean_accuracy", "eval_mean_accuracy"])
 def test_the_best_is_that_by_the_mean_over_the_sets(metric: str) -> None:
     args = arguments(eval_every=2, metric_for_best=metric)
-    found = trainer(args, eval_dataset=SETS, metrics=["accuracy"]).fit()
+    result = trainer(args, eval_dataset=SETS, metrics=["accuracy"]).fit()
     means = {}
-    for entry in found.history:
+    for entry in result.history:
         if "eval_mean_accuracy" in entry:
             of_sets = entry["eval_dev_accuracy"], entry["eval_test_accuracy"]
             assert entry["eval_mean_accuracy"] == pytest.approx(sum(of_sets) / 2, rel=1e-12)
             means[entry["step"]] = entry["eval_mean_accuracy"]
     assert list(means) == [2, 4, 6, 8, 10]
-    assert found.state.best is not None
-    assert found.state.best.metric == "eval_mean_accuracy"
-    assert found.state.best.value == max(means.values())
+    assert result.state.best is not None
+    assert result.state.best.metric == "eval_mean_accuracy"
+    assert result.state.best.value == max(means.values())
 
 
 def test_nothing_is_added_unless_it_is_asked_for() -> None:

@@ -41,13 +41,13 @@ def test_accumulated_and_clipped_on_two_processes_as_on_one(sharded: bool) -> No
     def body() -> Any:
         return trained(**options, **two, fsdp=FullyShardedDataParallelPlugin() if sharded else None)
 
-    one, other = run_world(body, (), 2, timeout=60)
-    assert_equal(one, other)
+    first, second = run_world(body, (), 2, timeout=60)
+    assert_equal(first, second)
     for name, value in expected.items():
-        assert one[name].dtype is BF16
+        assert first[name].dtype is BF16
         # Ten updates, each of which may end on the neighbour of a number: about √10 spacings.
         spacing = 2.0 ** (value.float().abs().max().log2().floor() - 7)
-        assert float((one[name].float() - value.float()).abs().max()) <= 3 * spacing, name
+        assert float((first[name].float() - value.float()).abs().max()) <= 3 * spacing, name
 
 
 def test_the_logged_loss_is_a_mean_in_more_than_bfloat16() -> None:
@@ -59,21 +59,21 @@ def test_the_logged_loss_is_a_mean_in_more_than_bfloat16() -> None:
         return loss
 
     loop(network().to(BF16), remembered)
-    one = trainer(arguments(**OPTIONS, **TRUE, log_every=5, per_device_train_batch_size=BATCH))
-    logged = [entry["loss"] for entry in one.fit().history if "loss" in entry]
+    model_trainer = trainer(arguments(**OPTIONS, **TRUE, log_every=5, per_device_train_batch_size=BATCH))
+    logged = [entry["loss"] for entry in model_trainer.fit().history if "loss" in entry]
     assert logged == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:]) / 5], rel=1e-7)
     assert any(float(torch.tensor(loss).to(BF16)) != loss for loss in losses), "losses are more than bfloat16 too"
 
 
 def test_evaluations_and_predictions_compute_as_training_does() -> None:
-    one = trainer(arguments(**OPTIONS, **TRUE), eval_dataset=points(16))
-    metrics = one.evaluate()
+    model_trainer = trainer(arguments(**OPTIONS, **TRUE), eval_dataset=points(16))
+    metrics = model_trainer.evaluate()
     model = network().to(BF16)
     inputs, targets = points(16)
     with torch.no_grad():
         scores = model(inputs.to(BF16)).float()
     assert metrics["eval_loss"] == pytest.approx(float(cross_entropy(scores, targets)), rel=1e-6)
-    predicted = torch.as_tensor(one.predict(points(16)).predictions)
+    predicted = torch.as_tensor(model_trainer.predict(points(16)).predictions)
     assert predicted.dtype is torch.float32
     assert torch.equal(predicted, scores)
 
@@ -136,10 +136,10 @@ def test_another_precision_at_resume_is_told(
 def test_the_saved_model_and_the_banner_are_of_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import load_file
 
-    one = trainer(arguments(progress_bar=True, **TRUE))
-    one.fit()
+    model_trainer = trainer(arguments(progress_bar=True, **TRUE))
+    model_trainer.fit()
     assert "1 process on cpu, bf16-true" in capsys.readouterr().err
-    one.save_model(tmp_path)
+    model_trainer.save_model(tmp_path)
     assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {BF16}
 
 

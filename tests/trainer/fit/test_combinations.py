@@ -61,7 +61,7 @@ def sharding() -> FullyShardedDataParallelPlugin:
 
 def modified(**options: Any) -> dict[str, Named]:
     """Return the weights after a run with each modifier, of a network whose shards are uneven."""
-    found: dict[str, Named] = {}
+    outcomes: dict[str, Named] = {}
     rows = options.get("per_device_train_batch_size")
     for name, make in MODIFIERS.items():
         more: dict[str, Any] = {"num_train_epochs": 2 if name == "schedule" else 1, **options}
@@ -69,8 +69,8 @@ def modified(**options: Any) -> dict[str, Named]:
             more["fsdp"] = sharding()
         if rows is not None and name == "schedule":  # it says itself how many batches an update is of
             more |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 2 * rows}
-        found[name] = trained(make(), model=uneven(), train_dataset=points(SAMPLES), max_grad_norm=0.5, **more)
-    return found
+        outcomes[name] = trained(make(), model=uneven(), train_dataset=points(SAMPLES), max_grad_norm=0.5, **more)
+    return outcomes
 
 
 @pytest.mark.slow
@@ -96,10 +96,10 @@ def test_compressed_gradients_of_accumulated_updates(hook: str, options: dict[st
         return trained(train_dataset=points(SAMPLES), ddp=ddp, **TWO)
 
     expected = trained(train_dataset=points(SAMPLES))
-    one, other = run_world(two)
-    assert_equal(one, other)
+    first, second = run_world(two)
+    assert_equal(first, second)
     for name, value in expected.items():
-        torch.testing.assert_close(one[name], value, rtol=0, atol=tolerance)
+        torch.testing.assert_close(first[name], value, rtol=0, atol=tolerance)
 
 
 @pytest.mark.slow
@@ -140,10 +140,10 @@ def test_fp16_with_accumulation_on_two_ranks(is_sharded: bool) -> None:
 
     expected = trained(model=uneven(), train_dataset=points(SAMPLES), mixed_precision="fp16")
     whole = trained(model=uneven(), train_dataset=points(SAMPLES))
-    one, other = run_world(two)
-    assert_equal(one, other)
+    first, second = run_world(two)
+    assert_equal(first, second)
     for name, value in expected.items():
-        torch.testing.assert_close(one[name], value, rtol=0, atol=2e-3)
+        torch.testing.assert_close(first[name], value, rtol=0, atol=2e-3)
         torch.testing.assert_close(value, whole[name], rtol=0, atol=2e-3)
 
 
@@ -158,7 +158,7 @@ def adapted() -> nn.Module:
 
 
 def adapters(**options: Any) -> Named:
-    found = trained(
+    outcome = trained(
         model=adapted(),
         train_dataset=hugging_face.rows(22, ragged=True),
         loss_fn=None,
@@ -166,7 +166,7 @@ def adapters(**options: Any) -> Named:
         learning_rate=0.1,
         **options,
     )
-    return {name: weight for name, weight in found.items() if "lora" in name}
+    return {name: weight for name, weight in outcome.items() if "lora" in name}
 
 
 @pytest.mark.slow

@@ -83,11 +83,11 @@ def events(
 ) -> list[str]:
     """Return the events of a run as lines, the last of which is not complete where the run was killed."""
     recorder = Recorder(*(name for name in EVENTS if name != "on_event"))
-    given: dict[str, Any] = {"num_train_epochs": 1, "log_every": 2, "output_dir": folder, "resume": "auto"}
-    given |= {"save_in_background": False, **options}
+    settings: dict[str, Any] = {"num_train_epochs": 1, "log_every": 2, "output_dir": folder, "resume": "auto"}
+    settings |= {"save_in_background": False, **options}
     trainer = kind(
         model or network(),
-        arguments(**given),
+        arguments(**settings),
         train_dataset=points(rows),
         eval_dataset=points(16) if kind is Trainer else None,
         loss_fn=cross_entropy if kind is Trainer else None,

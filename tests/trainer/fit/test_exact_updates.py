@@ -94,8 +94,8 @@ def assert_equal(actual: Gradients, expected: Gradients) -> None:
     assert actual.losses == pytest.approx(expected.losses, rel=1e-6)
     assert actual.norms == pytest.approx(expected.norms, rel=1e-6)
     for mine, theirs in zip(actual.steps, expected.steps, strict=True):
-        for one, other in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+        for first, second in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def assert_equal(actual: Gradients, expected: Gradients) -> None:
 def test_samples_spread_over_micro_batches_and_processes(count: int, accumulation: int, processes: int) -> None:
     inputs, targets = samples(count)
 
-    def one() -> Gradients:
+    def body() -> Gradients:
         options = arguments(gradient_accumulation_steps=accumulation)
         return train(Trainer(classifier(), options, train_dataset=(inputs, targets), loss_fn=cross_entropy))
 
     expected = big_batches(classifier(), inputs, targets, 4 * accumulation * processes)
-    for actual in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for actual in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:
         assert_equal(actual, expected)
 
 
@@ -161,7 +161,7 @@ class SummingTrainer(Trainer):
 def test_tokens_spread_over_micro_batches_and_processes(kind: str, processes: int) -> None:
     tokens, labels = sentences(21)
 
-    def one() -> Gradients:
+    def body() -> Gradients:
         options = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=2)
         if kind == "loss_fn":
             return train(Trainer(Tagger(), options, train_dataset=(tokens, labels), loss_fn=tokens_loss))
@@ -169,7 +169,7 @@ def test_tokens_spread_over_micro_batches_and_processes(kind: str, processes: in
         return train(cls(Tagger(), options, train_dataset=(tokens, labels)))
 
     expected = big_batches(Tagger(), tokens, labels, 4 * processes)
-    for actual in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for actual in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:
         assert_equal(actual, expected)
 
 
@@ -201,12 +201,12 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_iterable_data(processes: int) -> None:
-    def one() -> Gradients:
+    def body() -> Gradients:
         options = arguments(gradient_accumulation_steps=3, lr_scheduler="constant")
         return train(Trainer(classifier(), options, train_dataset=Stream(29), loss_fn=cross_entropy))
 
     expected = big_batches(classifier(), *samples(29), 12 * processes)
-    for actual in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for actual in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:
         assert_equal(actual, expected)
 
 
@@ -215,7 +215,7 @@ def test_batch_statistics_do_not_see_repeated_samples(processes: int) -> None:
     """One of two processes has no sample of its own in the last round."""
     inputs, targets = samples(9 if processes == 2 else 5)
 
-    def one() -> list[float]:
+    def body() -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None))
         options = arguments(learning_rate=0.1)
@@ -225,7 +225,7 @@ def test_batch_statistics_do_not_see_repeated_samples(processes: int) -> None:
     # A batch of one sample cannot be normalized in training: torch says so, and so it is not what is tried here.
     if processes == 1:
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-            one()
+            body()
 
 
 def test_causal_models_of_transformers_count_the_targets_they_compare() -> None:
@@ -239,7 +239,7 @@ def test_causal_models_of_transformers_count_the_targets_they_compare() -> None:
     reference = copy.deepcopy(model)
     tokens, labels = sentences(14)
     labels = torch.where(labels == IGNORED, IGNORED, tokens)
-    data = [{"input_ids": one, "labels": two} for one, two in zip(tokens, labels, strict=True)]
+    data = [{"input_ids": first, "labels": two} for first, two in zip(tokens, labels, strict=True)]
     options = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=3)
     actual = train(Trainer(model, options, train_dataset=data))
     for step, start in enumerate(range(0, 14, 6)):
@@ -269,7 +269,7 @@ def test_classifiers_of_transformers_return_means_over_samples() -> None:
     model = BertForSequenceClassification(config)
     reference = copy.deepcopy(model)
     tokens, targets = sentences(11)[0], samples(11)[1]
-    data = [{"input_ids": one, "labels": two} for one, two in zip(tokens, targets, strict=True)]
+    data = [{"input_ids": first, "labels": two} for first, two in zip(tokens, targets, strict=True)]
     actual = train(Trainer(model, arguments(gradient_accumulation_steps=2), train_dataset=data))
     for step, start in enumerate(range(0, 11, 8)):
         reference.zero_grad()
@@ -306,7 +306,7 @@ def test_a_weight_that_only_the_device_knows_to_be_bad_is_named(processes: int) 
             bad = self.accelerator.is_last_process and self.state.step == 1
             return LossResult(cross_entropy(model(batch[0]), batch[1]), weight=torch.tensor(math.nan if bad else 4.0))
 
-    def one() -> str:
+    def body() -> str:
         trainer = Weighing(classifier(), arguments(), train_dataset=samples(16 * processes))
         with pytest.raises(NonFiniteError) as caught:
             trainer.fit()
@@ -314,17 +314,17 @@ def test_a_weight_that_only_the_device_knows_to_be_bad_is_named(processes: int) 
         return str(caught.value)
 
     where = " on process 1" if processes == 2 else ""
-    for told in run_world(one, (), processes, timeout=60):
-        assert re.match(rf"In step 2 the weight of the loss is negative, NaN or infinite{where} \(samples \d+", told)
+    for result in run_world(body, (), processes, timeout=60):
+        assert re.match(rf"In step 2 the weight of the loss is negative, NaN or infinite{where} \(samples \d+", result)
 
 
 def test_negative_weights_on_accelerators_become_nan() -> None:
-    given = torch.tensor([-3.0, -math.inf, -0.0, 0.0, 3.0, math.inf])
-    made = [float(nan_if_negative(one)) for one in given]
-    assert [math.isnan(one) for one in made] == [True, True, False, False, False, False]
+    tensor = torch.tensor([-3.0, -math.inf, -0.0, 0.0, 3.0, math.inf])
+    made = [float(nan_if_negative(number)) for number in tensor]
+    assert [math.isnan(number) for number in made] == [True, True, False, False, False, False]
     assert made[2:] == [0.0, 0.0, 3.0, math.inf]
     share = Share(4.0)
-    share.total = nan_if_negative(given[0]) + nan_if_negative(given[4])
+    share.total = nan_if_negative(tensor[0]) + nan_if_negative(tensor[4])
     assert math.isnan(float(share.factor()))  # which makes the gradients NaN
 
 
@@ -334,7 +334,7 @@ def test_updates_in_double_are_exact_in_double(shards: bool) -> None:
     inputs, targets = samples(19)
     inputs = inputs.double()
 
-    def one() -> dict[str, Tensor]:
+    def body() -> dict[str, Tensor]:
         options = arguments(max_grad_norm=0.01, learning_rate=0.1, lr_scheduler="constant", fsdp=shards)
         trainer = Trainer(classifier().double(), options, train_dataset=(inputs, targets), loss_fn=cross_entropy)
         trainer.fit()
@@ -347,6 +347,6 @@ def test_updates_in_double_are_exact_in_double(shards: bool) -> None:
         cross_entropy(model(inputs[start : start + 12]), targets[start : start + 12]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
-    for weights in run_world(one, (), 3, timeout=60)[:1]:
+    for weights in run_world(body, (), 3, timeout=60)[:1]:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-13, atol=1e-14)

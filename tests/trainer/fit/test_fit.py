@@ -30,8 +30,8 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 class Asks(Callback):
     """Asks for one thing after a step, on one process."""
 
-    def __init__(self, what: str, at: int, rank: int = 0) -> None:
-        self._what, self._at, self._rank = what, at, rank
+    def __init__(self, kind: str, at: int, rank: int = 0) -> None:
+        self._what, self._at, self._rank = kind, at, rank
 
     def on_step_end(self, run: Run) -> None:
         if run.state.step == self._at and run.accelerator.process_index == self._rank:
@@ -141,12 +141,12 @@ def test_the_last_step_is_logged_evaluated_and_saved_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_process_asks_for_is_done_by_all_with_the_next_update(rank: int) -> None:
-    def one() -> int:
+    def body() -> int:
         return (
             trainer(arguments(), callbacks=[Asks("stop", at=2, rank=rank)], train_dataset=points(80)).fit().state.step
         )
 
-    assert run_world(one, (), 2, timeout=60) == [3, 3]
+    assert run_world(body, (), 2, timeout=60) == [3, 3]
 
 
 def test_one_process_stops_at_once() -> None:
@@ -154,12 +154,12 @@ def test_one_process_stops_at_once() -> None:
 
 
 def test_time_is_that_of_the_main_process() -> None:
-    def one() -> tuple[int, str | None]:
+    def body() -> tuple[int, str | None]:
         args = arguments(max_time=0.3, lr_scheduler="constant")
         result = trainer(args, train_dataset=points(80)).fit()
         return result.state.step, result.status
 
-    (steps, status), other = run_world(one, (), 2, timeout=60)
+    (steps, status), other = run_world(body, (), 2, timeout=60)
     assert (steps, status) == other
     assert status == "stopped"
 
@@ -176,7 +176,7 @@ class LogsMuch(Trainer):
 def test_what_is_logged_is_averaged_over_batches_steps_and_processes(processes: int) -> None:
     inputs, targets = points(37)
 
-    def one() -> list[dict[str, Any]]:
+    def body() -> list[dict[str, Any]]:
         args = arguments(num_train_epochs=1, gradient_accumulation_steps=2, log_every="1 epoch", learning_rate=0.0)
         return (
             LogsMuch(network(), args, train_dataset=(inputs, targets), loss_fn=torch.nn.functional.cross_entropy)
@@ -184,7 +184,7 @@ def test_what_is_logged_is_averaged_over_batches_steps_and_processes(processes: 
             .history
         )
 
-    for history in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for history in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:
         (entry,) = history
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(network()(inputs), targets)
@@ -213,8 +213,8 @@ def test_an_error_is_told_and_written_down(tmp_path: Path) -> None:
 
 
 def test_fit_again_begins_anew_with_the_weights_there_are() -> None:
-    one = trainer()
-    first, again = one.fit(), one.fit()
+    model_trainer = trainer()
+    first, again = model_trainer.fit(), model_trainer.fit()
     assert (first.state.step, again.state.step) == (10, 10)
     assert again.metrics["loss"] < first.metrics["loss"]
 
@@ -344,14 +344,14 @@ def test_clipping_moves_weights_by_the_norm_at_most() -> None:
 
 
 def test_the_schedule_counts_updates_on_any_number_of_processes() -> None:
-    def one() -> list[float]:
+    def body() -> list[float]:
         args = arguments(max_steps=6, log_every=1, warmup=2, gradient_accumulation_steps=2)
         return [entry["learning_rate"] for entry in trainer(args, train_dataset=points(200)).fit().history]
 
-    alone = one()
+    alone = body()
     # What is logged is in force for the next update.
     assert alone == pytest.approx([0.025, 0.05, 0.0375, 0.025, 0.0125, 0.0])
-    assert run_world(one, (), 2, timeout=60) == [alone, alone]
+    assert run_world(body, (), 2, timeout=60) == [alone, alone]
 
 
 def test_a_plateau_lowers_the_rate() -> None:
@@ -363,12 +363,12 @@ def test_a_plateau_lowers_the_rate() -> None:
             return {"eval_loss": float(next(self.values))}
 
     args = arguments(lr_scheduler="plateau", lr_scheduler_kwargs={"patience": 0, "factor": 0.5}, eval_every=2)
-    one = Worse(
+    model_trainer = Worse(
         network(), args, train_dataset=points(), eval_dataset=points(), loss_fn=torch.nn.functional.cross_entropy
     )
-    one.fit()
-    assert one.run.scheduler is not None
-    assert one.run.scheduler.get_last_lr() == [0.05 / 2**4]
+    model_trainer.fit()
+    assert model_trainer.run.scheduler is not None
+    assert model_trainer.run.scheduler.get_last_lr() == [0.05 / 2**4]
 
 
 def test_saving_needs_a_folder() -> None:

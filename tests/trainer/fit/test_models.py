@@ -130,8 +130,8 @@ def test_a_model_may_need_no_targets() -> None:
         (lambda scores, loss: Answer(scores), "a Answer with scores, loss, and no loss"),
     ],
 )
-def test_a_model_without_a_loss_is_told_what_to_do(returns: Callable[[Tensor, Tensor], Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"returned {said}. Give Trainer\\(loss_fn=…\\)"):
+def test_a_model_without_a_loss_is_told_what_to_do(returns: Callable[[Tensor, Tensor], Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"returned {message}. Give Trainer\\(loss_fn=…\\)"):
         updates_of(Returning(returns), samples(ROWS))
 
 
@@ -330,11 +330,11 @@ def test_updates_on_two_processes_are_those_of_whole_batches() -> None:
     cases = [causal, masked, to_sequence, answering]
 
     def body() -> list[Updates]:
-        found: list[Updates] = []
+        updates_of_rank: list[Updates] = []
         for case in cases:
             model, batch = made(case)
-            found.append(updates_of(model, rows_of(batch), gradient_accumulation_steps=1))
-        return found
+            updates_of_rank.append(updates_of(model, rows_of(batch), gradient_accumulation_steps=1))
+        return updates_of_rank
 
     for everywhere in zip(*run_world(body, num_processes=2, timeout=60), strict=True):
         case = cases.pop(0)

@@ -60,13 +60,13 @@ def test_compiled() -> None:
 
 
 def test_synchronized_batch_norm_needs_an_accelerator() -> None:
-    def one() -> str:
+    def body() -> str:
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         with pytest.raises(UnsupportedError, match="not on CPUs") as caught:
             trainer(arguments(sync_batchnorm=True), model=model).fit()
         return str(caught.value)
 
-    assert len(run_world(one, (), 2, timeout=60)) == 2
+    assert len(run_world(body, (), 2, timeout=60)) == 2
 
 
 def test_seeds_make_runs_equal() -> None:
@@ -82,9 +82,9 @@ def test_seeds_make_runs_equal() -> None:
 
 def test_bf16_trains_nearly_the_same() -> None:
     def final(**options: str) -> float:
-        one = trainer(arguments(num_train_epochs=4, **options), eval_dataset=points(20))
-        loss = one.fit().metrics["eval_loss"]
-        one.accelerator.free_memory()
+        model_trainer = trainer(arguments(num_train_epochs=4, **options), eval_dataset=points(20))
+        loss = model_trainer.fit().metrics["eval_loss"]
+        model_trainer.accelerator.free_memory()
         return loss
 
     assert final(mixed_precision="bf16") == pytest.approx(final(), rel=0.05)
@@ -96,10 +96,10 @@ def test_processes_draw_different_numbers() -> None:
             del run
             self.drawn = float(torch.rand(()))
 
-    def one() -> float:
+    def body() -> float:
         draws = Draws()
         trainer(arguments(max_steps=1), callbacks=[draws]).fit()
         return draws.drawn
 
-    first, second = run_world(one, (), 2, timeout=60)
+    first, second = run_world(body, (), 2, timeout=60)
     assert first != second

@@ -73,15 +73,17 @@ def fitted(at: tuple[int, ...], event: str = "on_step_begin", **options: Any) ->
 def test_an_epoch_ends_when_any_rank_asks(processes: int, workers: int) -> None:
     """The next one has the order it has anyway; an evaluation of each epoch comes at its end."""
 
-    def one() -> tuple[list[Any], list[float], list[float]]:
+    def body() -> tuple[list[Any], list[float], list[float]]:
         _, model, notes = fitted((3,), num_workers=workers)
         _, whole, _ = fitted(())
         return notes, model.samples, whole.samples
 
     steps = ROWS // 4 // processes
-    for notes, seen, whole in run_world(one, (), processes, timeout=60):
+    for notes, seen, whole in run_world(body, (), processes, timeout=60):
         ends = [3, 3 + steps, 3 + 2 * steps]
-        assert notes == [(what, epoch, step) for epoch, step in enumerate(ends, 1) for what in ("epoch", "evaluation")]
+        assert notes == [
+            (event, epoch, step) for epoch, step in enumerate(ends, 1) for event in ("epoch", "evaluation")
+        ]
         of_epoch = ROWS // processes
         assert seen == [*whole[:12], *whole[of_epoch:]]
 
@@ -95,16 +97,16 @@ def test_asked_for_at_the_end_of_a_step_it_comes_then_where_there_is_one_rank() 
 def test_the_last_step_of_an_epoch_ends_it_once(processes: int) -> None:
     steps = ROWS // 4 // processes
 
-    def one() -> list[Any]:
+    def body() -> list[Any]:
         return [note for note in fitted((steps,))[2] if note[0] == "epoch"]
 
-    for notes in run_world(one, (), processes, timeout=60):
+    for notes in run_world(body, (), processes, timeout=60):
         assert notes == [("epoch", epoch, epoch * steps) for epoch in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_stopped_where_an_epoch_was_ended_resumes_bitwise(processes: int, tmp_path: Path) -> None:
-    def one() -> None:
+    def body() -> None:
         _, whole, _ = fitted((3,), output_dir=tmp_path / "whole", save_every="1 step", schedule_steps=9, max_steps=9)
         fitted((3,), output_dir=tmp_path / "parts", save_every="1 step", schedule_steps=9, max_steps=3)
         _, resumed, _ = fitted((3,), output_dir=tmp_path / "parts", resume="extend", schedule_steps=9, max_steps=9)
@@ -112,7 +114,7 @@ def test_a_run_that_stopped_where_an_epoch_was_ended_resumes_bitwise(processes: 
         for weight, other in zip(resumed.parameters(), whole.parameters(), strict=True):
             assert torch.equal(weight, other)
 
-    run_world(one, (), processes, timeout=60)
+    run_world(body, (), processes, timeout=60)
 
 
 class Skips(Callback):
@@ -132,7 +134,7 @@ class Skips(Callback):
 def test_a_batch_that_is_skipped_weighs_nothing(processes: int, everywhere: bool) -> None:
     inputs, targets = samples(12 * processes)
 
-    def one() -> Gradients:
+    def body() -> Gradients:
         options = arguments(gradient_accumulation_steps=3)
         trainer = Trainer(classifier(), options, train_dataset=(inputs, targets), loss_fn=cross_entropy)
         trainer.events.add(Skips(everywhere))
@@ -141,7 +143,7 @@ def test_a_batch_that_is_skipped_weighs_nothing(processes: int, everywhere: bool
     left_out = range(4 * processes, 8 * processes) if everywhere else range(12, 16)
     kept = [row for row in range(12 * processes) if row not in left_out]
     expected = big_batches(classifier(), inputs[kept], targets[kept], len(kept))
-    for actual in run_world(one, (), processes, timeout=60):
+    for actual in run_world(body, (), processes, timeout=60):
         assert_equal(actual, expected)
 
 
@@ -165,9 +167,9 @@ def test_a_batch_that_is_skipped_cannot_spoil_the_update(
     count = 4 * accumulated
     inputs, targets = samples(count * processes)
 
-    def one() -> Gradients:
-        given = arguments(gradient_accumulation_steps=accumulated, **options)  # of 2 the skipped one is the last
-        trainer = Trainer(classifier(), given, train_dataset=(inputs, targets), loss_fn=cross_entropy)
+    def body() -> Gradients:
+        args = arguments(gradient_accumulation_steps=accumulated, **options)  # of 2 the skipped one is the last
+        trainer = Trainer(classifier(), args, train_dataset=(inputs, targets), loss_fn=cross_entropy)
         trainer.events.add(Skips(everywhere))
         trainer.events.add(Spoils())
         return train(trainer)
@@ -175,7 +177,7 @@ def test_a_batch_that_is_skipped_cannot_spoil_the_update(
     left_out = range(4 * processes, 8 * processes) if everywhere else range(12, 16)
     kept = [row for row in range(count * processes) if row not in left_out]
     expected = big_batches(classifier(), inputs[kept], targets[kept], len(kept))
-    for actual in run_world(one, (), processes, timeout=60):
+    for actual in run_world(body, (), processes, timeout=60):
         assert_equal(actual, expected)
 
 
@@ -191,8 +193,8 @@ def test_running_statistics_do_not_see_a_batch_that_is_skipped() -> None:
         ).fit()
         return list(model[0].buffers())
 
-    for one, other in zip(statistics(skips=True), statistics(skips=False), strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(statistics(skips=True), statistics(skips=False), strict=True):
+        assert torch.equal(first, second)
 
 
 class SavesAndInterrupts(Callback):

@@ -78,10 +78,10 @@ def test_a_table_has_curves_where_a_terminal_can(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_has_a_report_in_its_folder(tmp_path: Path) -> None:
-    found = trainer(arguments(output_dir=tmp_path), eval_dataset=points(8)).fit()
+    result = trainer(arguments(output_dir=tmp_path), eval_dataset=points(8)).fit()
     (report,) = tmp_path.glob("*/report.html")
-    assert found.report == report
-    assert str(report) in str(found)
+    assert result.report == report
+    assert str(report) in str(result)
     text = report.read_text()
     assert '"status":"finished"' in text
     assert '"learning_rate"' in text
@@ -101,19 +101,19 @@ def test_a_run_that_went_on_tells_how_it_ended_before(tmp_path: Path) -> None:
     trainer(arguments(**options, warmup=2)).fit()
     (folder,) = tmp_path.iterdir()
     (run,) = contents(find_runs([folder]))["runs"]
-    told = [(mark["title"], mark["step"], mark["text"]) for mark in run["marks"]]
-    process = told[0][2]
+    marks = [(mark["title"], mark["step"], mark["text"]) for mark in run["marks"]]
+    process = marks[0][2]
     assert process.startswith("1 process on cpu, full precision, torch ")
-    assert told == [
+    assert marks == [
         ("started", 0, process),
         ("failed", 4, "RuntimeError: the fifth step"),
         ("resumed", 4, process),
         ("changed arguments", 4, "warmup: - → 2"),
-        ("saved", 8, told[4][2]),
-        ("saved", 10, told[5][2]),
+        ("saved", 8, marks[4][2]),
+        ("saved", 10, marks[5][2]),
         ("finished", 10, ""),
     ]
-    assert told[5][2].startswith("checkpoint-00000010 (end) in ")
+    assert marks[5][2].startswith("checkpoint-00000010 (end) in ")
     # The first was being saved while the run failed, so that nothing was told of it.
     saved = [(save["step"], save["why"], save["is_there"]) for save in run["checkpoints"]]
     assert saved == [(4, "interval", True), (8, "interval", True), (10, "end", True)]
@@ -126,21 +126,21 @@ def test_a_run_that_went_on_tells_how_it_ended_before(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*told: object) -> None:
+    def fail(*message: object) -> None:
         raise ValueError("no page")
 
     monkeypatch.setattr("trainer_lib.runs.report.report_page.page", fail)
-    found = trainer(arguments(output_dir=tmp_path)).fit()
-    assert (found.status, found.report) == ("finished", None)
+    result = trainer(arguments(output_dir=tmp_path)).fit()
+    assert (result.status, result.report) == ("finished", None)
 
 
 def test_a_notebook_shows_a_table_and_a_prompt_one_line() -> None:
     entries = [{"step": step, "epoch": 1.0, "loss": 1.0} for step in range(200)]
     state = RunState(run_id="run-<1>", step=4, history=entries, status="finished")
-    found = FitResult(state=state, metrics={"loss": 2.0, "eval_loss": 1 / 3})
-    assert repr(found) == "FitResult(run='run-<1>', status='finished', step=4, loss=2, eval_loss=0.333333)"
+    fit_result = FitResult(state=state, metrics={"loss": 2.0, "eval_loss": 1 / 3})
+    assert repr(fit_result) == "FitResult(run='run-<1>', status='finished', step=4, loss=2, eval_loss=0.333333)"
     assert "history" not in repr(state)
-    page = found._repr_html_()
+    page = fit_result._repr_html_()
     assert page.startswith("<table><tr><th")
     assert "run-&lt;1&gt;, finished" in page
-    assert page.count("<tr>") == len(str(found).splitlines())
+    assert page.count("<tr>") == len(str(fit_result).splitlines())

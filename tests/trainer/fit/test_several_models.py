@@ -63,7 +63,7 @@ def by_hand(inputs: Tensor, size: int) -> dict[str, nn.Module]:
 def test_adversaries_take_turns_in_a_step(processes: int) -> None:
     inputs, _ = points(32)
 
-    def one() -> tuple[int, dict[str, dict[str, Tensor]]]:
+    def body() -> tuple[int, dict[str, dict[str, Tensor]]]:
         trained = models()
         args = arguments(
             num_train_epochs=1,
@@ -79,7 +79,7 @@ def test_adversaries_take_turns_in_a_step(processes: int) -> None:
         return result.state.step, {name: model.state_dict() for name, model in trained.items()}
 
     expected = by_hand(inputs, 8)
-    for step, states in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for step, states in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:
         assert step == 4
         for name, state in states.items():
             torch.testing.assert_close(state, expected[name].state_dict(), rtol=1e-5, atol=1e-6)
@@ -109,9 +109,9 @@ def test_one_loss_for_two_optimizers() -> None:
 def test_each_optimizer_has_a_schedule() -> None:
     trained = models()
     args = arguments(num_train_epochs=1, warmup=2, learning_rate=0.1)
-    one = Adversaries(trained, args, train_dataset=TensorDataset(points(32)[0]))
-    one.fit()
-    assert {name: schedule.get_last_lr() for name, schedule in one.schedulers.items()} == {
+    model_trainer = Adversaries(trained, args, train_dataset=TensorDataset(points(32)[0]))
+    model_trainer.fit()
+    assert {name: schedule.get_last_lr() for name, schedule in model_trainer.schedulers.items()} == {
         "generator": [0.0],
         "discriminator": [0.0],
     }
@@ -162,11 +162,11 @@ def test_an_optimizer_and_a_schedule_of_ones_own(kind: str) -> None:
             by_hand.step()
             schedule.step()
             by_hand.zero_grad()
-    one = trainer(
+    model_trainer = trainer(
         arguments(shuffle=False),
         model=model,
         optimizer=optimizer,
         scheduler=halve if kind != "instance" else halve(optimizer),
     )
-    one.fit()
+    model_trainer.fit()
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)

@@ -28,7 +28,7 @@ def plugin() -> FullyShardedDataParallelPlugin:
 
 def run(folder: Path | None, dies_at: int | None = None, **options: Any) -> tuple[list[Any], dict[str, float]] | None:
     args = arguments(log_every=1, eval_every=3, save_every=2 if folder else None, output_dir=folder, **options)
-    one = trainer(
+    model_trainer = trainer(
         args,
         model=layers(),
         train_dataset=points(41),
@@ -37,13 +37,13 @@ def run(folder: Path | None, dies_at: int | None = None, **options: Any) -> tupl
         callbacks=[] if dies_at is None else [Dies(dies_at)],
     )
     try:
-        result = one.fit()
+        result = model_trainer.fit()
     except InterruptedError:
         return None
     timeless = [
         {k: v for k, v in entry.items() if not k.endswith(("_per_second", "data_wait"))} for entry in result.history
     ]
-    return timeless, one.evaluate()
+    return timeless, model_trainer.evaluate()
 
 
 def assert_same(actual: tuple[list[Any], dict[str, float]], expected: tuple[list[Any], dict[str, float]]) -> None:
@@ -94,17 +94,19 @@ def test_each_world_of_a_process_shards_on_its_own_groups() -> None:
     """The groups of the second mesh have other names than those of the first, which are gone."""
 
     def fits() -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        outcomes: list[dict[str, Any]] = []
         for further_groups in (2, 0):
             mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
             args = arguments(max_steps=3, fsdp=True, parallelism=mesh, per_device_train_batch_size=2, shuffle=False)
-            one = trainer(args)
+            model_trainer = trainer(args)
             for _ in range(further_groups):
                 dist.new_group(backend="gloo")
-            one.fit()
-            found.append({name: value.full_tensor() for name, value in one.unwrapped_model.state_dict().items()})
-            one.accelerator.end_training()
-        return found
+            model_trainer.fit()
+            outcomes.append(
+                {name: value.full_tensor() for name, value in model_trainer.unwrapped_model.state_dict().items()}
+            )
+            model_trainer.accelerator.end_training()
+        return outcomes
 
     alone = trainer(arguments(max_steps=3, shuffle=False))
     alone.fit()

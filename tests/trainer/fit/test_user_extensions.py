@@ -50,7 +50,7 @@ def train(folder: Path, processes: int, resume: str = "never") -> dict[str, Any]
     loader = DataLoader(
         TensorDataset(inputs, targets), batch_size=BATCH // processes, sampler=EasyFirst(inputs.square().sum(dim=1))
     )
-    told = Told()
+    listener = Told()
     trainer = Trainer(
         nn.Linear(3, 2),
         arguments(
@@ -67,18 +67,18 @@ def train(folder: Path, processes: int, resume: str = "never") -> dict[str, Any]
         eval_dataset=(inputs, targets),
         loss_fn=cross_entropy,
         metrics={"classes": BalancedAccuracy(2)},
-        callbacks=[EvaluateWhenHalved(), told],
+        callbacks=[EvaluateWhenHalved(), listener],
     )
     result, metrics = trainer.fit(), trainer.evaluate()
     logits = torch.from_numpy(trainer.predict((inputs, targets)).predictions)
-    shares = [(logits.argmax(dim=1) == targets)[targets == one].double().mean().item() for one in (0, 1)]
+    shares = [(logits.argmax(dim=1) == targets)[targets == label].double().mean().item() for label in (0, 1)]
     return {
         "history": result.history,
-        "checkpoint": next(one["path"] for one in result.state.checkpoints if one["step"] == MIDDLE),
+        "checkpoint": next(label["path"] for label in result.state.checkpoints if label["step"] == MIDDLE),
         "metrics": metrics,
         "by hand": {"eval_classes_balanced": sum(shares) / 2, "eval_classes_worst": min(shares)},
-        "halved": [(note["step"], note["now"]) for note in told.notes if note["name"] == "halved"],
-        "seen": told.seen,
+        "halved": [(note["step"], note["now"]) for note in listener.notes if note["name"] == "halved"],
+        "seen": listener.seen,
         "weights": {name: value.clone() for name, value in trainer.unwrapped_model.state_dict().items()},
     }
 
@@ -97,9 +97,9 @@ def test_they_work_together(processes: int, tmp_path: Path) -> None:
     easy = set(inputs[inputs.square().sum(dim=1).argsort()[: SAMPLES // 2], 0].tolist())
     steps = [[value for run in runs for value in run["seen"][step]] for step in range(5 * SAMPLES // BATCH)]
     passes = [steps[start : start + SAMPLES // BATCH] for start in range(0, len(steps), SAMPLES // BATCH)]
-    for one in passes:
-        assert {value for step in one[:4] for value in step} == easy
-        assert sorted(value for step in one for value in step) == sorted(inputs[:, 0].tolist())
+    for loader in passes:
+        assert {value for step in loader[:4] for value in step} == easy
+        assert sorted(value for step in loader for value in step) == sorted(inputs[:, 0].tolist())
     assert passes[0] != passes[1]
     # The metric: the same on all processes, and as by hand.
     for run in runs:
@@ -124,5 +124,5 @@ def test_they_work_together(processes: int, tmp_path: Path) -> None:
     (on, *_) = run_world(train, arguments_on, num_processes=processes, timeout=60)
     assert all(torch.equal(value, first["weights"][name]) for name, value in on["weights"].items())
     assert losses(on) == losses(first)
-    assert on["halved"] == [one for one in halved if one[0] > MIDDLE]
+    assert on["halved"] == [loader for loader in halved if loader[0] > MIDDLE]
     assert on["seen"] == first["seen"][MIDDLE:]

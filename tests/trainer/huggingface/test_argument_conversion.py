@@ -31,19 +31,19 @@ class HuggingFace(transformers.TrainingArguments):
         """Leave them as they are."""
 
 
-def refusal(**given: Any) -> str:
+def refusal(**options: Any) -> str:
     """Return what is said about Hugging Face's arguments."""
     with pytest.raises(ConfigurationError) as refused:
-        TrainingArguments(**given)
+        TrainingArguments(**options)
     return str(refused.value)
 
 
-def convert(caplog: pytest.LogCaptureFixture, **given: Any) -> tuple[TrainingArguments, str]:
+def convert(caplog: pytest.LogCaptureFixture, **options: Any) -> tuple[TrainingArguments, str]:
     """Return what Hugging Face's arguments become, and what is said about those that become nothing."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, LOGGER):
-        told: dict[str, Any] = {"remove_unused_columns": False, **given}
-        ours = TrainingArguments.from_transformers(HuggingFace(**told))
+        options_of_transformers: dict[str, Any] = {"remove_unused_columns": False, **options}
+        ours = TrainingArguments.from_transformers(HuggingFace(**options_of_transformers))
     return ours, caplog.text
 
 
@@ -52,9 +52,9 @@ def convert(caplog: pytest.LogCaptureFixture, **given: Any) -> tuple[TrainingArg
 
 def test_the_page_has_them_all() -> None:
     _, _, rows = PAGE.read_text().partition("## Coming from Hugging Face")
-    told = set(re.findall(r"`(\w+)`", rows))
+    names = set(re.findall(r"`(\w+)`", rows))
     fields = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
-    assert fields - told == set()
+    assert fields - names == set()
     for name in fields & set(NONE_HERE):
         assert re.search(rf"`{name}`[^|]*\| none: {re.escape(NONE_HERE[name])} \|", rows), name
 
@@ -187,8 +187,8 @@ def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
         ({"generation_max_length": 9}, "generation_kwargs={'max_length': 9}, predict_with_generate=True"),
     ],
 )
-def test_the_error_gives_ours_with_the_value(given: dict[str, Any], ours: str) -> None:
-    assert refusal(**given).endswith(f" of Hugging Face's Trainer is given here as {ours}.")
+def test_the_error_gives_ours_with_the_value(options: dict[str, Any], ours: str) -> None:
+    assert refusal(**options).endswith(f" of Hugging Face's Trainer is given here as {ours}.")
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ def test_the_error_gives_ours_with_the_value(given: dict[str, Any], ours: str) -
         ({"metric_for_best_model": None}, "it has no effect without metric_for_best_model"),
     ],
 )
-def test_what_has_no_place_here_is_told_with_a_reason(given: dict[str, Any], said: str) -> None:
-    message = refusal(**given)
-    assert f" of Hugging Face's Trainer has no equivalent here: {said}" in message
+def test_what_has_no_place_here_is_told_with_a_reason(options: dict[str, Any], text: str) -> None:
+    message = refusal(**options)
+    assert f" of Hugging Face's Trainer has no equivalent here: {text}" in message
     assert message.endswith(". Leave it out.")
 
 
@@ -241,7 +241,7 @@ def test_defaults_become_defaults(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_differs_is_converted(caplog: pytest.LogCaptureFixture) -> None:
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "output_dir": "out",
         "run_name": "first",
         "seed": 7,
@@ -280,8 +280,8 @@ def test_what_differs_is_converted(caplog: pytest.LogCaptureFixture) -> None:
         "do_train": True,
         "remove_unused_columns": False,
     }
-    ours, said = convert(caplog, **given)
-    assert said == ""
+    ours, warnings = convert(caplog, **settings)
+    assert warnings == ""
     assert ours == TrainingArguments(
         output_dir="out",
         run_name="first",
@@ -321,23 +321,23 @@ def test_what_differs_is_converted(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_sharding_is_converted(caplog: pytest.LogCaptureFixture) -> None:
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "fsdp": True,
         "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"], "cpu_offload": True, "min_num_params": 0},
     }
     plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], cpu_offload=True)
-    assert convert(caplog, **given) == (TrainingArguments(fsdp=plugin), "")
+    assert convert(caplog, **settings) == (TrainingArguments(fsdp=plugin), "")
     assert convert(caplog, fsdp=True) == (TrainingArguments(fsdp=True), "")
 
 
 def test_what_is_lost_is_told_by_name_and_reason(caplog: pytest.LogCaptureFixture) -> None:
-    ours, said = convert(
+    ours, warnings = convert(
         caplog, learning_rate=1e-3, neftune_noise_alpha=5.0, push_to_hub=True, torch_empty_cache_steps=3, save_steps=0.5
     )
     assert ours == TrainingArguments(learning_rate=1e-3)
     assert len(caplog.records) == 1
-    told = [line.split(":")[0] for line in said.splitlines()[1:]]
-    assert told == [
+    messages = [line.split(":")[0] for line in warnings.splitlines()[1:]]
+    assert messages == [
         "  neftune_noise_alpha",
         "  torch_empty_cache_steps",
         "  save_strategy, save_steps",
@@ -346,10 +346,10 @@ def test_what_is_lost_is_told_by_name_and_reason(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_delay_of_evaluations_is_converted(caplog: pytest.LogCaptureFixture) -> None:
-    ours, said = convert(caplog, eval_strategy="epoch", eval_delay=2)
-    assert (ours.eval_every, ours.eval_delay, said) == ("1 epoch", "2 epochs", "")
-    ours, said = convert(caplog, eval_strategy="steps", eval_steps=5, eval_delay=20)
-    assert (ours.eval_every, ours.eval_delay, said) == ("5 steps", "20 steps", "")
+    ours, warnings = convert(caplog, eval_strategy="epoch", eval_delay=2)
+    assert (ours.eval_every, ours.eval_delay, warnings) == ("1 epoch", "2 epochs", "")
+    ours, warnings = convert(caplog, eval_strategy="steps", eval_steps=5, eval_delay=20)
+    assert (ours.eval_every, ours.eval_delay, warnings) == ("5 steps", "20 steps", "")
 
 
 def test_steps_overrule_epochs_as_they_do_there(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,47 +80,51 @@ def test_they_hear_what_they_hear_there(tmp_path: Path, processes: int) -> None:
     data = {"train_dataset": rows(24), "eval_dataset": rows(8)}
 
     def body() -> Hearing:
-        here = Hearing()
+        heard = Hearing()
         ours = dataclasses.replace(TrainingArguments.from_transformers(args), save_in_background=False)
         if processes > 1:
             ours = dataclasses.replace(ours, per_device_train_batch_size=2, per_device_eval_batch_size=2)
-        Trainer(model(), ours, callbacks=[here], **data).fit()
-        return here
+        Trainer(model(), ours, callbacks=[heard], **data).fit()
+        return heard
 
-    there = Hearing()
-    transformers.Trainer(model(), args, callbacks=[there], **data).train()
+    reference = Hearing()
+    transformers.Trainer(model(), args, callbacks=[reference], **data).train()
     if processes == 1:
-        compare(body(), there)
-    for rank, here in enumerate(run_world(body, timeout=60) if processes > 1 else []):
-        assert {seen["is_world_process_zero"] for _, seen in here.told} == {rank == 0}
-        assert [here.arguments[name] for name in ("process_index", "world_size", "should_save")] == [rank, 2, rank == 0]
-        own = {name for name in there.arguments if name in OF_THE_PROCESS or name.endswith("batch_size")}
-        here.arguments |= {name: there.arguments[name] for name in own}
-        for _, seen in (*here.told, *there.told):
+        compare(body(), reference)
+    for rank, rank_heard in enumerate(run_world(body, timeout=60) if processes > 1 else []):
+        assert {seen["is_world_process_zero"] for _, seen in rank_heard.told} == {rank == 0}
+        assert [rank_heard.arguments[name] for name in ("process_index", "world_size", "should_save")] == [
+            rank,
+            2,
+            rank == 0,
+        ]
+        names = {name for name in reference.arguments if name in OF_THE_PROCESS or name.endswith("batch_size")}
+        rank_heard.arguments |= {name: reference.arguments[name] for name in names}
+        for _, seen in (*rank_heard.told, *reference.told):
             for name in OF_THE_PROCESS:
                 seen.pop(name, None)
-        compare(here, there)
+        compare(rank_heard, reference)
 
 
-def compare(here: Hearing, there: Hearing) -> None:
+def compare(actual: Hearing, expected: Hearing) -> None:
     """Compare what was heard in a run of this library with what was heard in one of Hugging Face's."""
 
-    def but_passes(told: list[Any]) -> list[Any]:
+    def but_passes(message: list[Any]) -> list[Any]:
         # Here a pass ends before its last update is logged, evaluated and saved.
-        return [event for event in told if event[0] != "on_epoch_end"]
+        return [event for event in message if event[0] != "on_epoch_end"]
 
-    first, *rest = but_passes(here.told)
-    first_there, *rest_there = but_passes(there.told)
+    first, *rest = but_passes(actual.told)
+    first_there, *rest_there = but_passes(expected.told)
     assert (first[0], first_there[0]) == ("on_init_end", "on_init_end")  # where there is no plan of the run yet
     assert rest == rest_there
-    assert here.steps("on_epoch_end") == there.steps("on_epoch_end") == [3, 6]
-    assert here.steps("on_substep_end") == [0, 1, 2, 3, 4, 5]
-    assert here.steps("on_save") == [3, 6]
-    assert here.steps("on_prediction_step") == [3, 3, 6, 6]
-    assert here.arguments == there.arguments
-    assert but_passes(here.histories)[1:] == but_passes(there.histories)[1:]
-    assert len(here.logs) == len(there.logs) == 6  # 3 of training, 2 of evaluations, the totals
-    for ours, theirs in zip(here.logs, there.logs, strict=True):
+    assert actual.steps("on_epoch_end") == expected.steps("on_epoch_end") == [3, 6]
+    assert actual.steps("on_substep_end") == [0, 1, 2, 3, 4, 5]
+    assert actual.steps("on_save") == [3, 6]
+    assert actual.steps("on_prediction_step") == [3, 3, 6, 6]
+    assert actual.arguments == expected.arguments
+    assert but_passes(actual.histories)[1:] == but_passes(expected.histories)[1:]
+    assert len(actual.logs) == len(expected.logs) == 6  # 3 of training, 2 of evaluations, the totals
+    for ours, theirs in zip(actual.logs, expected.logs, strict=True):
         assert ours.keys() >= theirs.keys() - THEIR_SPEED
         assert ours["epoch"] == theirs["epoch"]
         for name in {"loss", "grad_norm", "eval_loss", "train_loss"} & theirs.keys():
@@ -130,9 +134,9 @@ def compare(here: Hearing, there: Hearing) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_integrations_report(tmp_path: Path, processes: int) -> None:
     def body() -> list[dict[str, float]]:
-        given = [TensorBoardCallback()]
+        callbacks = [TensorBoardCallback()]
         args = arguments(output_dir=str(tmp_path), log_every=2, eval_every="1 epoch", save_every="never")
-        return trainer(args, eval_dataset=points(16), callbacks=given).fit().history
+        return trainer(args, eval_dataset=points(16), callbacks=callbacks).fit().history
 
     history = run_world(body, num_processes=processes, timeout=60)[0] if processes > 1 else body()
     (file,) = tmp_path.rglob("events.out.tfevents.*")  # the main process alone
@@ -142,8 +146,8 @@ def test_integrations_report(tmp_path: Path, processes: int) -> None:
     assert len(logged) >= 3
     assert len(evaluated) == 2
     for tag, wanted in {"train/loss": logged, "eval/loss": evaluated}.items():
-        found = [(scalar.step, scalar.value) for scalar in read.Scalars(tag)]
-        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted]
+        scalars = [(scalar.step, scalar.value) for scalar in read.Scalars(tag)]
+        assert scalars == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted]
     assert [scalar.step for scalar in read.Scalars("train/train_runtime")] == [logged[-1][0]]
     assert b"per_device_train_batch_size" in read.Tensors("args/text_summary")[0].tensor_proto.string_val[0]
 
@@ -211,7 +215,7 @@ def test_one_of_their_own_that_raises_ends_the_run_and_an_integration_is_switche
     with pytest.raises(RuntimeError, match=r"^broken$"):
         trainer(callbacks=[Broken()]).fit()
 
-    def on_log(self: Any, *given: Any, **more: Any) -> None:
+    def on_log(self: Any, *args: Any, **more: Any) -> None:
         raise OSError("the server is gone")
 
     monkeypatch.setattr(TensorBoardCallback, "on_log", on_log)
@@ -313,8 +317,8 @@ class Pushes(TrainerCallback):
         (lambda: trainer(callbacks=2 * [EndsPasses()]), "callbacks has the same AdaptedCallback twice"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_what_cannot_be_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         make()
 
 
@@ -325,5 +329,5 @@ def test_what_is_never_told_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_who_does_not_listen_is_not_called() -> None:
-    given = trainer(callbacks=[TrainerCallback()])
-    assert not any(given.events.listens(event) for event in ("on_micro_batch_end", "on_optimizer_step_begin"))
+    model_trainer = trainer(callbacks=[TrainerCallback()])
+    assert not any(model_trainer.events.listens(event) for event in ("on_micro_batch_end", "on_optimizer_step_begin"))

@@ -83,11 +83,11 @@ def test_checkpoints_have_adapters_alone_and_go_on_to_the_bit(tmp_path: Path, pr
         losses = [[entry["loss"] for entry in one_of.history] for one_of in (straight, result)]
         return same, *losses, str(result.last_checkpoint)
 
-    found = run_world(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
-    for same, losses, resumed, _ in found:
+    fit_result = run_world(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
+    for same, losses, resumed, _ in fit_result:
         assert same
         assert losses == resumed
-    checkpoint = Path(found[0][-1])
+    checkpoint = Path(fit_result[0][-1])
     saved = load_file(checkpoint / "model.safetensors")
     assert len(saved) == 2 + 3  # two matrices of the adapter, and the norms
     assert sum(parameter.numel() for parameter in saved.values()) < 0.1 * sum(
@@ -273,14 +273,14 @@ def test_images_of_a_processor_are_learned_and_measured_by_other_libraries(
             "both": evaluate.combine([module("Hits", "hits"), module("Share", "hits / len(predictions)")]),
         },
     )
-    found = trainer.fit().metrics
-    assert found["eval_accuracy"] > 0.9
-    assert found["eval_both_share"] == pytest.approx(found["eval_accuracy"])
-    assert found["eval_both_hits"] == pytest.approx(found["eval_accuracy"] * 19)
+    result = trainer.fit().metrics
+    assert result["eval_accuracy"] > 0.9
+    assert result["eval_both_share"] == pytest.approx(result["eval_accuracy"])
+    assert result["eval_both_hits"] == pytest.approx(result["eval_accuracy"] * 19)
     predicted = torch.from_numpy(trainer.predict(data.select(range(19))).predictions)
     for name, kind in kinds.items():
         alone = kind(task="multiclass", num_classes=2, average="macro")
-        assert found[f"eval_{name}"] == pytest.approx(alone(predicted, torch.from_numpy(labels[:19])).item())
+        assert result[f"eval_{name}"] == pytest.approx(alone(predicted, torch.from_numpy(labels[:19])).item())
     trainer.save_model(tmp_path / "saved")
     again = ViTForImageClassification.from_pretrained(tmp_path / "saved").eval()
     read = AutoImageProcessor.from_pretrained(tmp_path / "saved")

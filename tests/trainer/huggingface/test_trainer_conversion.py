@@ -55,22 +55,24 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[st
 @pytest.mark.parametrize("processes", [1, 2])
 def test_it_trains_and_evaluates_as_there(tmp_path: Path, processes: int, wanted: Any) -> None:
     def body() -> tuple[Any, Any]:
-        told = theirs(tmp_path, compute_metrics=next_tokens)
-        ours = TrainingArguments.from_transformers(told.args)
+        their_trainer = theirs(tmp_path, compute_metrics=next_tokens)
+        ours = TrainingArguments.from_transformers(their_trainer.args)
         taken = Trainer.from_transformers(
-            told,
+            their_trainer,
             args=dataclasses.replace(ours, per_device_train_batch_size=4 // processes),
         )
         result = taken.fit()
         return result.history, taken.unwrapped_model.state_dict()
 
-    there, weights = wanted
-    found = run_world(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
-    for history, trained in found:
+    their_steps, weights = wanted
+    fit_result = run_world(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
+    for history, trained in fit_result:
         for name in ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_rows"):
-            told = steps(there, name)
-            assert len(told) == (2 if name.startswith("eval") else 6)
-            assert steps(history, name) == [(step, pytest.approx(value, rel=2e-5)) for step, value in told], name
+            expected_losses = steps(their_steps, name)
+            assert len(expected_losses) == (2 if name.startswith("eval") else 6)
+            assert steps(history, name) == [
+                (step, pytest.approx(value, rel=2e-5)) for step, value in expected_losses
+            ], name
         for name, value in trained.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5)
 
@@ -83,11 +85,13 @@ def test_what_is_a_callback_here_is_made_one(tmp_path: Path, caplog: pytest.LogC
     wanted.train()
     with caplog.at_level(logging.WARNING, NOTES):
         history = Trainer.from_transformers(smoothed()).fit().history
-    there = steps(wanted.state.log_history, "loss")
-    assert len(there) == 3
-    assert steps(history, "loss") == [(step, pytest.approx(value, rel=2e-5)) for step, value in there]
-    told = theirs(tmp_path, args=their_arguments(tmp_path, neftune_noise_alpha=3.0))
-    (noise,) = [callback for callback in Trainer.from_transformers(told).events if isinstance(callback, NEFTune)]
+    their_losses = steps(wanted.state.log_history, "loss")
+    assert len(their_losses) == 3
+    assert steps(history, "loss") == [(step, pytest.approx(value, rel=2e-5)) for step, value in their_losses]
+    their_trainer = theirs(tmp_path, args=their_arguments(tmp_path, neftune_noise_alpha=3.0))
+    (noise,) = [
+        callback for callback in Trainer.from_transformers(their_trainer).events if isinstance(callback, NEFTune)
+    ]
     assert noise.alpha == 3.0
     assert caplog.text == ""
 
@@ -97,30 +101,30 @@ def test_what_it_has_is_taken_over(tmp_path: Path) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     collator = transformers.DefaultDataCollator()
     stopping = EarlyStoppingCallback()
-    told = theirs(
+    their_trainer = theirs(
         tmp_path,
         args=their_arguments(tmp_path, eval_strategy="epoch", report_to=["tensorboard"], enable_jit_checkpoint=True),
         optimizers=(optimizer, schedule),
         callbacks=[stopping],
         data_collator=collator,
     )
-    taken = Trainer.from_transformers(told, train_dataset=points(), callbacks=None)
+    taken = Trainer.from_transformers(their_trainer, train_dataset=points(), callbacks=None)
     assert taken.train_dataset[0].shape == (40, 6)
     assert not any(isinstance(callback, AdaptedCallback) for callback in taken.events)
-    taken = Trainer.from_transformers(told)
+    taken = Trainer.from_transformers(their_trainer)
     adapted = [callback.callback for callback in taken.events if isinstance(callback, AdaptedCallback)]
     assert adapted == [stopping]  # trackers and bars are this library's own
     trackers = [callback.tracker_name for callback in taken.events if isinstance(callback, TrackerCallback)]
     assert trackers == ["tensorboard"]
     assert any(isinstance(callback, Printer) for callback in taken.events)
-    assert (taken.model, taken.optimizer, taken.scheduler) == (told.model, optimizer, schedule)
-    assert taken.train_dataset is told.train_dataset
+    assert (taken.model, taken.optimizer, taken.scheduler) == (their_trainer.model, optimizer, schedule)
+    assert taken.train_dataset is their_trainer.train_dataset
     assert taken.collate_fn is collator
     assert taken.args.remove_unused_columns
     assert type(taken).__name__ == "Trainer"
-    told.callback_handler.callbacks.append(TensorBoardCallback())
-    told.args.report_to = []
-    taken = Trainer.from_transformers(told)
+    their_trainer.callback_handler.callbacks.append(TensorBoardCallback())
+    their_trainer.args.report_to = []
+    taken = Trainer.from_transformers(their_trainer)
     assert TensorBoardCallback in [
         type(callback.callback) for callback in taken.events if isinstance(callback, AdaptedCallback)
     ]
@@ -140,11 +144,11 @@ class Halved(Trainer):
 
 
 def test_what_a_class_of_its_own_does_has_to_be_said_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = Smoothed(model(), their_arguments(tmp_path, max_steps=1), train_dataset=rows())
+    their_trainer = Smoothed(model(), their_arguments(tmp_path, max_steps=1), train_dataset=rows())
     with pytest.raises(ConfigurationError, match=r"Smoothed overrides compute_loss, .* overrides compute_loss, and"):
-        Trainer.from_transformers(told)
+        Trainer.from_transformers(their_trainer)
     with caplog.at_level(logging.WARNING):
-        halved = Halved.from_transformers(told)
+        halved = Halved.from_transformers(their_trainer)
     assert "Smoothed overrides log, which nothing calls here" in caplog.text
     whole = Trainer.from_transformers(
         theirs(tmp_path, args=their_arguments(tmp_path, max_steps=1), train_dataset=rows())
@@ -163,8 +167,8 @@ def test_what_a_class_of_its_own_does_has_to_be_said_here(tmp_path: Path, caplog
         ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1})}, "has optimizer_cls_and_kwargs, .* optimizer=…"),
     ],
 )
-def test_what_is_called_in_another_way_is_told(tmp_path: Path, options: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_what_is_called_in_another_way_is_told(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         Trainer.from_transformers(theirs(tmp_path, **options))
 
 
@@ -174,33 +178,37 @@ def test_what_is_none_is_refused() -> None:
 
 
 def test_one_that_has_trained_hands_on_its_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = theirs(tmp_path, args=their_arguments(tmp_path, max_steps=2))
-    told.train()
+    their_trainer = theirs(tmp_path, args=their_arguments(tmp_path, max_steps=2))
+    their_trainer.train()
     with caplog.at_level(logging.WARNING):
-        taken = Trainer.from_transformers(told)
+        taken = Trainer.from_transformers(their_trainer)
     assert "has trained already" in caplog.text
     assert taken.optimizer is None
     assert taken.scheduler is None
-    assert taken.model is told.model
+    assert taken.model is their_trainer.model
     assert taken.fit().state.step == 2
 
 
 def test_arguments_are_converted_where_they_are_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, NOTES):
-        given = Trainer(
+        model_trainer = Trainer(
             model(), their_arguments(tmp_path, push_to_hub=False, torch_empty_cache_steps=2), train_dataset=rows()
         )
     assert [line.split(":")[0].strip() for line in caplog.text.splitlines()[1:]] == ["torch_empty_cache_steps"]
-    assert (given.args.learning_rate, given.args.log_every, given.args.shuffle) == (0.01, "1 step", False)
+    assert (model_trainer.args.learning_rate, model_trainer.args.log_every, model_trainer.args.shuffle) == (
+        0.01,
+        "1 step",
+        False,
+    )
 
 
 def test_predictions_are_those_there(tmp_path: Path) -> None:
-    told = theirs(tmp_path)
-    wanted = told.predict(told.eval_dataset)
-    found = Trainer.from_transformers(told).predict(told.eval_dataset)
-    np.testing.assert_allclose(found.predictions, wanted.predictions, rtol=1e-6)
-    np.testing.assert_array_equal(found.label_ids, wanted.label_ids)
-    assert found.metrics["predict_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=1e-6)
+    their_trainer = theirs(tmp_path)
+    wanted = their_trainer.predict(their_trainer.eval_dataset)
+    predictions = Trainer.from_transformers(their_trainer).predict(their_trainer.eval_dataset)
+    np.testing.assert_allclose(predictions.predictions, wanted.predictions, rtol=1e-6)
+    np.testing.assert_array_equal(predictions.label_ids, wanted.label_ids)
+    assert predictions.metrics["predict_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=1e-6)
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

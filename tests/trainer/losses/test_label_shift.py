@@ -108,12 +108,12 @@ def test_the_first_batch_shows_whether_a_model_shifts_its_labels(name: str) -> N
 def test_updates_equal_those_of_one_big_batch(name: str, processes: int) -> None:
     data = batches(14)
 
-    def one() -> list[float]:
+    def body() -> list[float]:
         options = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=2)
         return train(Trainer(tiny(name), options, train_dataset=data)).losses
 
     expected = big_batch_losses(tiny(name), data, 4 * processes)
-    for losses in run_world(one, (), processes, timeout=60) if processes > 1 else [one()]:
+    for losses in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
@@ -121,12 +121,12 @@ def test_updates_equal_those_of_one_big_batch(name: str, processes: int) -> None
 def test_sharded_models_are_measured_on_all_ranks(name: str) -> None:
     data = batches(14)
 
-    def one() -> list[float]:
+    def body() -> list[float]:
         options = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=2, fsdp=True)
         return train(Trainer(tiny(name), options, train_dataset=data)).losses
 
     expected = big_batch_losses(tiny(name), data, 8)
-    for losses in run_world(one, (), 2, timeout=60):
+    for losses in run_world(body, (), 2, timeout=60):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 

@@ -90,7 +90,7 @@ def test_an_update_of_a_single_batch_is_not_checked(caplog: pytest.LogCaptureFix
 
 
 def test_an_update_over_several_ranks_is_checked() -> None:
-    def one() -> bool:
+    def body() -> bool:
         warnings: list[str] = []
         logger = logging.getLogger("trainer_lib.trainer.losses.mean_check")
         handler = logging.Handler()
@@ -100,7 +100,7 @@ def test_an_update_over_several_ranks_is_checked() -> None:
         logger.removeHandler(handler)
         return any(TEXT in text for text in warnings)
 
-    assert run_world(one, (), 2, timeout=60)[0]
+    assert run_world(body, (), 2, timeout=60)[0]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -93,9 +93,9 @@ def test_texts_and_short_batches_reach_their_rank() -> None:
         model = Returning()
         return model.seen, updates_of(model, Rows(FORMS["dict"]), gradient_accumulation_steps=1)
 
-    (first, one), (second, other) = run_world(body, num_processes=2, timeout=60)
+    (first, first_text), (second, other) = run_world(body, num_processes=2, timeout=60)
     assert first[:2] + second[:2] + first[2:] == ["ant", "bee", "cat", "dog", "eel", "fox", *first[4:]]
-    for updates in (one, other):
+    for updates in (first_text, other):
         assert_whole(updates, Returning())
 
 

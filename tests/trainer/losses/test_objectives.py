@@ -82,7 +82,7 @@ def test_a_model_that_ignores_num_items_gets_it_only_once() -> None:
     objective = model_loss(model)
     for _ in range(3):
         objective(model, BATCH)
-    assert [given is None for given in model.given] == [False, True, True]
+    assert [num_items is None for num_items in model.given] == [False, True, True]
 
 
 def test_a_model_that_divides_gets_the_number_of_valid_items() -> None:
@@ -90,8 +90,8 @@ def test_a_model_that_divides_gets_the_number_of_valid_items() -> None:
     objective = model_loss(model)
     for _ in range(2):
         objective(model, BATCH)
-    assert [given.item() for given in model.given] == [3, 3]
-    assert [given.requires_grad for given in model.given] == [True, False]  # asked once
+    assert [num_items.item() for num_items in model.given] == [3, 3]
+    assert [num_items.requires_grad for num_items in model.given] == [True, False]  # asked once
 
 
 @pytest.mark.parametrize("cls", [Dividing, Ignoring])

@@ -78,15 +78,15 @@ class TestNamed:
     def test_accuracy_knows_where_the_scores_are(self, layout: str) -> None:
         labels = torch.randint(0, CLASSES, (6, 7))
         labels[:, 3] = -100
-        given = torch.randn(6, 7, CLASSES)
-        wanted = (given.argmax(2) == labels)[labels != -100].double().mean().item()
+        tensor = torch.randn(6, 7, CLASSES)
+        wanted = (tensor.argmax(2) == labels)[labels != -100].double().mean().item()
 
         def step(model: Any, batch: Any) -> EvaluationOutput:
-            own, labels = batch
-            shapes = {"second": own.transpose(1, 2), "classes": own.argmax(2), "tuple": (own, labels)}
-            return EvaluationOutput(predictions=shapes.get(layout, own), labels=labels)
+            logits, labels = batch
+            shapes = {"second": logits.transpose(1, 2), "classes": logits.argmax(2), "tuple": (logits, labels)}
+            return EvaluationOutput(predictions=shapes.get(layout, logits), labels=labels)
 
-        assert measured(lambda: ["accuracy"], step, TensorDataset(given, labels), 1)["accuracy"] == pytest.approx(
+        assert measured(lambda: ["accuracy"], step, TensorDataset(tensor, labels), 1)["accuracy"] == pytest.approx(
             wanted
         )
 
@@ -118,7 +118,7 @@ class TestNamed:
 
 class TestFunctions:
     def test_values_are_averaged_by_rows(self) -> None:
-        given, _ = scores(SAMPLES)
+        logits, _ = scores(SAMPLES)
         values = measured(
             lambda: {
                 "rows": lambda predictions, labels: predictions[:, 0],
@@ -129,11 +129,11 @@ class TestFunctions:
                 "several": lambda predictions, labels: {"first": predictions[:, 0], "second": predictions[:, 1].mean()},
             }
         )
-        first = given[:, 0].double().mean().item()
+        first = logits[:, 0].double().mean().item()
         for name in ("rows", "mean", "array", "number", "several_first"):
             assert values[name] == pytest.approx(first, rel=1e-6), name
-        assert values["flags"] == pytest.approx((given[:, 0] > 0).double().mean().item())
-        assert values["several_second"] == pytest.approx(given[:, 1].double().mean().item(), rel=1e-6)
+        assert values["flags"] == pytest.approx((logits[:, 0] > 0).double().mean().item())
+        assert values["several_second"] == pytest.approx(logits[:, 1].double().mean().item(), rel=1e-6)
 
     @pytest.mark.parametrize("value", [torch.ones(2), torch.ones(3, 2), "good", None])
     def test_other_values_are_refused(self, value: Any) -> None:
@@ -281,12 +281,12 @@ class TestTorchMetrics:
             return {**make(), "whole": OfFirst()}
 
         values = measured(made, step, processes=3, run=run_forked)
-        given, labels = scores(SAMPLES)
+        logits, labels = scores(SAMPLES)
         at_once = make()
-        at_once["whole"].update(given[:, 0], given[:, 1])
+        at_once["whole"].update(logits[:, 0], logits[:, 1])
         for name in ("summed", "lists", "whole"):
             if name != "whole":
-                at_once[name].update(given, labels)
+                at_once[name].update(logits, labels)
             assert values[name] == pytest.approx(at_once[name].compute().item(), rel=1e-5), name
         assert {"f1", "recall", *(f"wrapped_multiclassf1score_{n}" for n in range(CLASSES))} <= set(values)
 
@@ -366,9 +366,9 @@ class TestTorchMetrics:
         def step(model: Any, batch: Any) -> EvaluationOutput:
             return EvaluationOutput(predictions=batch[0], labels=batch[1].clamp(min=0))
 
-        given, labels = scores(SAMPLES)
+        logits, labels = scores(SAMPLES)
         values = measured(lambda: {"accuracy": torcheval.MulticlassAccuracy()}, step, run=run_forked)
-        assert values["accuracy"] == pytest.approx((given.argmax(1) == labels.clamp(min=0)).double().mean().item())
+        assert values["accuracy"] == pytest.approx((logits.argmax(1) == labels.clamp(min=0)).double().mean().item())
 
 
 MODULE = """
@@ -399,10 +399,10 @@ class TestEvaluate:
         return lambda: evaluate.load(str(path), cache_dir=str(tmp_path / os.environ.get("RANK", "alone")))
 
     def test_modules_see_classes_of_all(self, module: Callable[[], Any]) -> None:
-        given, labels = scores(SAMPLES)
+        logits, labels = scores(SAMPLES)
         values = measured(lambda: {"matches": module()}, run=run_forked)
-        assert values["matches"] == pytest.approx((given.argmax(1) == labels).double().mean().item())
-        assert values["matches_last"] == given[-1].argmax()
+        assert values["matches"] == pytest.approx((logits.argmax(1) == labels).double().mean().item())
+        assert values["matches_last"] == logits[-1].argmax()
 
     @pytest.mark.slow
     def test_several_are_combined(self, module: Callable[[], Any]) -> None:
@@ -488,7 +488,7 @@ class TestGiven:
 
 class TestComputeMetrics:
     def test_gets_all_in_order_on_the_main_process_and_tells_the_others(self) -> None:
-        given, labels = scores(SAMPLES)
+        logits, labels = scores(SAMPLES)
 
         def compute(prediction: Any) -> dict[str, Any]:
             assert os.environ["RANK"] == "0"
@@ -496,7 +496,7 @@ class TestComputeMetrics:
             assert prediction.inputs is None
             assert prediction[0] is prediction.predictions
             assert prediction.labels is prediction.label_ids is label_ids
-            np.testing.assert_array_equal(predictions, given)
+            np.testing.assert_array_equal(predictions, logits)
             np.testing.assert_array_equal(label_ids, labels)
             return {"sum": predictions.sum(), "eval_plain": 1.0, "parts": {"n": len(labels)}}
 
@@ -514,7 +514,7 @@ class TestComputeMetrics:
         for values in run_world(body, num_processes=3, timeout=60):
             names = ["eval_loss", "eval_sum", "eval_plain", "eval_parts_n", "eval_two_loss", "eval_two_rows"]
             assert list(values) == names
-            assert values["eval_sum"] == pytest.approx(float(given.sum()), rel=1e-5)
+            assert values["eval_sum"] == pytest.approx(float(logits.sum()), rel=1e-5)
             assert (values["eval_parts_n"], values["eval_two_rows"]) == (SAMPLES, 2 * SAMPLES)
 
     def test_rows_of_other_sizes_are_padded(self) -> None:

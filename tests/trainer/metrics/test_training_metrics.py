@@ -33,16 +33,16 @@ def expected(first: int, last: int, count: int) -> dict[str, float]:
 
 
 def test_each_log_has_the_mean_over_its_samples() -> None:
-    found = logged()
-    assert len(found) == 5
-    for number, values in enumerate(found):
+    means = logged()
+    assert len(means) == 5
+    for number, values in enumerate(means):
         assert values == pytest.approx(expected(8 * number, 8 * number + 8, 40), rel=1e-6)
 
 
 def test_two_processes_measure_what_one_would_of_uneven_data() -> None:
-    for found in run_world(logged, (19,), 2, timeout=60):  # updates of 8, 8 and 3 samples
-        assert found[0] == pytest.approx(expected(0, 16, 19), rel=1e-6)
-        assert found[1] == pytest.approx(expected(16, 19, 19), rel=1e-6)
+    for means in run_world(logged, (19,), 2, timeout=60):  # updates of 8, 8 and 3 samples
+        assert means[0] == pytest.approx(expected(0, 16, 19), rel=1e-6)
+        assert means[1] == pytest.approx(expected(16, 19, 19), rel=1e-6)
 
 
 def test_metrics_that_are_not_means_are_refused() -> None:

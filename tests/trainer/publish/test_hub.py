@@ -27,12 +27,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Generator[Hub]:
     """Return a Hub that the client in this process, and in forks of it, takes for that of Hugging Face."""
     from huggingface_hub import constants
 
-    with served() as there:
-        monkeypatch.setattr(constants, "ENDPOINT", there.url)
+    with served() as test_hub:
+        monkeypatch.setattr(constants, "ENDPOINT", test_hub.url)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # which speaks with another server
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setattr(pushing, "PAUSES", (0.0, 0.0))
-        yield there
+        yield test_hub
 
 
 def downloaded(hub: Hub, name: str, folder: Path) -> Path:

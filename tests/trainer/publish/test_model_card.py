@@ -24,9 +24,9 @@ def parsed(card: str) -> Any:
 
 
 def section(card: str, name: str) -> str:
-    found = re.search(rf"## {name}\n\n(.*?)(?=\n## |\Z)", card, re.DOTALL)
-    assert found is not None, card
-    return found[1]
+    match = re.search(rf"## {name}\n\n(.*?)(?=\n## |\Z)", card, re.DOTALL)
+    assert match is not None, card
+    return match[1]
 
 
 def test_it_tells_figures_arguments_and_versions(tmp_path: Any) -> None:
@@ -55,10 +55,10 @@ def test_it_tells_figures_arguments_and_versions(tmp_path: Any) -> None:
     evaluated = [entry for entry in result.history if "eval_loss" in entry]
     expected = [f"| {result['step']} | {result['epoch']:.4g} | {result['eval_loss']:.6g} |" for result in evaluated]
     assert [line[: len(start)] for line, start in zip(table[2:], expected, strict=True)] == expected
-    told = section(card, "Training")
-    assert "warmup: 5%" in told
-    assert "learning_rate: 0.05" in told
-    assert "betas:" in told
+    text = section(card, "Training")
+    assert "warmup: 5%" in text
+    assert "learning_rate: 0.05" in text
+    assert "betas:" in text
     for private in ("output_dir", str(tmp_path), "run_name"):
         assert private not in card
     assert f"- torch {torch.__version__}" in section(card, "Versions")
@@ -80,8 +80,8 @@ def test_results_are_listed_where_the_hub_can_know_of_what(tmp_path: Any) -> Non
     read = parsed(used.model_card(name="sides", task="tabular-classification", datasets="me/points"))
     assert read.data.datasets == ["me/points"]
     assert read.data.pipeline_tag == "tabular-classification"
-    told = {(result.dataset_split, result.metric_type): result.metric_value for result in read.data.eval_results}
-    assert told == {("near", "accuracy"): best["eval_near_accuracy"], ("far", "accuracy"): best["eval_far_accuracy"]}
+    results = {(result.dataset_split, result.metric_type): result.metric_value for result in read.data.eval_results}
+    assert results == {("near", "accuracy"): best["eval_near_accuracy"], ("far", "accuracy"): best["eval_far_accuracy"]}
     assert {(result.task_type, result.dataset_type, result.dataset_name) for result in read.data.eval_results} == {
         ("tabular-classification", "me/points", "points")
     }
@@ -105,8 +105,8 @@ def test_a_model_and_data_of_others_say_what_they_are() -> None:
     used = Trainer(model, args, train_dataset=data, eval_dataset=data, metrics=["accuracy"])
     used.fit()
     read = parsed(used.model_card())
-    said = read.data.to_dict()
-    assert {name: said[name] for name in ("library_name", "base_model", "datasets", "pipeline_tag")} == {
+    metadata = read.data.to_dict()
+    assert {name: metadata[name] for name in ("library_name", "base_model", "datasets", "pipeline_tag")} == {
         "library_name": "transformers",
         "base_model": "google/bert-of-nine",
         "datasets": ["imdb"],

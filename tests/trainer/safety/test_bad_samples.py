@@ -61,9 +61,14 @@ def fitted(dataset: Any, resume: str = "never", dies_at: int | None = None, **op
     losses = Losses()
     callbacks = [losses] if dies_at is None else [losses, Dies(dies_at)]
     args = arguments(log_every=1, per_device_train_batch_size=4, **options)
-    one = trainer(args, train_dataset=dataset, callbacks=callbacks)
-    result = one.fit(resume=resume)
-    return losses.values, [p.detach().clone() for p in one.unwrapped_model.parameters()], result, one
+    model_trainer = trainer(args, train_dataset=dataset, callbacks=callbacks)
+    result = model_trainer.fit(resume=resume)
+    return (
+        losses.values,
+        [p.detach().clone() for p in model_trainer.unwrapped_model.parameters()],
+        result,
+        model_trainer,
+    )
 
 
 @pytest.mark.fault("samples that raise are skipped")
@@ -72,9 +77,9 @@ def test_the_rest_of_a_batch_is_trained_on_as_if_the_bad_samples_had_no_label(pr
     def train() -> None:
         options: dict[str, Any] = {"on_bad_sample": "skip", "shuffle": False, "num_workers": processes - 1}
         losses, weights, result, _ = fitted(Samples(*BAD), output_dir=tmp_path, **options)
-        expected, there, _, _ = fitted(Samples(*BAD, raises=False), shuffle=False)
+        expected, expected_weights, _, _ = fitted(Samples(*BAD, raises=False), shuffle=False)
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(weights, there, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
         assert result.state.step == 20 // processes
 
     run_world(train, (), processes, timeout=90)
@@ -89,14 +94,14 @@ def test_the_rest_of_a_batch_is_trained_on_as_if_the_bad_samples_had_no_label(pr
 @pytest.mark.fault("samples that raise, in a run that is interrupted and resumed")
 def test_a_resumed_run_leaves_out_the_same_to_the_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on_bad_sample": "skip", "save_every": 3, "num_train_epochs": 3}
-    expected, there, _, _ = fitted(Samples(*BAD), output_dir=tmp_path / "whole", **options)
+    expected, expected_weights, _, _ = fitted(Samples(*BAD), output_dir=tmp_path / "whole", **options)
     for dies_at in (4, 17):
         folder = tmp_path / str(dies_at)
         with pytest.raises(InterruptedError):
             fitted(Samples(*BAD), dies_at=dies_at, output_dir=folder, **options)
         losses, weights, _, _ = fitted(Samples(*BAD), resume="auto", output_dir=folder, **options)
         assert losses == expected[-len(losses) :]
-        assert all(torch.equal(one, other) for one, other in zip(weights, there, strict=True))
+        assert all(torch.equal(first, second) for first, second in zip(weights, expected_weights, strict=True))
 
 
 def test_what_was_left_out_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -114,9 +119,9 @@ def test_all_processes_end_alike_if_there_are_too_many() -> None:
             fitted(Samples(*range(20, 40)), on_bad_sample="skip", max_bad_samples=0.1, shuffle=False)
         return str(raised.value)
 
-    one, other = run_world(train, (), 2, timeout=60)
-    assert one == other
-    assert "max_bad_samples=0.1 allows 4" in one
+    first, second = run_world(train, (), 2, timeout=60)
+    assert first == second
+    assert "max_bad_samples=0.1 allows 4" in first
 
 
 def test_without_it_the_error_ends_the_run_and_names_the_sample() -> None:
@@ -162,17 +167,17 @@ def test_a_killed_worker_is_named_wherever_training_is(is_reading: bool, monkeyp
 
 def test_an_evaluation_says_how_many_were_left_out() -> None:
     def evaluate() -> Any:
-        one = trainer(arguments(on_bad_sample="skip"), train_dataset=points(), metrics=["accuracy"])
+        model_trainer = trainer(arguments(on_bad_sample="skip"), train_dataset=points(), metrics=["accuracy"])
         other = trainer(arguments(), train_dataset=points(), metrics=["accuracy"])
-        given = one.evaluate(Samples(*BAD))
+        metrics = model_trainer.evaluate(Samples(*BAD))
         kept = [index for index in range(40) if index not in BAD]
         whole = other.evaluate([Samples()[index] for index in kept])
-        return given, whole
+        return metrics, whole
 
     for processes in (1, 2):
-        for given, whole in run_world(evaluate, (), processes, timeout=60):
-            assert given.pop("eval_left_out") == len(BAD)
-            assert given == pytest.approx(whole, rel=1e-6)
+        for evaluated, whole in run_world(evaluate, (), processes, timeout=60):
+            assert evaluated.pop("eval_left_out") == len(BAD)
+            assert evaluated == pytest.approx(whole, rel=1e-6)
 
 
 def test_without_it_an_evaluation_ends_and_a_prediction_always_does() -> None:

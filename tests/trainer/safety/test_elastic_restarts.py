@@ -24,11 +24,11 @@ def fit(layout: Layout, resume: str | Path = "never", **options: Any) -> FitResu
     """Train two passes over 77 points."""
     _, batch, steps = layout
     fixed: dict[str, Any] = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "log_every": 1}
-    given: dict[str, Any] = {"lr_scheduler": "cosine", "warmup": 2, "resume": str(resume), **fixed, **options}
-    return trainer(arguments(**given), train_dataset=points(77)).fit()
+    settings: dict[str, Any] = {"lr_scheduler": "cosine", "warmup": 2, "resume": str(resume), **fixed, **options}
+    return trainer(arguments(**settings), train_dataset=points(77)).fit()
 
 
-def told(result: FitResult) -> list[tuple[int, float, float, float]]:
+def logged_losses(result: FitResult) -> list[tuple[int, float, float, float]]:
     return [(one["step"], one["epoch"], one["learning_rate"], one["loss"]) for one in result.history if "loss" in one]
 
 
@@ -50,7 +50,7 @@ def at(run: Path, step: int) -> Path:
 
 
 def rates(result: FitResult) -> dict[int, float]:
-    return {one["step"]: one["learning_rate"] for one in result.history if "learning_rate" in one}
+    return {entry["step"]: entry["learning_rate"] for entry in result.history if "learning_rate" in entry}
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_the_same_arguments_are_not_worth_a_word(run: Path, caplog: pytest.LogCa
 
 
 def test_the_seed_is_that_of_the_checkpoint(run: Path) -> None:
-    losses = [one["loss"] for one in small(at(run, 15), seed=7, data_seed=8).history if "loss" in one]
-    assert losses == [one["loss"] for one in small(at(run, 15)).history if "loss" in one]
+    losses = [entry["loss"] for entry in small(at(run, 15), seed=7, data_seed=8).history if "loss" in entry]
+    assert losses == [entry["loss"] for entry in small(at(run, 15)).history if "loss" in entry]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_another_learning_rate_takes_effect_at_once(schedule: str, tmp_path: Pat
 def test_another_learning_rate_under_a_schedule_of_ones_own(tmp_path: Path) -> None:
     def fits(resume: str | Path, **options: Any) -> FitResult:
         args = arguments(resume=str(resume), log_every=1, **options)
-        return trainer(args, scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 2, 0.5)).fit()
+        return trainer(args, scheduler=lambda value: torch.optim.lr_scheduler.StepLR(value, 2, 0.5)).fit()
 
     fits("never", output_dir=tmp_path, save_every=5)
     (run,) = tmp_path.iterdir()
@@ -160,9 +160,9 @@ def test_another_learning_rate_under_a_schedule_of_ones_own(tmp_path: Path) -> N
 def test_another_weight_decay_takes_effect(tmp_path: Path) -> None:
     trainer(arguments(output_dir=tmp_path, weight_decay=0.1)).fit()
     (run,) = tmp_path.iterdir()
-    one = trainer(arguments(resume=str(at(run, 5)), weight_decay=0.3))
-    one.fit()
-    assert [group["weight_decay"] for group in one.optimizers["default"].param_groups] == [0.3, 0.0]
+    model_trainer = trainer(arguments(resume=str(at(run, 5)), weight_decay=0.3))
+    model_trainer.fit()
+    assert [group["weight_decay"] for group in model_trainer.optimizers["default"].param_groups] == [0.3, 0.0]
     with pytest.raises(StateError, match=r"follow from weight_decay \(0.1 → 0.0\), and must be the same"):
         trainer(arguments(resume=str(at(run, 5)), weight_decay=0.0)).fit()
 
@@ -190,7 +190,7 @@ def test_a_finished_run_is_extended(tmp_path: Path, caplog: pytest.LogCaptureFix
     longer = small("extend", output_dir=tmp_path / "parts", num_train_epochs=4, **LONG)
     assert "num_train_epochs: 2 → 4" in caplog.text
     assert longer.state.run_id == short.state.run_id
-    assert told(longer) == told(whole)
+    assert logged_losses(longer) == logged_losses(whole)
     assert longer.state.step == 40
     assert json.loads((next((tmp_path / "parts").iterdir()) / "run.json").read_text())["status"] == "finished"
 
@@ -239,7 +239,7 @@ def uninterrupted() -> list[Any]:
     """Do what the script does, but for the kill."""
     model = network(dropout=0.3)
     result = trainer(arguments(num_train_epochs=3, log_every=3), model=model, train_dataset=points(75)).fit()
-    return [told(result), [parameter.tolist() for parameter in model.parameters()], result.state.samples]
+    return [logged_losses(result), [parameter.tolist() for parameter in model.parameters()], result.state.samples]
 
 
 @pytest.mark.slow

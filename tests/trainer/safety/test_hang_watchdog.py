@@ -233,10 +233,10 @@ MOST = TIMEOUT + 15
 def test_ranks_without_a_launcher_end_when_rank_0_hangs(tmp_path: Path, how: str) -> None:
     codes, errors, seconds = started(tmp_path, how)
     assert codes == [-signal.SIGKILL if how == "stopped" else EXIT_CODE, EXIT_CODE]
-    told = "".join(errors)
-    assert f"(hang_timeout={TIMEOUT:g}): rank 0 hangs." in told
-    assert f"rank 0 {'was last heard of' if how == 'stopped' else 'is'} in step " in told
-    assert told.count("hangs.") == 1
+    output = "".join(errors)
+    assert f"(hang_timeout={TIMEOUT:g}): rank 0 hangs." in output
+    assert f"rank 0 {'was last heard of' if how == 'stopped' else 'is'} in step " in output
+    assert output.count("hangs.") == 1
     assert seconds < MOST
 
 
@@ -299,8 +299,10 @@ class Slow(Modifier):
 @pytest.mark.parametrize("callback", [Busy, Slow])
 def test_who_waits_for_one_that_moves_is_left_to_wait(callback: Any) -> None:
     def train() -> int:
-        one = trainer(arguments(max_steps=5, hang_timeout=0.5), train_dataset=points(80), callbacks=[callback()])
-        return one.fit().state.step
+        model_trainer = trainer(
+            arguments(max_steps=5, hang_timeout=0.5), train_dataset=points(80), callbacks=[callback()]
+        )
+        return model_trainer.fit().state.step
 
     assert run_world(train, (), 2, timeout=60) == [5, 5]
 
@@ -308,7 +310,7 @@ def test_who_waits_for_one_that_moves_is_left_to_wait(callback: Any) -> None:
 class Looks(Modifier):
     """Sees whether there is a watchdog."""
 
-    found: bool | None = None
+    is_found: bool | None = None
 
     def on_step_begin(self, run: Run) -> None:
         self.found = any(thread.name == "watchdog" for thread in threading.enumerate())

@@ -72,10 +72,10 @@ def history(folder: Path) -> str:
 def test_training_goes_on_and_the_file_is_named(ranks: int, hangs: int, tmp_path: Path) -> None:
     def train() -> tuple[str, int, list[int]]:
         args = arguments(output_dir=tmp_path, max_steps=ENOUGH, save_every=ENOUGH, hang_timeout=TIMEOUT)
-        one = trainer(args, callbacks=[Blocks(hangs), Slow()], train_dataset=points(80))
+        model_trainer = trainer(args, callbacks=[Blocks(hangs), Slow()], train_dataset=points(80))
         with pytest.raises(UnsavedError) as caught:
-            one.fit()
-        return str(caught.value), one.state.step, [entry["step"] for entry in one.state.checkpoints]
+            model_trainer.fit()
+        return str(caught.value), model_trainer.state.step, [entry["step"] for entry in model_trainer.state.checkpoints]
 
     for error, step, checkpoints in run_forked(train, num_processes=ranks, timeout=60):
         assert 6 <= step < ENOUGH
@@ -96,9 +96,9 @@ def test_a_run_may_end_for_it(tmp_path: Path) -> None:
         args = arguments(
             output_dir=tmp_path, max_steps=ENOUGH, save_every=ENOUGH, hang_timeout=TIMEOUT, on_save_error="raise"
         )
-        one = trainer(args, callbacks=[Blocks(0), Slow()], train_dataset=points(80))
+        model_trainer = trainer(args, callbacks=[Blocks(0), Slow()], train_dataset=points(80))
         with pytest.raises(CheckpointError) as caught:
-            one.fit()
+            model_trainer.fit()
         return str(caught.value)
 
     (error,) = run_forked(train, num_processes=1, timeout=60)
@@ -130,14 +130,14 @@ def test_one_that_moves_again_counts(
 
     args = arguments(output_dir=tmp_path, max_steps=ENOUGH, save_every=ENOUGH, hang_timeout=TIMEOUT)
     returns = Returns()
-    one = trainer(args, callbacks=[returns], train_dataset=points(80))
-    assert one.fit().status == "stopped"
+    model_trainer = trainer(args, callbacks=[returns], train_dataset=points(80))
+    assert model_trainer.fit().status == "stopped"
     assert returns.hung_at is not None
-    steps = [entry["step"] for entry in one.state.checkpoints]
-    assert steps == begun == [3, one.state.step]
-    assert [read_manifest(Path(entry["path"])).step for entry in one.state.checkpoints] == steps
-    told = [line for line in caplog.messages if "Until it ends, no other checkpoint is saved." in line]
-    assert len(told) == 1
+    steps = [entry["step"] for entry in model_trainer.state.checkpoints]
+    assert steps == begun == [3, model_trainer.state.step]
+    assert [read_manifest(Path(entry["path"])).step for entry in model_trainer.state.checkpoints] == steps
+    messages = [line for line in caplog.messages if "Until it ends, no other checkpoint is saved." in line]
+    assert len(messages) == 1
     assert "Training continues" in "".join(caplog.messages)
 
 
@@ -188,9 +188,9 @@ def test_all_ranks_do_the_same_about_a_save_that_ends_as_it_is_said_to_hang(tmp_
     def train() -> list[int]:
         CheckpointWriter.write = wait
         args = arguments(output_dir=tmp_path, max_steps=12, save_every=ENOUGH, hang_timeout=None)
-        one = trainer(args, callbacks=[Marks()], train_dataset=points(80))
-        one.fit()
-        return [entry["step"] for entry in one.state.checkpoints]
+        model_trainer = trainer(args, callbacks=[Marks()], train_dataset=points(80))
+        model_trainer.fit()
+        return [entry["step"] for entry in model_trainer.state.checkpoints]
 
     assert run_forked(train, num_processes=2, timeout=60) == [[4, 12], [4, 12]]
 
@@ -217,9 +217,9 @@ def test_an_upload_that_hangs_is_named(
 
     folder = f"memory://{tmp_path.name}"
     args = arguments(output_dir=folder, max_steps=ENOUGH, save_every=ENOUGH, hang_timeout=TIMEOUT)
-    one = trainer(args, callbacks=[Watches()], train_dataset=points(80))
-    assert one.fit().status == "stopped"
-    assert [entry["step"] for entry in one.state.checkpoints] == [3, one.state.step]
-    (told,) = [line for line in caplog.messages if "hangs: for" in line]
-    assert re.search(rf"The thread 'upload_\d' writes {folder}/\S+/checkpoint-00000003/\S+ and is in ", told)
-    assert told.endswith("The next save waits for it.")
+    model_trainer = trainer(args, callbacks=[Watches()], train_dataset=points(80))
+    assert model_trainer.fit().status == "stopped"
+    assert [entry["step"] for entry in model_trainer.state.checkpoints] == [3, model_trainer.state.step]
+    (message,) = [line for line in caplog.messages if "hangs: for" in line]
+    assert re.search(rf"The thread 'upload_\d' writes {folder}/\S+/checkpoint-00000003/\S+ and is in ", message)
+    assert message.endswith("The next save waits for it.")

@@ -82,10 +82,10 @@ def fitted(model: Hungry, dies_at: int | None = None, resume: str = "never", **o
     args = arguments(log_every=1, **{"per_device_train_batch_size": "auto", **options})
     callbacks: list[Callback] = [counts] if dies_at is None else [counts, Dies(dies_at)]
     loss_fn = nn.functional.cross_entropy
-    one = Logging(model, args, train_dataset=points(132), loss_fn=loss_fn, callbacks=callbacks)
-    one.fit(resume=resume)
-    weights = [tensor.detach().clone() for tensor in one.unwrapped_model.state_dict().values()]
-    return counts, weights, one
+    model_trainer = Logging(model, args, train_dataset=points(132), loss_fn=loss_fn, callbacks=callbacks)
+    model_trainer.fit(resume=resume)
+    weights = [tensor.detach().clone() for tensor in model_trainer.unwrapped_model.state_dict().values()]
+    return counts, weights, model_trainer
 
 
 @pytest.mark.fault("out of memory at steps 1 and 7 on one of two ranks")
@@ -97,35 +97,35 @@ def test_a_process_that_runs_out_of_memory_makes_no_difference(accumulation: int
 
     def train() -> list[list[int]]:
         rank = PartialState(cpu=True).process_index
-        expected, there, plain = fitted(Hungry(), **options)
+        expected, expected_weights, plain = fitted(Hungry(), **options)
         plain.accelerator.free_memory()
         sizes: list[list[int]] = []
         for backward in (False, True):
             hungry = Hungry(limits if rank else {}, backward)
-            counts, weights, one = fitted(hungry, **options)
+            counts, weights, model_trainer = fitted(hungry, **options)
             torch.testing.assert_close(counts.losses, expected.losses, rtol=1e-6, atol=1e-7)
-            torch.testing.assert_close(weights, there, rtol=1e-5, atol=1e-6)
-            assert [entry["mean"] for entry in one.run.state.history] == pytest.approx(
+            torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+            assert [entry["mean"] for entry in model_trainer.run.state.history] == pytest.approx(
                 [entry["mean"] for entry in plain.run.state.history], rel=1e-5, abs=1e-7
             )  # abs: means of numbers around 1 that almost cancel
             sizes.append(counts.sizes)
-            one.accelerator.free_memory()
+            model_trainer.accelerator.free_memory()
         return sizes
 
-    one, other = run_world(train, (), 2, timeout=90)
-    assert one == [[], []]
-    assert other == [[4, 2] if accumulation == 1 else [32, 16]] * 2
+    first, second = run_world(train, (), 2, timeout=90)
+    assert first == [[], []]
+    assert second == [[4, 2] if accumulation == 1 else [32, 16]] * 2
 
 
 @pytest.mark.fault("out of memory on one process")
 def test_parts_make_the_update_of_the_whole_batch_and_it_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    expected, there, plain = fitted(Hungry(), per_device_train_batch_size=64)
+    expected, expected_weights, plain = fitted(Hungry(), per_device_train_batch_size=64)
     with caplog.at_level(logging.WARNING):
-        counts, weights, one = fitted(Hungry({1: 40, 4: 20}, backward=True))
+        counts, weights, model_trainer = fitted(Hungry({1: 40, 4: 20}, backward=True))
     torch.testing.assert_close(counts.losses, expected.losses, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(weights, there, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
     for name in ("rows", "mean", "grad_norm"):
-        actual, wanted = ([entry[name] for entry in each.run.state.history] for each in (one, plain))
+        actual, wanted = ([entry[name] for entry in each.run.state.history] for each in (model_trainer, plain))
         assert actual == pytest.approx(wanted, rel=1e-5), name
     texts = [record.getMessage() for record in caplog.records]
     assert [text.split(". ")[0] for text in texts] == [
@@ -137,15 +137,15 @@ def test_parts_make_the_update_of_the_whole_batch_and_it_is_told_once(caplog: py
 
 def test_a_window_begins_anew_with_the_batches_that_did_fit() -> None:
     options: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    expected, there, plain = fitted(Hungry(), per_device_train_batch_size=64, **options)
+    expected, expected_weights, plain = fitted(Hungry(), per_device_train_batch_size=64, **options)
     hungry = Hungry({1: 40})
     hungry.passes = 1
-    counts, weights, one = fitted(hungry, **options)
+    counts, weights, model_trainer = fitted(hungry, **options)
     assert hungry.calls[:6] == [64, 64, 32, 32, 32, 32]
     torch.testing.assert_close(counts.losses, expected.losses, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(weights, there, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
     for name in ("rows", "mean", "grad_norm"):
-        actual, wanted = ([entry[name] for entry in each.run.state.history] for each in (one, plain))
+        actual, wanted = ([entry[name] for entry in each.run.state.history] for each in (model_trainer, plain))
         assert actual == pytest.approx(wanted, rel=1e-5), name
 
 
@@ -155,9 +155,11 @@ def test_running_statistics_of_processes_are_those_of_a_run_in_which_all_fits() 
         options: dict[str, Any] = {"max_steps": 4, "loss_spike": 100.0}
         runs: list[Any] = []
         for limits, size in (({}, 64), ({}, "auto"), ({1: 40} if rank else {}, "auto")):
-            counts, weights, one = fitted(Hungry(limits, norm=True), per_device_train_batch_size=size, **options)
-            runs.append((counts.losses, weights, one.evaluate(points(20))))
-            one.accelerator.free_memory()
+            counts, weights, model_trainer = fitted(
+                Hungry(limits, norm=True), per_device_train_batch_size=size, **options
+            )
+            runs.append((counts.losses, weights, model_trainer.evaluate(points(20))))
+            model_trainer.accelerator.free_memory()
         (losses, weights, metrics), whole, parts = runs
         assert whole[0] == losses
         torch.testing.assert_close(whole[1], weights, rtol=1e-6, atol=1e-7)
@@ -171,9 +173,9 @@ def test_a_failed_attempt_leaves_generators_and_buffers_as_they_were() -> None:
     counts, weights, _ = fitted(Hungry({1: 40}, norm=True), max_steps=4)
     assert counts.sizes == [32]
     in_parts: dict[str, Any] = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 2}
-    other, there, _ = fitted(Hungry(norm=True), max_steps=4, **in_parts)
-    torch.testing.assert_close(counts.losses, other.losses, rtol=1e-6, atol=0)
-    assert all(torch.equal(one, two) for one, two in zip(weights, there, strict=True))
+    second, expected_weights, _ = fitted(Hungry(norm=True), max_steps=4, **in_parts)
+    torch.testing.assert_close(counts.losses, second.losses, rtol=1e-6, atol=0)
+    assert all(torch.equal(first, two) for first, two in zip(weights, expected_weights, strict=True))
 
 
 def test_buffers_are_put_back_also_where_others_took_their_place() -> None:
@@ -192,14 +194,14 @@ def test_buffers_are_put_back_also_where_others_took_their_place() -> None:
 
 
 def test_the_size_found_is_remembered(tmp_path: Path) -> None:
-    expected, there, _ = fitted(Hungry({1: 40}), save_every=2, output_dir=tmp_path / "whole")
+    expected, expected_weights, _ = fitted(Hungry({1: 40}), save_every=2, output_dir=tmp_path / "whole")
     with pytest.raises(InterruptedError):
         fitted(Hungry({1: 40}), dies_at=3, save_every=2, output_dir=tmp_path / "broken")
     counts, weights, _ = fitted(Hungry({1: 40}), resume="auto", save_every=2, output_dir=tmp_path / "broken")
     assert counts.sizes == []
     assert max(counts.model.calls) == 32
     assert counts.losses == expected.losses[-len(counts.losses) :]
-    assert all(torch.equal(one, two) for one, two in zip(weights, there, strict=True))
+    assert all(torch.equal(first, two) for first, two in zip(weights, expected_weights, strict=True))
 
 
 def test_what_does_not_fit_alone_is_an_error() -> None:
@@ -244,7 +246,7 @@ def test_what_cannot_be_split_is_refused() -> None:
 
 def joined(samples: list[Any]) -> Any:
     """Lay all features of all samples side by side: twice as many rows as samples."""
-    inputs, targets = torch.stack([one for one, _ in samples]), torch.stack([one for _, one in samples])
+    inputs, targets = torch.stack([row for row, _ in samples]), torch.stack([row for _, row in samples])
     return inputs.repeat_interleave(2, dim=0), targets.repeat_interleave(2)
 
 
@@ -252,9 +254,9 @@ def joined(samples: list[Any]) -> Any:
 def test_batches_whose_rows_are_not_samples_are_not_split(limit: int) -> None:
     """Rows that belong together would come into different parts, and nothing would tell."""
     options = {"per_device_train_batch_size": "auto", "global_batch_size": 8} if limit else {}
-    one = Trainer(
+    model_trainer = Trainer(
         Hungry({0: limit}), arguments(**options), train_dataset=points(40), collate_fn=joined,
         loss_fn=nn.functional.cross_entropy,
     )  # fmt: skip
     with pytest.raises(ConfigurationError, match=r"of 8 samples did not fit.*it has 16 rows"):
-        one.fit() if limit else one.evaluate(points(8))
+        model_trainer.fit() if limit else model_trainer.evaluate(points(8))

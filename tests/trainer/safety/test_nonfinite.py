@@ -86,10 +86,10 @@ def prepared(
     )
 
 
-def after(one: Trainer) -> tuple[dict[str, Tensor], Any, Watches]:
-    result = one.fit()
-    weights = {name: value.clone() for name, value in one.unwrapped_model.state_dict().items()}
-    return weights, result.state, next(each for each in one.events if isinstance(each, Watches))
+def after(first: Trainer) -> tuple[dict[str, Tensor], Any, Watches]:
+    result = first.fit()
+    weights = {name: value.clone() for name, value in first.unwrapped_model.state_dict().items()}
+    return weights, result.state, next(each for each in first.events if isinstance(each, Watches))
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -102,21 +102,21 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 @pytest.mark.parametrize("how", ["outputs", "gradients", "loss"])
 def test_a_run_ends_before_a_weight_is_touched(how: str, max_norm: float | None, tmp_path: Path) -> None:
     loss_fn: Any = WithInfinity(at=6) if how == "loss" else cross_entropy
-    one = prepared(how, loss_fn=loss_fn, max_grad_norm=max_norm, output_dir=tmp_path, save_every=1)
+    model_trainer = prepared(how, loss_fn=loss_fn, max_grad_norm=max_norm, output_dir=tmp_path, save_every=1)
     with pytest.raises(NonFiniteError) as caught:
-        one.fit()
+        model_trainer.fit()
 
-    told = str(caught.value)
-    assert "In step 6 the" in told
-    assert "(samples 20, 21, 22, 23)" in told
+    message = str(caught.value)
+    assert "In step 6 the" in message
+    assert "(samples 20, 21, 22, 23)" in message
     if how == "gradients":
-        assert "the gradients have the norm nan, of losses that are finite" in told
-        assert "Not finite are those of inner.0.weight, inner.0.bias, inner.3.weight and 1 more." in told
+        assert "the gradients have the norm nan, of losses that are finite" in message
+        assert "Not finite are those of inner.0.weight, inner.0.bias, inner.3.weight and 1 more." in message
     else:
-        assert f"the loss is {'inf' if how == 'loss' else 'nan'} " in told
+        assert f"the loss is {'inf' if how == 'loss' else 'nan'} " in message
     expected, _, _ = after(prepared(loss_fn=loss_fn, max_grad_norm=max_norm, max_steps=5))
-    assert_equal(one.unwrapped_model.state_dict(), expected)
-    assert (one.state.step, one.state.status) == (5, "failed")
+    assert_equal(model_trainer.unwrapped_model.state_dict(), expected)
+    assert (model_trainer.state.step, model_trainer.state.status) == (5, "failed")
     assert max(path.name for path in tmp_path.glob("*/checkpoints/*")) == "checkpoint-00000005"
 
 
@@ -167,11 +167,11 @@ def test_a_skipped_update_leaves_running_statistics_alone(processes: int) -> Non
 
 @pytest.mark.fault("a NaN loss ends the run: running statistics are restored")
 def test_a_run_that_ends_leaves_running_statistics_finite() -> None:
-    one = normalized()
+    model = normalized()
     with pytest.raises(NonFiniteError, match="Weights and buffers are as before this step"):
-        one.fit()
+        model.fit()
     expected, _, _ = after(normalized(max_steps=5))
-    assert_equal(one.unwrapped_model.state_dict(), expected)
+    assert_equal(model.unwrapped_model.state_dict(), expected)
 
 
 class Steep(Spoiled):
@@ -189,12 +189,12 @@ class Steep(Spoiled):
 @pytest.mark.fault("gradients that a callback would make finite")
 @pytest.mark.parametrize("policy", ["skip", "raise"])
 def test_gradients_are_judged_before_callbacks_modify_them(policy: str) -> None:
-    one = prepared(model=Steep(), on_nonfinite=policy, callbacks=[ClipValue(0.5)])
+    model_trainer = prepared(model=Steep(), on_nonfinite=policy, callbacks=[ClipValue(0.5)])
     if policy == "raise":
         with pytest.raises(NonFiniteError, match="In step 6 the gradients have the norm inf"):
-            one.fit()
+            model_trainer.fit()
         return
-    actual, state, _ = after(one)
+    actual, state, _ = after(model_trainer)
     expected, _, _ = after(prepared(model=Steep(), points=data(range(20, 24)), callbacks=[ClipValue(0.5)]))
     assert_equal(actual, expected)
     assert state.skipped == 1
@@ -213,17 +213,17 @@ def test_losses_around_and_below_zero_are_no_spikes(shift: float) -> None:
 def test_too_many_updates_that_are_left_out_end_the_run() -> None:
     x, y = data()
     x[:, 0] = 1000.0
-    one = prepared("outputs", points=(x, y), on_nonfinite="skip", max_nonfinite=3)
+    model_trainer = prepared("outputs", points=(x, y), on_nonfinite="skip", max_nonfinite=3)
     with pytest.raises(NonFiniteError, match="has skipped 3 updates already \\(max_nonfinite=3\\)"):
-        one.fit()
-    assert one.state.step == 3
+        model_trainer.fit()
+    assert model_trainer.state.step == 3
 
 
 @pytest.mark.fault("a NaN loss: the run rewinds to a checkpoint")
 def test_a_run_goes_back_to_its_checkpoint_and_leaves_out_what_led_astray(tmp_path: Path) -> None:
     options: dict[str, Any] = {"shuffle": True, "num_train_epochs": 2}
-    one = prepared("outputs", on_nonfinite="rewind", save_every=4, output_dir=tmp_path, **options)
-    actual, state, watched = after(one)
+    model_trainer = prepared("outputs", on_nonfinite="rewind", save_every=4, output_dir=tmp_path, **options)
+    actual, state, watched = after(model_trainer)
     expected, other, watched_there = after(prepared("outputs", on_nonfinite="skip", **options))
 
     assert_equal(actual, expected)
@@ -273,19 +273,22 @@ def test_a_loss_far_beyond_the_usual_is_no_reason_to_learn(accumulation: int) ->
 @pytest.mark.parametrize("how", ["outputs", "gradients"])
 def test_all_processes_hear_whose_samples_they_were(how: str) -> None:
     def train() -> tuple[str, int, list[int]]:
-        one = prepared(how, on_nonfinite="raise")
+        model_trainer = prepared(how, on_nonfinite="raise")
         with pytest.raises(NonFiniteError) as caught:
-            one.fit()
+            model_trainer.fit()
         skipping = prepared(how, on_nonfinite="skip", gradient_accumulation_steps=2)
         skipping.fit()
-        return str(caught.value), one.state.step, [skipping.state.step, skipping.state.skipped]
+        return str(caught.value), model_trainer.state.step, [skipping.state.step, skipping.state.skipped]
 
-    told = run_world(train, (), 2, timeout=60)
+    results = run_world(train, (), 2, timeout=60)
     # Updates of 8 samples, of which the second process has the last 4: sample 21 is in the third, on the second one.
-    assert told[0] == told[1]
-    assert "process 1 (samples 20, 21, 22, 23)" in told[0][0] or "(samples 20, 21, 22, 23) on process 1" in told[0][0]
-    assert "process 0" not in told[0][0]
-    assert told[0][1:] == (2, [3, 1])
+    assert results[0] == results[1]
+    assert (
+        "process 1 (samples 20, 21, 22, 23)" in results[0][0]
+        or "(samples 20, 21, 22, 23) on process 1" in results[0][0]
+    )
+    assert "process 0" not in results[0][0]
+    assert results[0][1:] == (2, [3, 1])
 
 
 def losses_of(trainer: Trainer) -> list[float]:
@@ -296,12 +299,12 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 def test_spikes_are_those_of_all_processes_together() -> None:
     def train() -> tuple[int, list[float]]:
-        one = prepared("spike", points=data(bad=39), num_train_epochs=3, loss_spike=20, on_nonfinite="skip")
-        one.fit()
-        return one.state.skipped, losses_of(one)
+        model_trainer = prepared("spike", points=data(bad=39), num_train_epochs=3, loss_spike=20, on_nonfinite="skip")
+        model_trainer.fit()
+        return model_trainer.state.skipped, losses_of(model_trainer)
 
     def alone() -> list[float]:
-        one = prepared(
+        model_trainer = prepared(
             "spike",
             points=data(bad=39),
             num_train_epochs=3,
@@ -309,8 +312,8 @@ def test_spikes_are_those_of_all_processes_together() -> None:
             on_nonfinite="skip",
             per_device_train_batch_size=8,
         )
-        one.fit()
-        return losses_of(one)
+        model_trainer.fit()
+        return losses_of(model_trainer)
 
     (skipped, losses), (other, others) = run_world(train, (), 2, timeout=60)
     assert (skipped, losses) == (other, others)
@@ -321,13 +324,13 @@ def test_spikes_are_those_of_all_processes_together() -> None:
 @pytest.mark.fault("a NaN gradient in shards on two ranks")
 def test_shards_are_guarded_too() -> None:
     def train() -> tuple[str, int]:
-        one = prepared("outputs", fsdp=plugin())
+        model_trainer = prepared("outputs", fsdp=plugin())
         with pytest.raises(NonFiniteError) as caught:
-            one.fit()
-        return str(caught.value), one.state.step
+            model_trainer.fit()
+        return str(caught.value), model_trainer.state.step
 
-    for told, step in run_world(train, (), 2, timeout=60):
-        assert "the loss is nan (samples 20, 21, 22, 23) on process 1." in told
+    for message, step in run_world(train, (), 2, timeout=60):
+        assert "the loss is nan (samples 20, 21, 22, 23) on process 1." in message
         assert step == 2
 
 
@@ -336,9 +339,9 @@ def test_overflows_of_fp16_are_the_scalers_and_a_loss_that_is_none_is_not() -> N
     options: dict[str, Any] = {"mixed_precision": "fp16", "num_train_epochs": 2, "callbacks": []}
     _, state, _ = after(prepared(points=points(), **options))
     assert (state.step, state.skipped) == (20, 0)
-    one = prepared("outputs", **options)
+    model_trainer = prepared("outputs", **options)
     with pytest.raises(NonFiniteError, match=r"In step 6 the loss is nan \(samples 20"):
-        one.fit()
+        model_trainer.fit()
 
 
 @pytest.mark.parametrize(
@@ -349,9 +352,9 @@ def test_overflows_of_fp16_are_the_scalers_and_a_loss_that_is_none_is_not() -> N
         ({"loss_spike": 1.0}, "loss_spike must be a finite number above 1, got 1.0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told):
-        arguments(**given)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        arguments(**options)
 
 
 class Sloped(nn.Module):
@@ -379,9 +382,11 @@ def test_gradients_whose_squares_overflow_are_finite(shards: bool, processes: in
                 norms.append(values.get("grad_norm", math.nan))
 
         options: dict[str, Any] = {"fsdp": plugin()} if shards else {}
-        one = prepared(model=Sloped(slope), points=points(), max_grad_norm=0.1, callbacks=[Norms()], **options)
-        one.fit()
-        weights = one.accelerator.get_state_dict(one.accelerator.prepared.models[0])
+        model_trainer = prepared(
+            model=Sloped(slope), points=points(), max_grad_norm=0.1, callbacks=[Norms()], **options
+        )
+        model_trainer.fit()
+        weights = model_trainer.accelerator.get_state_dict(model_trainer.accelerator.prepared.models[0])
         return weights, norms[:-1]
 
     def both() -> None:
@@ -424,18 +429,20 @@ def test_sparse_gradients_are_judged_and_clipped_as_dense_ones(max_norm: float |
 
 def test_sparse_gradients_that_are_not_finite_are_refused() -> None:
     tokens = torch.arange(36).reshape(12, 3) % 9
-    one = prepared(points=(tokens, torch.arange(12) % 2), model=Bag(sparse=True), loss_fn=WithInfinity(at=3))
+    model_trainer = prepared(points=(tokens, torch.arange(12) % 2), model=Bag(sparse=True), loss_fn=WithInfinity(at=3))
     with pytest.raises(NonFiniteError, match="In step 3 the loss is inf"):
-        one.fit()
+        model_trainer.fit()
 
 
 @pytest.mark.fault("an update that overflows, of finite gradients")
 @pytest.mark.parametrize("policy", ["raise", "skip", "rewind"])
 def test_weights_that_an_update_made_infinite_are_named(policy: str) -> None:
     """No later update could be of use: it is not skipped ten times first, nor said that weights are as before."""
-    one = prepared(points=points(), learning_rate=1e38, max_grad_norm=None, on_nonfinite=policy, model=Sloped(1e3))
+    model_trainer = prepared(
+        points=points(), learning_rate=1e38, max_grad_norm=None, on_nonfinite=policy, model=Sloped(1e3)
+    )
     with pytest.raises(NonFiniteError, match="an earlier update overflowed, of gradients that were finite") as raised:
-        one.fit()
+        model_trainer.fit()
     assert "In step 2 the loss is nan" in str(raised.value)
     assert "inner.0.weight" in str(raised.value)
     assert "are as before" not in str(raised.value)

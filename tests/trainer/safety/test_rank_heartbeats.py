@@ -62,9 +62,9 @@ def test_ranks_answer_each_other_until_they_close(is_one_host: bool) -> None:
             late.release()
         return can_answer, _told(answers[0]), _told(gone)
 
-    zero, one = run_world(body, timeout=60)
+    zero, rank_one = run_world(body, timeout=60)
     assert zero == (True, ({1: {"step": 6}}, set()), ({}, {1}))
-    assert one == (True, ({0: {"step": 5}}, set()), ({}, set()))
+    assert rank_one == (True, ({0: {"step": 5}}, set()), ({}, set()))
 
 
 def test_a_rank_without_its_token_is_not_answered() -> None:

@@ -95,7 +95,7 @@ def test_what_cannot_be_tried_is_refused() -> None:
     class Stepping(Trainer):
         def training_step(self, model: Any, batch: Any) -> None: ...
 
-    for model_trainer, options, told in (
+    for model_trainer, options, message in (
         (trainer(), {"largest": 0}, "largest must be a whole number of at least 1"),
         (trainer(), {"updates": 1}, "updates must be a whole number of at least 2"),
         (trainer(train_dataset=DataLoader(points()[0])), {}, "a DataLoader has its batch size already"),  # type: ignore[arg-type]
@@ -106,5 +106,5 @@ def test_what_cannot_be_tried_is_refused() -> None:
         ),
         (trainer(callbacks=[SAM()]), {}, "SAM does not support split batches"),
     ):
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=message):
             model_trainer.find_batch_size(**options)

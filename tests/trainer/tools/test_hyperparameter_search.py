@@ -47,32 +47,32 @@ def quiet() -> None:
 
 def made(output_dir: Path | None = None, **options: Any) -> Trainer:
     args = {"num_train_epochs": 1, "output_dir": output_dir, **options.pop("args", {})}
-    given: dict[str, Any] = {"eval_dataset": points(24), "metrics": ["accuracy"], "model": network(0.2), **options}
-    return trainer(arguments(**args), **given)
+    settings: dict[str, Any] = {"eval_dataset": points(24), "metrics": ["accuracy"], "model": network(0.2), **options}
+    return trainer(arguments(**args), **settings)
 
 
 def test_a_trial_is_the_run_with_those_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model_trainer = made(tmp_path / "runs", args={"resume": "auto"}, callbacks=[EarlyStopping("eval_loss")])
-    found = model_trainer.search(SPACE, n=3)
+    result = model_trainer.search(SPACE, n=3)
     model_trainer.accelerator.free_memory()
     assert "epoch" not in capsys.readouterr().out  # lines of a run
-    assert [trial["state"] for trial in found.trials] == ["complete"] * 3
-    for trial in found.trials:
+    assert [trial["state"] for trial in result.trials] == ["complete"] * 3
+    for trial in result.trials:
         other = made(args=trial["params"])
         assert other.fit().metrics["eval_loss"] == trial["value"]
         other.accelerator.free_memory()
-    best = min(found.trials, key=lambda trial: trial["value"])
-    assert (found.metric, found.best_value, found.best_params) == ("eval_loss", best["value"], best["params"])
-    assert found.args.learning_rate == best["params"]["learning_rate"]
-    assert found.args.output_dir == model_trainer.args.output_dir
-    assert found.study.best_trial.number == best["number"]
-    table = found.to_pandas()
-    assert table["value"].tolist() == [trial["value"] for trial in found.trials]
-    assert table["weight_decay"].tolist() == [trial["params"]["weight_decay"] for trial in found.trials]
-    assert str(found).startswith(f"eval_loss {best['value']:.6g} with learning_rate=")
+    best = min(result.trials, key=lambda trial: trial["value"])
+    assert (result.metric, result.best_value, result.best_params) == ("eval_loss", best["value"], best["params"])
+    assert result.args.learning_rate == best["params"]["learning_rate"]
+    assert result.args.output_dir == model_trainer.args.output_dir
+    assert result.study.best_trial.number == best["number"]
+    table = result.to_pandas()
+    assert table["value"].tolist() == [trial["value"] for trial in result.trials]
+    assert table["weight_decay"].tolist() == [trial["params"]["weight_decay"] for trial in result.trials]
+    assert str(result).startswith(f"eval_loss {best['value']:.6g} with learning_rate=")
     folders = sorted((tmp_path / "runs" / "search").iterdir())
     assert [folder.name.rpartition("-")[0] for folder in folders] == ["trial-0", "trial-1", "trial-2"]
-    for folder, trial in zip(folders, found.trials, strict=True):
+    for folder, trial in zip(folders, result.trials, strict=True):
         facts = json.loads((folder / "run.json").read_text())
         assert facts["metrics"]["eval_loss"] == trial["value"]
         assert (folder / "history.jsonl").stat().st_size
@@ -82,13 +82,13 @@ def test_a_trial_is_the_run_with_those_arguments(tmp_path: Path, capsys: pytest.
 def test_the_same_seed_tries_the_same() -> None:
     def params(**args: Any) -> Any:
         model_trainer = made(args={"num_train_epochs": 0.2, **args})
-        found = model_trainer.search(
+        result = model_trainer.search(
             lambda trial: {"learning_rate": trial.suggest_float("rate", 0.1, 0.5)}, n=2, metric="accuracy"
         )
         model_trainer.accelerator.free_memory()
-        assert (found.metric, found.study.direction.name) == ("eval_accuracy", "MAXIMIZE")
-        assert found.best_value == max(trial["value"] for trial in found.trials)
-        return [trial["params"] for trial in found.trials]
+        assert (result.metric, result.study.direction.name) == ("eval_accuracy", "MAXIMIZE")
+        assert result.best_value == max(trial["value"] for trial in result.trials)
+        return [trial["params"] for trial in result.trials]
 
     assert params() == params()
     assert params()[0]["learning_rate"] != params(seed=7)[0]["learning_rate"]
@@ -142,10 +142,10 @@ def test_a_search_does_not_keep_its_trainer_alive() -> None:
 
 
 def test_a_trial_that_fails_is_told_and_the_search_goes_on() -> None:
-    found = fragile().search(**grid(4, 5, 6, 8), n=4)
-    states = {trial["params"]["per_device_train_batch_size"]: trial["state"] for trial in found.trials}
+    result = fragile().search(**grid(4, 5, 6, 8), n=4)
+    states = {trial["params"]["per_device_train_batch_size"]: trial["state"] for trial in result.trials}
     assert states == {4: "failed", 5: "failed", 6: "failed", 8: "complete"}
-    assert found.best_params == {"per_device_train_batch_size": 8}
+    assert result.best_params == {"per_device_train_batch_size": 8}
     with pytest.raises(
         ConfigurationError, match=r"None of the 1 trials .* last failure: NonFiniteError: In step 1 the loss is"
     ):
@@ -167,8 +167,8 @@ def test_who_interrupts_a_trial_ends_the_search(monkeypatch: pytest.MonkeyPatch,
     before = [weight.clone() for weight in model_trainer.model.parameters()]  # type: ignore[union-attr]
     study = optuna.create_study()
     if is_notebook:
-        found = model_trainer.search(SPACE, n=5, study=study)
-        assert [trial["state"] for trial in found.trials] == ["complete", "failed"]
+        result = model_trainer.search(SPACE, n=5, study=study)
+        assert [trial["state"] for trial in result.trials] == ["complete", "failed"]
     else:
         with pytest.raises(Interrupted):
             model_trainer.search(SPACE, n=5, study=study)
@@ -181,28 +181,28 @@ def test_processes_train_the_same_trials() -> None:
     def find() -> Any:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         model_trainer = made(args={"per_device_train_batch_size": 4})
-        found = model_trainer.search(SPACE, n=2)
+        result = model_trainer.search(SPACE, n=2)
         model_trainer.accelerator.free_memory()
-        again = made(args={"per_device_train_batch_size": 4, **found.best_params}).fit().metrics["eval_loss"]
+        again = made(args={"per_device_train_batch_size": 4, **result.best_params}).fit().metrics["eval_loss"]
         failing = Fragile(network(), arguments(num_train_epochs=1), train_dataset=points(), eval_dataset=points(16))
         failing.accelerator.free_memory()
         failed = failing.search(**grid(6, 8), n=2)
         pruning = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=0.0))
         failing.accelerator.free_memory()
-        told = ""
+        message = ""
         try:
             made(args={"num_train_epochs": 4}).search({"learning_rate": [0.1]}, n=1, study=pruning)
         except ConfigurationError as error:
-            told = str(error)
-        return found.trials, found.best_value == again, failed.trials, told, found.study is None
+            message = str(error)
+        return result.trials, result.best_value == again, failed.trials, message, result.study is None
 
     first, second = run_world(find, (), 2, timeout=90)
     assert first[:-1] == second[:-1]
-    trials, is_same, failed, told, is_without_study = first
+    trials, is_same, failed, text, is_without_study = first
     assert len(trials) == 2
     assert is_same
     assert sorted(trial["state"] for trial in failed) == ["complete", "failed"]
-    assert told == "None of the 1 trials completed with a value."
+    assert text == "None of the 1 trials completed with a value."
     assert (is_without_study, second[-1]) == (False, True)
 
 
@@ -219,8 +219,8 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         (lambda trial: {"output_dir": "there"}, "'output_dir', which is set by the search"),
         ({"learning_rate": [-1.0]}, "learning_rate"),
     ]
-    for space, told in spaces:
-        with pytest.raises(ConfigurationError, match=told):
+    for space, message in spaces:
+        with pytest.raises(ConfigurationError, match=message):
             made().search(space, n=1)
     good = {"learning_rate": [0.1]}
     bad: tuple[tuple[dict[str, Any], str], ...] = (
@@ -235,8 +235,8 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             "The study's direction is maximize, but this search must minimize",
         ),
     )
-    for options, told in bad:
-        with pytest.raises(ConfigurationError, match=told):
+    for options, message in bad:
+        with pytest.raises(ConfigurationError, match=message):
             made().search(good, **options)
     with pytest.raises(ConfigurationError, match="needs evaluations, but there are none"):
         made(eval_dataset=None, metrics=None).search(good)

@@ -40,8 +40,8 @@ def swept(**options: Any) -> LearningRateSweep:
     sizes = {name: options.pop(name) for name in ("lowest", "highest", "updates") if name in options}
     args: dict[str, Any] = {"optimizer": "sgd", "optimizer_kwargs": {"momentum": 0.5}, "shuffle": False}
     args |= {"warmup": 0.1, "lr_scheduler": "cosine", "learning_rate": 0.02}
-    given: dict[str, Any] = {"lowest": 1e-3, "highest": 10.0, **sizes}
-    return trainer(arguments(**{**args, **options})).find_learning_rate(**given)
+    settings: dict[str, Any] = {"lowest": 1e-3, "highest": 10.0, **sizes}
+    return trainer(arguments(**{**args, **options})).find_learning_rate(**settings)
 
 
 def test_losses_are_those_of_a_loop_by_hand() -> None:
@@ -60,8 +60,8 @@ def test_groups_with_rates_of_their_own_keep_their_ratio() -> None:
 
 def test_two_processes_see_the_losses_of_one() -> None:
     def sweep() -> Any:
-        found = swept(updates=40, per_device_train_batch_size=4, highest=1e4)
-        return found.rates, found.losses, found.has_diverged, found.suggestion
+        result = swept(updates=40, per_device_train_batch_size=4, highest=1e4)
+        return result.rates, result.losses, result.has_diverged, result.suggestion
 
     first, second = run_world(sweep, (), 2, timeout=60)
     assert first == second
@@ -149,8 +149,8 @@ def test_what_cannot_be_swept_is_refused() -> None:
         ({"lowest": 1.0, "highest": 0.1}, "lowest=1.0 must be below highest=0.1"),
         ({"updates": 9}, "updates must be a whole number of at least 10"),
     )
-    for options, told in bad:
-        with pytest.raises(ConfigurationError, match=told):
+    for options, message in bad:
+        with pytest.raises(ConfigurationError, match=message):
             trainer().find_learning_rate(**options)
     models = {"one": network(), "other": network()}
     two = Hidden(models, arguments(), train_dataset=points(), callbacks=[Watching()])

@@ -68,8 +68,8 @@ def made(output_dir: Path | None = None, **options: Any) -> Trainer:
     }
     args = arguments(**{**defaults, "output_dir": output_dir, **options.pop("args", {})})
     callbacks = [EMA(0.9), Mixup(0.4, num_classes=2), Unfreezes(), Writes()]
-    given = {"callbacks": callbacks, "eval_dataset": points(16), **options}
-    return trainer(args, **{"model": Own(), **given})
+    settings = {"callbacks": callbacks, "eval_dataset": points(16), **options}
+    return trainer(args, **{"model": Own(), **settings})
 
 
 def tools(n: int = 2) -> dict[str, Use]:
@@ -96,7 +96,7 @@ def outcome(model_trainer: Trainer) -> dict[str, Any]:
 def state(model_trainer: Trainer) -> dict[str, Any]:
     """Return all state that a tool must restore."""
     model: Any = model_trainer.model
-    given = model_trainer.optimizer if isinstance(model_trainer.optimizer, torch.optim.Optimizer) else None
+    optimizer = model_trainer.optimizer if isinstance(model_trainer.optimizer, torch.optim.Optimizer) else None
     engine = model_trainer.accelerator
     return {
         "weights": [tensor.clone() for tensor in model.state_dict().values()],
@@ -104,8 +104,8 @@ def state(model_trainer: Trainer) -> dict[str, Any]:
         "trained": [parameter.requires_grad for parameter in model.parameters()],
         "modes": [module.training for module in model.modules()],
         "calls": getattr(model, "calls", 0),
-        "optimizer": None if given is None else repr(given.state_dict()),
-        "rate": None if given is None else float(given.param_groups[0]["lr"]),
+        "optimizer": None if optimizer is None else repr(optimizer.state_dict()),
+        "rate": None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
         "generators": (torch.get_rng_state(), random.getstate(), repr(np.random.get_state())),
         "attributes": {n: v for n, v in vars(model_trainer).items() if n != "run"},
         "callbacks": [(callback, dict(vars(callback))) for callback in model_trainer.events],
@@ -272,12 +272,12 @@ def test_what_cannot_be_rehearsed_is_refused(tool: str) -> None:
             getattr(run.trainer, tool)(*options)
 
     options = ({"learning_rate": [0.1]},) if tool == "search" else ()
-    told = rf"{tool}\(\) "
-    with pytest.raises(ConfigurationError, match=told + r"cannot run while fit\(\) is in progress"):
+    message = rf"{tool}\(\) "
+    with pytest.raises(ConfigurationError, match=message + r"cannot run while fit\(\) is in progress"):
         trainer(callbacks=[During()]).fit()
-    with pytest.raises(ConfigurationError, match=told + "needs data"):
+    with pytest.raises(ConfigurationError, match=message + "needs data"):
         getattr(trainer(train_dataset=None), tool)(*options)
-    with pytest.raises(ConfigurationError, match=told + r".*\(Once\), which can be read only once"):
+    with pytest.raises(ConfigurationError, match=message + r".*\(Once\), which can be read only once"):
         getattr(trainer(train_dataset=Once()), tool)(*options)
 
 
@@ -305,9 +305,9 @@ def test_copies_of_callbacks_know_the_same_model() -> None:
             Knows.seen.append((self.model is run.modules[""], self.weight is run.modules[""][3].weight, self))  # type: ignore[index]
 
     model = network()
-    given = Knows(model)
-    trainer(model=model, callbacks=[given]).preview()
+    callback = Knows(model)
+    trainer(model=model, callbacks=[callback]).preview()
     ((same_model, same_weight, copy),) = Knows.seen
     assert same_model
     assert same_weight
-    assert copy is not given
+    assert copy is not callback
