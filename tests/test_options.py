@@ -68,7 +68,7 @@ BAD_VALUES: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "given", "told"), BAD_VALUES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("options", "settings", "message"), BAD_VALUES, ids=lambda value: str(value)[:40])
 def test_bad_values_are_named_with_what_is_allowed(options: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         options(**settings)

@@ -51,7 +51,7 @@ def test_sizes_of_the_launcher() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "told"),
+    ("options", "error", "message"),
     [
         ({"dp_shard_size": 0}, ConfigurationError, "dp_shard_size must be a whole number of at least 1, got 0."),
         ({"dp_replicate_size": "2"}, ConfigurationError, "dp_replicate_size must be a whole number of at least 1"),
@@ -87,7 +87,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "told"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_does_not_fit_one_process_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Accelerator(cpu=True, **options)

@@ -152,7 +152,7 @@ def test_torchs_schedules_have_states_that_need_no_pickle(build: Any, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("value", "what"),
+    ("value", "kind"),
     [
         (Own(1), "is a tests.checkpointing.test_codec.Own"),
         (Pair(1, 2), "is a tests.checkpointing.test_codec.Pair"),

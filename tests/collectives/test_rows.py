@@ -114,7 +114,7 @@ def test_nobody_has_rows(everywhere: Everywhere) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("first", "second", "text"),
     [
         (torch.ones(1, 2), torch.ones(1, 3), "rank 0: the value: float32 [1, 2]\n  rank 1: the value: float32 [1, 3]"),
         (torch.ones(1), torch.ones(1).long(), "rank 0: the value: float32 [1]\n  rank 1: the value: int64 [1]"),

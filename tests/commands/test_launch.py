@@ -279,7 +279,7 @@ def test_process_that_fails_ends_though_nobody_answers_its_collective(launch: An
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "told"),
+    ("end", "code", "message"),
     [
         ("sys.exit(3)", 3, "failed with exit code 3"),
         ("os._exit(4)", 4, "failed with exit code 4."),

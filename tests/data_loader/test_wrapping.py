@@ -254,7 +254,7 @@ def _with_a_state() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "error", "message"),
+    ("value", "options", "error", "message"),
     [
         (lambda: [1, 2], {}, ConfigurationError, "needs a DataLoader \\(got list"),
         (lambda: DataLoader(Numbers(4)), {"torch_device_mesh": object()}, UnsupportedError, "torch_device_mesh"),

@@ -100,7 +100,7 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("what", "spoil", "reason"),
+    ("kind", "spoil", "reason"),
     [
         (
             "a limit on the size of files, on one of two processes",

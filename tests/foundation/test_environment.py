@@ -124,7 +124,7 @@ def test_torchrun_beats_slurm_beats_mpi() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "message"),
     [
         ({"RANK": "0"}, "WORLD_SIZE is missing while RANK is set. Set both"),
         ({"WORLD_SIZE": "2"}, "RANK is missing while WORLD_SIZE is set. Set both"),

@@ -13,7 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
-    ("given", "amount", "unit"),
+    ("value", "amount", "unit"),
     [
         ("500 steps", 500, "steps"),
         ("1 step", 1, "steps"),
@@ -110,7 +110,7 @@ def test_there_are_no_parts_of_steps_and_samples(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "hint"),
+    ("value", "hint"),
     [
         ("5 epoks", " Did you mean 'epochs'?"),
         ("5 minuts", " Did you mean 'minutes'?"),
@@ -130,7 +130,7 @@ def test_unknown_units_are_named_with_the_nearest(value: str, hint: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("value", "text"),
     [
         (1, "1 step"),
         (500, "500 steps"),

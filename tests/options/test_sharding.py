@@ -41,7 +41,7 @@ def test_what_means_nothing_else_in_fsdp2_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "reshard", "hybrid"),
+    ("options", "reshard", "hybrid"),
     [
         ({"sharding_strategy": "FULL_SHARD"}, True, False),
         ({"sharding_strategy": "full_shard"}, True, False),
@@ -197,7 +197,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "told"), REFUSED, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:50])
 def test_what_is_refused_is_named_with_the_way_out(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         Plugin(**options)

@@ -49,7 +49,7 @@ def test_what_is_a_url(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
         ("memori://bucket/runs", "Unknown kind of URL 'memori'.*Did you mean 'memory'"),
         ("memory://", "memory:// names no bucket or folder"),

@@ -35,7 +35,7 @@ def test_precision_of_the_launcher_and_of_the_script() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "told"),
+    ("value", "error", "message"),
     [
         (
             "bf61",

@@ -150,7 +150,7 @@ def test_clearml_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("mlflow", {"tracking_uri": "htp://host"}, "Unknown kind of address 'htp'.*Did you mean 'http'"),
         ("mlflow", {"tracking_uri": "http://"}, "has no host"),

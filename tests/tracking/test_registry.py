@@ -34,7 +34,7 @@ def test_names_and_objects_may_be_mixed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("wanted", "message"),
     [
         ("tensorbord", "Unknown tracker 'tensorbord'.*Known: all, clearml, comet_ml.*Did you mean 'tensorboard'?"),
         (["mlflow", "mlflow"], "log_with has the tracker 'mlflow' twice"),

@@ -113,7 +113,7 @@ def test_a_thread_may_be_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda a: a.init_trackers(""), "project_name must be a non-empty string"),
         (lambda a: a.init_trackers("p", config=[1]), r"config must be a dictionary \(got a list\)"),

@@ -73,11 +73,11 @@ def test_every_bit_of_run_json_is_checked_and_a_checkpoint_replaces_it(unfinishe
         damaged = bytearray(content)
         damaged[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
         file.write_bytes(damaged)
-        (run,) = find_runs(unfinished.parent)
-        assert run.problem is not None
-        assert run.mismatch(fingerprint) is None
-        assert run.run.newest_checkpoint() == unfinished / "checkpoints" / "checkpoint-00000006"
-        assert run.run.run_id == unfinished.name
+        (found_run,) = find_runs(unfinished.parent)
+        assert found_run.problem is not None
+        assert found_run.mismatch(fingerprint) is None
+        assert found_run.run.newest_checkpoint() == unfinished / "checkpoints" / "checkpoint-00000006"
+        assert found_run.run.run_id == unfinished.name
 
 
 @pytest.mark.parametrize("damage", ["deleted", "cut", "pipe"])
@@ -94,8 +94,8 @@ def test_a_run_without_a_usable_run_json_is_resumed(
     assert fit(unfinished.parent, "auto") == 6
     assert f"{file} could not be used" in caplog.text
     assert [path.name for path in unfinished.parent.iterdir()] == [unfinished.name]
-    (run,) = find_runs(unfinished.parent)
-    assert (run.problem, run.run.is_finished) == (None, True)
+    (found_run,) = find_runs(unfinished.parent)
+    assert (found_run.problem, found_run.run.is_finished) == (None, True)
 
 
 def test_an_unreadable_run_json_does_not_stop_other_runs(

@@ -104,8 +104,8 @@ def test_a_run_resumes_from_the_newest_good_checkpoint(processes: int, tmp_path:
         ]
 
     assert run_world(body, (), processes) == [[[4], [10]]] * processes
-    (run,) = find_runs(tmp_path)
-    assert read_manifest(run.run.checkpoint(10)).nonfinite == []
+    (found_run,) = find_runs(tmp_path)
+    assert read_manifest(found_run.run.checkpoint(10)).nonfinite == []
 
 
 class Steps(Modifier):
@@ -151,10 +151,10 @@ def test_a_nan_in_the_optimizer_state_makes_a_checkpoint_nonfinite(
     best = model_trainer.state.best
     assert best is not None
     assert best.step in (2, 4)
-    (run,) = find_runs(tmp_path)
-    assert {path.name[-2:] for path in run.run.checkpoints()} == {"04", "10", f"{best.step:02}"}
-    assert read_manifest(run.run.checkpoint(10)).nonfinite == ["optimizer.0.weight.exp_avg"]
-    assert run.run.newest_checkpoint() == run.run.checkpoint(4)
+    (found_run,) = find_runs(tmp_path)
+    assert {path.name[-2:] for path in found_run.run.checkpoints()} == {"04", "10", f"{best.step:02}"}
+    assert read_manifest(found_run.run.checkpoint(10)).nonfinite == ["optimizer.0.weight.exp_avg"]
+    assert found_run.run.newest_checkpoint() == found_run.run.checkpoint(4)
     warnings = [line for line in caplog.messages if "has tensors with NaN or Inf: optimizer.0.weight.exp_avg." in line]
     assert len(warnings) == 3
 
@@ -167,8 +167,8 @@ def test_a_nan_in_the_shards_of_one_rank_is_recorded_on_all_ranks(tmp_path: Path
         return [entry.get("nonfinite", []) for entry in model_trainer.state.checkpoints]
 
     assert run_world(body, (), 2) == [[[], ["optimizer.1.0.weight.exp_avg"]]] * 2
-    (run,) = find_runs(tmp_path)
-    assert read_manifest(run.run.checkpoint(4)).nonfinite == ["optimizer.1.0.weight.exp_avg"]
+    (found_run,) = find_runs(tmp_path)
+    assert read_manifest(found_run.run.checkpoint(4)).nonfinite == ["optimizer.1.0.weight.exp_avg"]
 
 
 class Overflows(nn.Module):
@@ -195,21 +195,21 @@ def test_an_infinite_second_moment_warns_once_and_the_checkpoint_is_good(
 
     trainer(arguments(output_dir=tmp_path, max_steps=6, **options), model=overflows, callbacks=[RecordsScale()]).fit()
     assert scales[1:] == [scales[0]] * 5  # after the overflow it never moves, as the warning says
-    (saved_run,) = find_runs(tmp_path)
-    (checkpoint,) = saved_run.run.checkpoints()
+    (found_run,) = find_runs(tmp_path)
+    (checkpoint,) = found_run.run.checkpoints()
     assert checkpoint.name.endswith("06")
     assert read_manifest(checkpoint).nonfinite == []
     warnings = [line for line in caplog.messages if "optimizer states with Inf: optimizer.scale.exp_avg_sq." in line]
     assert len(warnings) == 1
-    assert "infinite_states" in saved_run.run.history_file.read_text()
+    assert "infinite_states" in found_run.run.history_file.read_text()
 
 
 def test_it_does_not_count_on_remote_storage_either(tmp_path: Path) -> None:
     broken(f"memory://{tmp_path.name}")
-    (run,) = find_runs(path_at(f"memory://{tmp_path.name}"))
-    assert [path.name[-2:] for path in run.run.checkpoints()][-2:] == ["04", "10"]
-    assert read_manifest(run.run.checkpoint(10)).nonfinite == ["seen"]
-    assert run.run.newest_checkpoint() == run.run.checkpoint(4)
+    (found_run,) = find_runs(path_at(f"memory://{tmp_path.name}"))
+    assert [path.name[-2:] for path in found_run.run.checkpoints()][-2:] == ["04", "10"]
+    assert read_manifest(found_run.run.checkpoint(10)).nonfinite == ["seen"]
+    assert found_run.run.newest_checkpoint() == found_run.run.checkpoint(4)
 
 
 def test_a_mask_of_infinities_is_finite_enough_with_and_without_averaged_weights(tmp_path: Path) -> None:

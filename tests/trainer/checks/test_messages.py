@@ -42,7 +42,7 @@ class FailsOnThird(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("data", "told"), [({"dev": points(16)}, "the evaluation set 'dev'"), (None, "the prediction")]
+    ("data", "message"), [({"dev": points(16)}, "the evaluation set 'dev'"), (None, "the prediction")]
 )
 def test_an_error_of_an_evaluation_says_in_which_set_and_batch(data: Any, message: str) -> None:
     made = trainer(arguments(per_device_eval_batch_size=4), model=FailsOnThird(), eval_dataset=data)

@@ -111,7 +111,7 @@ def test_columns_that_the_model_takes_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "given"),
+    ("train", "value"),
     [
         ((ROW,), {"a": FEW, "b": FEW}),
         (TensorDataset(ROW), {"a": FEW, "b": FEW}),

@@ -122,7 +122,7 @@ def test_a_model_may_need_no_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returns", "said"),
+    ("returns", "message"),
     [
         (lambda scores, loss: scores, r"a Tensor of shape \(2, 5\), and no loss"),
         (lambda scores, loss: {"scores": scores}, "a dict with scores, and no loss"),

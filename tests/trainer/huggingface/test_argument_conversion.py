@@ -98,7 +98,7 @@ def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "ours"),
+    ("options", "ours"),
     [
         ({"save_steps": 500}, 'save_every="500 steps"'),
         ({"save_steps": 1.0}, 'save_every="1 step"'),
@@ -192,7 +192,7 @@ def test_the_error_gives_ours_with_the_value(options: dict[str, Any], ours: str)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "text"),
     [
         (
             {"save_steps": 0.1},

@@ -311,7 +311,7 @@ class Pushes(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: trainer(callbacks=[EarlyStoppingCallback]), r"the class EarlyStoppingCallback\. Give an object"),
         (lambda: trainer(callbacks=2 * [EndsPasses()]), "callbacks has the same AdaptedCallback twice"),

@@ -157,7 +157,7 @@ def test_what_a_class_of_its_own_does_has_to_be_said_here(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"compute_loss_func": lambda *given: None}, "has compute_loss_func, .* loss_fn=…"),
         (

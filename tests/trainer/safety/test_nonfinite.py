@@ -345,7 +345,7 @@ def test_overflows_of_fp16_are_the_scalers_and_a_loss_that_is_none_is_not() -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"on_nonfinite": "ignore"}, "Unknown on_nonfinite 'ignore'. Known: raise, rewind, skip"),
         ({"max_nonfinite": 0}, "max_nonfinite must be a whole number of at least 1, got 0"),
