@@ -57,7 +57,7 @@ def test_the_order_does_not_depend_on_the_world(kind: str) -> None:
         orders.append(_ids(alone))
         assert sorted(flat(orders[-1])) == list(range(SIZE))
         assert [left + right for left, right in zip(*map(_ids, pair), strict=True)] == orders[-1]
-    # Those that shuffle do so anew in each pass: they are told the epoch.
+    # Datasets that shuffle have another order in each epoch.
     assert (orders[0] != orders[1]) == (kind in ("in memory", "shuffled"))
 
 

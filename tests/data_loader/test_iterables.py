@@ -1,4 +1,4 @@
-"""Iterable datasets: shared by reading everything, ended together, gone on from a bookmark."""
+"""Iterable datasets: every rank reads everything, all end together, and a bookmark resumes them."""
 
 import json
 import random

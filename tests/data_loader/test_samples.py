@@ -60,7 +60,7 @@ def test_the_batch_in_hand_is_told(kind: str, even: bool) -> None:
         drawn = torch.random.get_rng_state()
         _check(loader, passes=2)
         assert torch.equal(drawn, torch.random.get_rng_state())
-        for batch in loader:  # left in the middle, and gone on with
+        for batch in loader:  # left in the middle, and continued
             assert loader.sample_ids() == _real(loader, batch)
             break
         _check(loader)

@@ -1,4 +1,4 @@
-"""This file is the tests of what callbacks ask for."""
+"""Requests of callbacks: `run.control`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""This file is the tests of what a callback is handed."""
+"""The `Run` that a callback gets."""
 
 from dataclasses import dataclass
 from typing import Any

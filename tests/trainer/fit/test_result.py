@@ -1,4 +1,4 @@
-"""This file is the tests of what `fit` returns: as a table, as a data frame, as curves."""
+"""The `FitResult`: as a table, as a data frame, as curves."""
 
 import io
 import sys
@@ -114,7 +114,7 @@ def test_a_run_that_went_on_tells_how_it_ended_before(tmp_path: Path) -> None:
         ("finished", 10, ""),
     ]
     assert marks[5][2].startswith("checkpoint-00000010 (end) in ")
-    # The first was being saved while the run failed, so that nothing was told of it.
+    # The first was being saved while the run failed, so no event reports it.
     saved = [(save["step"], save["why"], save["is_there"]) for save in run["checkpoints"]]
     assert saved == [(4, "interval", True), (8, "interval", True), (10, "end", True)]
     places = run["places"][run["curves"]["loss"]["at"]]

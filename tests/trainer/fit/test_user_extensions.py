@@ -17,7 +17,7 @@ from tests.trainer.tasks import arguments
 from tests.worlds import run_world
 from trainer_lib import Callback, Run, Trainer
 
-SAMPLES, BATCH, MIDDLE = 64, 8, 10  # the last is the update after which a run is gone on with
+SAMPLES, BATCH, MIDDLE = 64, 8, 13  # the last is the step after which a run is resumed
 
 
 @pytest.mark.parametrize("written", [EvaluateWhenHalved, BalancedAccuracy, EasyFirst])
@@ -115,7 +115,7 @@ def test_they_work_together(processes: int, tmp_path: Path) -> None:
     assert first["halved"] == halved
     assert halved[0][0] <= MIDDLE < halved[-1][0]  # so that what it remembers counts after a resume
     assert len([entry for entry in first["history"] if "eval_loss" in entry]) == len(halved)
-    # One process or two, the run is the same; and one that is gone on with is that without a break.
+    # The run is the same with one process and two, and resumed or uninterrupted.
     if processes == 2:
         (alone,) = run_world(train, (tmp_path / "alone", 1), num_processes=1, timeout=60)
         for loss, other in zip(losses(first), losses(alone), strict=True):

@@ -1,4 +1,4 @@
-"""A run goes on with other processes, batches and arguments: each sample once, and what changed is told."""
+"""Resuming with other world sizes, batch sizes and arguments: each sample once, and a log of what changed."""
 
 import json
 import re
@@ -29,7 +29,11 @@ def fit(layout: Layout, resume: str | Path = "never", **options: Any) -> FitResu
 
 
 def logged_losses(result: FitResult) -> list[tuple[int, float, float, float]]:
-    return [(one["step"], one["epoch"], one["learning_rate"], one["loss"]) for one in result.history if "loss" in one]
+    return [
+        (entry["step"], entry["epoch"], entry["learning_rate"], entry["loss"])
+        for entry in result.history
+        if "loss" in entry
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A save in the background that hangs: named while training goes on, and no reason to wait or to end."""
+"""A background save that hangs is named while training continues; nothing waits for it or ends because of it."""
 
 import logging
 import os
@@ -67,7 +67,7 @@ def history(folder: Path) -> str:
     return file.read_text()
 
 
-@pytest.mark.fault("a save in the background that hangs in a write, while training goes on")
+@pytest.mark.fault("a background save that hangs in a write while training continues")
 @pytest.mark.parametrize(("ranks", "hangs"), [(1, 0), (2, 0), (2, 1)])
 def test_training_goes_on_and_the_file_is_named(ranks: int, hangs: int, tmp_path: Path) -> None:
     def train() -> tuple[str, int, list[int]]:
