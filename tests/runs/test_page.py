@@ -140,7 +140,7 @@ def test_smoothing_log_scale_and_axis(browser: Browser, single_run: str) -> None
 
 
 def test_light_and_dark(browser: Browser, single_run: str) -> None:
-    back = "getComputedStyle(document.single_run).backgroundColor"
+    back = "getComputedStyle(document.body).backgroundColor"
     browser.open(single_run)
     light = browser.run(back)
     browser.open(single_run, is_dark=True)
@@ -192,9 +192,7 @@ def test_no_text_of_a_run_is_ever_code(browser: Browser, tmp_path: Path) -> None
     assert browser.run("[window.harm === undefined, document.images.length]") == [True, 0]
     assert browser.requests == [url]
     # And if one were: the page says what may run, and this may not.
-    browser.run(
-        f"document.single_run.insertAdjacentHTML('beforeend', {json.dumps('<img src=x onerror=window.harm=1>')})"
-    )
+    browser.run(f"document.body.insertAdjacentHTML('beforeend', {json.dumps('<img src=x onerror=window.harm=1>')})")
     assert browser.run("new Promise((done) => setTimeout(() => done(window.harm === undefined), 100))") is True
 
 
@@ -231,7 +229,7 @@ def test_a_live_page_draws_new_values(browser: Browser, tmp_path: Path) -> None:
 def test_a_run_that_said_nothing_yet_has_a_page(browser: Browser, tmp_path: Path) -> None:
     url = write_report(find_runs([make_run(tmp_path / "one", [], {})]), tmp_path / "report.html").as_uri()
     browser.open(url)
-    assert "Nothing was logged yet" in browser.run("document.single_run.innerText")
+    assert "Nothing was logged yet" in browser.run("document.body.innerText")
     assert browser.problems == []
 
 

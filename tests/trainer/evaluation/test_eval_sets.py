@@ -97,17 +97,17 @@ def test_arrays_by_name_are_sets_where_training_has_one_array(kind: Callable[[Te
 
 @pytest.mark.parametrize(
     "train",
-    [{"given": ROW}, [{"given": row} for row in ROW], DataLoader([{"given": row} for row in ROW])],  # type: ignore[arg-type]
+    [{"inputs": ROW}, [{"inputs": row} for row in ROW], DataLoader([{"inputs": row} for row in ROW])],  # type: ignore[arg-type]
 )
 def test_arrays_by_name_are_columns_where_training_has_these(train: Any) -> None:
-    assert names_of(train, {"given": FEW}) == ["eval_loss"]
-    assert names_of(train, {"given": FEW.tolist()}) == ["eval_loss"]
-    assert names_of(train, {"a": [{"given": row} for row in FEW]}) == ["eval_a_loss"]
+    assert names_of(train, {"inputs": FEW}) == ["eval_loss"]
+    assert names_of(train, {"inputs": FEW.tolist()}) == ["eval_loss"]
+    assert names_of(train, {"a": [{"inputs": row} for row in FEW]}) == ["eval_a_loss"]
 
 
 def test_columns_that_the_model_takes_by_name() -> None:
-    assert names_of((ROW,), {"given": FEW}) == ["eval_loss"]
-    assert names_of(None, {"given": np.ones((4, 6), np.float32)}) == ["eval_loss"]
+    assert names_of((ROW,), {"inputs": FEW}) == ["eval_loss"]
+    assert names_of(None, {"inputs": np.ones((4, 6), np.float32)}) == ["eval_loss"]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_columns_that_the_model_takes_by_name() -> None:
     [
         ((ROW,), {"a": FEW, "b": FEW}),
         (TensorDataset(ROW), {"a": FEW, "b": FEW}),
-        ({"given": ROW}, {"a": FEW, "b": FEW}),
-        (ROW, {"given": FEW}),
+        ({"inputs": ROW}, {"a": FEW, "b": FEW}),
+        (ROW, {"inputs": FEW}),
     ],
 )
 def test_what_can_be_read_in_two_ways_is_an_error_that_names_both(train: Any, value: Any) -> None:
@@ -134,7 +134,7 @@ def test_the_error_says_how_to_say_which() -> None:
         "eval_a_loss",
         "eval_b_loss",
     ]
-    assert names_of((ROW,), {"test": {"given": FEW}}) == ["eval_test_loss"]
+    assert names_of((ROW,), {"test": {"inputs": FEW}}) == ["eval_test_loss"]
     model_trainer = Trainer(Coder(), arguments(), train_dataset=(ROW,))
     with pytest.raises(ConfigurationError, match=r"evaluate\(dataset\) is a dict of arrays, 'a' and 'b'"):
         model_trainer.evaluate(both)
