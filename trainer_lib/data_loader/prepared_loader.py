@@ -330,8 +330,9 @@ class PreparedLoader(DataLoader[Any]):
             >>> loader.state_dict()["epoch"], loader.state_dict()["position"]
             (1, 0)
         """
-        if self._progress.now is not None:
-            self._progress.now.finished = True
+        now = self._progress.now
+        if now is not None:
+            now.is_cut, now.finished = not now.finished, True
 
     def rewind(self) -> None:
         """Make the next pass the first one, from its start and in its order."""

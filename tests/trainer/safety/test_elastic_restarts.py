@@ -221,7 +221,7 @@ SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
 from tests.trainer.tasks import arguments, network, points, trainer
-from tests.trainer.safety.test_elastic_restarts import told
+from tests.trainer.safety.test_elastic_restarts import logged_losses
 from trainer_lib.events import Callback
 
 class Kills(Callback):
@@ -235,7 +235,7 @@ args = arguments(output_dir=folder, resume="auto", num_train_epochs=3, save_ever
 result = trainer(args, model=model, train_dataset=points(75), callbacks=[Kills()]).fit()
 weights = [parameter.tolist() for parameter in model.parameters()]
 if os.environ["RANK"] == "0":
-    (folder.parent / "killed.json").write_text(json.dumps([told(result), weights, result.state.samples]))
+    (folder.parent / "killed.json").write_text(json.dumps([logged_losses(result), weights, result.state.samples]))
 """
 
 

@@ -26,6 +26,7 @@ class Pass:
     bookmark_before: Callable[[int], Any]  # returns the newest bookmark before a position of this pass
     start: EpochStart | None = None
     finished: bool = False
+    is_cut: bool = False  # whether it ends before its last batch
 
 
 class Progress:
@@ -74,7 +75,7 @@ class Progress:
     @property
     def at_last_batch(self) -> bool:
         """Whether the last batch of a pass is in hand, so that torch has not asked its sampler for an end yet."""
-        return self._readers > 0 and self.now is not None and self.now.finished
+        return self._readers > 0 and self.now is not None and self.now.finished and not self.now.is_cut
 
     def rewind(self) -> None:
         """Start the next pass where the first one started."""

@@ -193,7 +193,7 @@ class TrainLoop:
         return Update.REWIND if self.guard.rewinds else Update.SKIP
 
     def finish_step(self, update: Update) -> bool:
-        """Count an update and do what was asked for; return whether the epoch or training is over."""
+        """Count an update and do what was asked for; return whether to read no further batch of this epoch."""
         run, loader = self.run, self.loader
         if update is Update.SKIP:
             self.events.fire("on_step_skipped", run)
@@ -201,15 +201,16 @@ class TrainLoop:
         run.state.steps_in_epoch += 1
         if "on_step_end" in self.handlers:
             self.events.fire("on_step_end", run)
-        is_epoch_over = loader.end_of_dataloader and not loader.others_read_on
-        if not is_epoch_over and run.control.end_epoch and self.actions.end_epoch_on_request():
+        # After its last batch the loader is read on, to its end: a sampler may draw random numbers there.
+        is_read, is_cut = loader.end_of_dataloader and not loader.others_read_on, False
+        if not is_read and run.control.end_epoch and self.actions.end_epoch_on_request():
             loader.end_pass()
-            is_epoch_over = True
-        if is_epoch_over:
+            is_cut = True
+        if is_read or is_cut:
             self.end_epoch()
         self.actions.ask()
         self.is_between_updates = True
-        return self.actions.handle() or is_epoch_over
+        return self.actions.handle() or is_cut
 
     def end_epoch(self) -> None:
         """Count an epoch."""
