@@ -162,7 +162,7 @@ def generators_of_loader(loader: DataLoader[Any]) -> list[Any]:
     """Return the random generators that a loader and its samplers hold."""
     samplers = [sampler for sampler in (loader.sampler, loader.batch_sampler) if sampler is not None]
     own = [] if loader.generator is None else [loader.generator]
-    return unique([*own, *(generator for sampler in samplers for generator in generators_of(sampler))])
+    return [*own, *(generator for sampler in samplers for generator in generators_of(sampler))]
 
 
 @contextmanager
