@@ -141,13 +141,13 @@ def _messages() -> list[int]:
     network = toy.model()
     network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.05))
     sent: list[int] = []
-    all_reduce = dist.all_reduce
+    all_reduce = dist.ProcessGroup.allreduce
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         sent[-1] += 1
         return all_reduce(*args, **kwargs)
 
-    dist.all_reduce = counting
+    dist.ProcessGroup.allreduce = counting  # which dist.all_reduce calls too
 
     def update() -> None:
         sent.append(0)
@@ -210,7 +210,7 @@ def _after_an_error() -> tuple[bool, bool]:
         averaging.step()
         with pytest.raises(KeyError), averaging:
             raise KeyError
-    return network.require_backward_grad_sync, accelerator.window.is_alone
+    return network.require_backward_grad_sync, accelerator.window.is_local
 
 
 def test_an_error_does_not_wait_for_others() -> None:

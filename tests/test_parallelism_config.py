@@ -15,10 +15,10 @@ from trainer_lib import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
-    UnsupportedError,
 )
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import parse_flag_from_env, patch_environment
+from trainer_lib.options.sequence_options import TorchContextParallelConfig
 from trainer_lib.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
 
@@ -44,10 +44,14 @@ def test_sizes_and_names() -> None:
 
 def test_sizes_of_the_launcher() -> None:
     with patch_environment(PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2", PARALLELISM_CONFIG_DP_SHARD_SIZE="3"):
-        assert ParallelismConfig().sizes == {"dp_replicate": 2, "dp_shard": 3, "cp": 1, "sp": 1, "tp": 1}
+        assert ParallelismConfig().sizes == {"pp": 1, "dp_replicate": 2, "dp_shard": 3, "cp": 1, "sp": 1, "tp": 1}
         assert ParallelismConfig(dp_shard_size=4).total_size == 8
-    with patch_environment(PARALLELISM_CONFIG_TP_SIZE="2"), pytest.raises(UnsupportedError, match="tensor parallelism"):
-        ParallelismConfig()
+        assert ParallelismConfig(dp_shard_size=4).tp_enabled is False
+    with patch_environment(PARALLELISM_CONFIG_TP_SIZE="2"):
+        assert ParallelismConfig().active_mesh_dims == ["tp"]
+    with patch_environment(PARALLELISM_CONFIG_CP_SIZE="2", PARALLELISM_CONFIG_CP_COMM_STRATEGY="alltoall"):
+        assert ParallelismConfig().active_mesh_dims == ["cp"]
+        assert TorchContextParallelConfig().method == "ring"
 
 
 @pytest.mark.parametrize(
@@ -55,10 +59,11 @@ def test_sizes_of_the_launcher() -> None:
     [
         ({"dp_shard_size": 0}, ConfigurationError, "dp_shard_size must be a whole number of at least 1, got 0."),
         ({"dp_replicate_size": "2"}, ConfigurationError, "dp_replicate_size must be a whole number of at least 1"),
-        ({"tp_size": 2}, UnsupportedError, r"ParallelismConfig\(tp_size=2\) asks for tensor parallelism"),
-        ({"cp_size": 2}, UnsupportedError, "asks for context parallelism"),
-        ({"sp_size": 2}, UnsupportedError, "asks for sequence parallelism"),
-        ({"tp_handler": object()}, UnsupportedError, "asks for tensor parallelism"),
+        ({"tp_size": 0}, ConfigurationError, "tp_size must be a whole number of at least 1"),
+        ({"cp_size": 2, "sp_size": 2}, ConfigurationError, "cp_size=2 and sp_size=2 both split sequences"),
+        ({"cp_handler": "ring"}, ConfigurationError, "cp_handler must be a TorchContextParallelConfig .got 'ring'"),
+        ({"sp_handler": 1}, ConfigurationError, "sp_handler must be a DeepSpeedSequenceParallelConfig .got 1"),
+        ({"tp_handler": "auto"}, ConfigurationError, "tp_handler must be a TorchTensorParallelConfig .got 'auto'"),
         ({"cp_backend": "jax"}, ConfigurationError, "Unknown cp_backend 'jax'. Known: torch."),
     ],
 )
@@ -204,3 +209,31 @@ def test_other_settings_come_too_late_until_the_first_are_released() -> None:
         Accelerator(cpu=True, parallelism_config=CONFIG(dp_shard_size=2))
     accelerator.free_memory()
     Accelerator(cpu=True, fsdp_plugin=PLUGIN(reshard_after_forward=False))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "fix"),
+    [
+        ({"tp_size": 2}, 4, "set dp_replicate_size=2"),
+        ({"dp_replicate_size": 2, "tp_size": 4}, 6, "the sizes must divide 6, for example tp_size=3"),
+        ({"dp_shard_size": 4}, 6, "the sizes must divide 6, for example dp_shard_size=3"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_world_name_some_that_do(sizes: dict[str, Any], world: int, fix: str) -> None:
+    config = ParallelismConfig(**sizes)
+    with pytest.raises(ConfigurationError, match=f"takes {config.total_size} processes, and there are {world}.*{fix}"):
+        config.check_world(world)
+
+
+def test_coordinates_are_those_of_the_mesh() -> None:
+    def places() -> Any:
+        config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+        mesh = config.get_device_mesh(Accelerator(cpu=True).device.type)
+        assert mesh is not None
+        rank = torch.distributed.get_rank()
+        return mesh.mesh_dim_names, mesh.get_coordinate(), list(config.coordinates(rank).values())
+
+    for names, torchs, ours in run_world(places, (), 4):
+        assert names == ("dp_shard", "tp")
+        assert list(torchs) == ours
+    assert ParallelismConfig(tp_size=16).describe(most=2) == "tp 16; ranks 0 (0), 1 (1), …"

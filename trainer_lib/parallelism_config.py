@@ -1,4 +1,4 @@
-"""`ParallelismConfig`: how many ranks replicate a model, and how many shard one copy."""
+"""`ParallelismConfig`: the mesh of ranks: how many replicate a model, shard a copy, split matrices or sequences."""
 
 import dataclasses
 import math
@@ -6,13 +6,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.error_values import shown
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.base import check_count
+from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
+from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOT_YET = {"tp_size": "tensor parallelism", "cp_size": "context parallelism", "sp_size": "sequence parallelism"}
+_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
+_SHOWN = ("dp_replicate", "dp_shard")  # in errors, even where they are 1
+_HANDLERS = {
+    "tp_handler": TorchTensorParallelConfig,
+    "cp_handler": TorchContextParallelConfig,
+    "sp_handler": DeepSpeedSequenceParallelConfig,
+    "pp_handler": TorchPipelineParallelConfig,
+}
 
 
 @dataclass
@@ -22,14 +33,18 @@ class ParallelismConfig:
     Args:
         dp_replicate_size: How many copies of the model there are. Alone it means DDP.
         dp_shard_size: How many processes share each copy (FSDP2).
-        tp_size: 1.
-        cp_size: 1.
+        tp_size: How many processes split each matrix (tensor parallelism). They read the same batches.
+        cp_size: How many processes hold parts of the same sequences and exchange keys and values (context parallelism).
+            They read the same batches.
         cp_backend: `None`, or "torch".
-        sp_size: 1.
-        sp_backend: `None`, or "deepspeed".
-        tp_handler: `None`.
-        cp_handler: `None`.
-        sp_handler: `None`.
+        sp_size: How many processes hold parts of the same sequences and share out the attention heads (sequence
+            parallelism, Ulysses). They read the same batches.
+        sp_backend: `None`, or "deepspeed", Accelerate's name for it; it runs without DeepSpeed.
+        tp_handler: The plan and the options of tensor parallelism.
+        cp_handler: The options of context parallelism.
+        sp_handler: The options of sequence parallelism.
+        pp_size: How many processes hold consecutive layers each (pipeline parallelism). They read the same batches.
+        pp_handler: The options of pipeline parallelism.
 
     Example:
         >>> config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
@@ -44,32 +59,39 @@ class ParallelismConfig:
     cp_backend: str | None = None
     sp_size: int | None = None
     sp_backend: str | None = None
-    tp_handler: Any = None
-    cp_handler: Any = None
-    sp_handler: Any = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    pp_size: int | None = None
+    pp_handler: TorchPipelineParallelConfig | None = None
 
     def __post_init__(self) -> None:
         """Take up what the launcher says, and check the sizes."""
         launcher = environment.parallelism_requested()
-        for name in ("dp_replicate_size", "dp_shard_size", *_NOT_YET):
+        for name in _SIZES:
             if getattr(self, name) is None:
                 setattr(self, name, launcher.get(name, 1))
             check_count(name, getattr(self, name))
-        for name, capability in _NOT_YET.items():
-            if getattr(self, name) > 1 or getattr(self, f"{name[:2]}_handler") is not None:
-                raise UnsupportedError(
-                    f"ParallelismConfig({name}={getattr(self, name)}) asks for {capability}, which this version does "
-                    "not have. Use dp_replicate_size and dp_shard_size."
-                )
+        for name, kind in _HANDLERS.items():
+            if not isinstance(getattr(self, name), kind | None):
+                raise ConfigurationError(f"{name} must be a {kind.__name__} (got {shown(getattr(self, name))}).")
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) not in (None, known):
                 raise ConfigurationError(f"Unknown {name} {getattr(self, name)!r}. Known: {known}.")
+        if self.cp_enabled and self.sp_enabled:
+            raise ConfigurationError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences. Set one of them to 1."
+            )
         self._mesh: DeviceMesh | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each dimension, by its name in the mesh."""
+        """The size of each dimension, by its name in the mesh, in the order of the mesh.
+
+        The ranks of the last dimensions exchange the most, so they are neighbors.
+        """
         return {
+            "pp": self.pp_size or 1,
             "dp_replicate": self.dp_replicate_size or 1,
             "dp_shard": self.dp_shard_size or 1,
             "cp": self.cp_size or 1,
@@ -91,6 +113,11 @@ class ParallelismConfig:
     def non_data_parallel_size(self) -> int:
         """How many processes share their data."""
         return self.total_size // self.data_parallel_size
+
+    @property
+    def shard_size(self) -> int:
+        """How many processes share the weights of a copy, if a model is sharded: those of sequences do so too."""
+        return self.sizes["dp_shard"] * self.sizes["cp"] * self.sizes["sp"]
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -118,6 +145,11 @@ class ParallelismConfig:
         return self.sizes["sp"] > 1
 
     @property
+    def pp_enabled(self) -> bool:
+        """Whether layers are spread over stages."""
+        return self.sizes["pp"] > 1
+
+    @property
     def active_mesh_dims(self) -> list[str]:
         """The names of the dimensions larger than 1."""
         return [name for name, size in self.sizes.items() if size > 1]
@@ -130,7 +162,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The names of the dimensions along which the data are the same."""
-        return self._active("tp", "cp", "sp")
+        return self._active("pp", "tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -153,11 +185,47 @@ class ParallelismConfig:
 
     def check_world(self, size: int) -> None:
         """Raise unless it takes exactly `size` processes."""
-        if self.total_size != size:
-            raise ConfigurationError(
-                f"ParallelismConfig(dp_replicate_size={self.dp_replicate_size}, dp_shard_size={self.dp_shard_size}) "
-                f"takes {self.total_size} processes, and there are {size}."
-            )
+        if self.total_size == size:
+            return
+        others = self.total_size // self.sizes["dp_replicate"]
+        if size % others:
+            divisors = [divisor for divisor in range(1, size + 1) if not size % divisor]
+            name = next((name for name in ("pp_size", "tp_size") if getattr(self, name) > 1), "dp_shard_size")
+            nearest = min(divisors, key=lambda divisor: abs(divisor - getattr(self, name)))
+            fix = f"the sizes must divide {size}, for example {name}={nearest}"
+        else:
+            fix = f"set dp_replicate_size={size // others}"
+        sizes = ", ".join(f"{name}_size={count}" for name, count in self.sizes.items() if name in _SHOWN or count > 1)
+        raise ConfigurationError(
+            f"ParallelismConfig({sizes}) takes {self.total_size} processes, and there are {size}. Start "
+            f"{self.total_size} processes, or {fix}."
+        )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank in the mesh, by dimension.
+
+        Example:
+            >>> ParallelismConfig(dp_shard_size=2, tp_size=2).coordinates(1)
+            {'dp_shard': 0, 'tp': 1}
+        """
+        places: dict[str, int] = {}
+        for name in reversed(self.active_mesh_dims):
+            rank, places[name] = divmod(rank, self.sizes[name])
+        return dict(reversed(places.items()))
+
+    def describe(self, most: int = 8) -> str:
+        """Return the dimensions of the mesh, and the coordinates of the first ranks.
+
+        Example:
+            >>> ParallelismConfig(dp_shard_size=2, tp_size=2).describe()
+            'dp_shard 2 × tp 2; ranks 0 (0, 0), 1 (0, 1), 2 (1, 0), 3 (1, 1)'
+        """
+        dimensions = " × ".join(f"{name} {self.sizes[name]}" for name in self.active_mesh_dims)
+        places = [
+            f"{rank} ({', '.join(map(str, self.coordinates(rank).values()))})"
+            for rank in range(min(self.total_size, most))
+        ]
+        return f"{dimensions}; ranks {', '.join(places)}{', …' if self.total_size > most else ''}"
 
     def build_device_mesh(self, device_type: str) -> "DeviceMesh | None":
         """Return the mesh of the dimensions larger than 1; none, if there are none. All processes have to call."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.worlds import run_world
 from trainer_lib import PartialState
-from trainer_lib.strategies import grad_norm
+from trainer_lib.strategies import clip_grad_norm
 
 NORMS = [2.0, 1.0, 3.0, 0.5, 0.0, float("inf"), -float("inf")]
 CPU = torch.device("cpu")
@@ -46,11 +46,11 @@ def _all(sharded: set[int]) -> list[Any]:
     values: list[Any] = []
     for norm_type in NORMS:
         parameters = _parameters(sharded)
-        before = grad_norm.total_grad_norm(parameters, norm_type, CPU)
-        clipped = grad_norm.clip_norm(parameters, 0.7, norm_type, CPU)
+        before = clip_grad_norm.total_grad_norm(parameters, norm_type, CPU)
+        clipped = clip_grad_norm.clip_norm(parameters, 0.7, norm_type, CPU)
         values.append((before, clipped, [_whole(p.grad) for p in parameters[:-1]]))
     parameters = _parameters(sharded)
-    grad_norm.clamp_gradients(parameters, 0.3)
+    clip_grad_norm.clamp_gradients(parameters, 0.3)
     return [values, [_whole(p.grad) for p in parameters[:-1]]]
 
 
@@ -81,14 +81,14 @@ def test_norms_and_clipping_are_those_of_whole_gradients() -> None:
 
 
 def test_without_gradients_the_norm_is_zero() -> None:
-    assert grad_norm.total_grad_norm([nn.Parameter(torch.ones(2))], 2.0, CPU) == 0
-    assert grad_norm.clip_norm([], 1.0, 2.0, CPU) == 0
+    assert clip_grad_norm.total_grad_norm([nn.Parameter(torch.ones(2))], 2.0, CPU) == 0
+    assert clip_grad_norm.clip_norm([], 1.0, 2.0, CPU) == 0
 
 
 def test_powers_that_a_float_cannot_hold() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.full((3,), 1e-5)
-    small = grad_norm.total_grad_norm([parameter], 2.0, CPU)
+    small = clip_grad_norm.total_grad_norm([parameter], 2.0, CPU)
     assert float(small) == pytest.approx(3**0.5 * 1e-5, rel=1e-6)
 
 
@@ -103,5 +103,5 @@ def test_whole_gradients_are_clipped_as_by_torch_to_the_last_digit(norm_type: fl
         norm = clip(iter(parameters), 0.7, norm_type)
         return [norm, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
 
-    ours, theirs = clipped(grad_norm.clip_whole), clipped(nn.utils.clip_grad_norm_)
+    ours, theirs = clipped(clip_grad_norm.clip_whole), clipped(nn.utils.clip_grad_norm_)
     assert all(torch.equal(first, second) for first, second in zip(ours, theirs, strict=True))

@@ -41,8 +41,12 @@ TWO = {
     "blocks by name": Case(plugin={"transformer_cls_names_to_wrap": ["Block", "Linear"]}),
     "blocks by class": Case(plugin={"auto_wrap_policy": [Block]}),
     "prefetching": Case(plugin={"forward_prefetch": True}),
+    "no prefetching": Case(plugin={"backward_prefetch": "NO_PREFETCH"}),
     "offload": Case(plugin={"cpu_offload": True}),
     "activation checkpointing": Case(plugin={"activation_checkpointing": True}),
+    "activation checkpointing, inputs on the CPU": Case(
+        plugin={"activation_checkpointing": True, "activation_checkpointing_offload": True}
+    ),
     "ignored": Case(plugin={"ignored_modules": r"last|blocks\.1"}, steps=2),
     "tied": Case(kind=Tied),
     "tied, others on meta": Case(kind=Tied, start=_on_meta_but_main),
@@ -75,7 +79,7 @@ FOUR = {
 }
 QUICK = {  # one case for each kind of sharding
     2: {"full shard", "shard grad op", "offload", "ignored", "tied", "weighted accumulation"},
-    4: {"hybrid"},
+    4: set(),
 }
 
 

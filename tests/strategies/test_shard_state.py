@@ -124,6 +124,7 @@ def _uninterrupted(names: list[str]) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

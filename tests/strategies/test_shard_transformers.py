@@ -103,3 +103,28 @@ def test_a_language_model_on_meta_starts_as_its_authors_say() -> None:
         torch.testing.assert_close(tensor, expected.model.rotary_emb.inv_freq, rtol=0, atol=0)
     for name, value in expected.state_dict().items():
         assert spread[name] == pytest.approx(float(value.std()), rel=0.3, abs=1e-6), name
+
+
+def _layers_on_the_cpu(offload: bool) -> tuple[int, list[float]]:
+    """Return how often a layer hands its inputs to the CPU, and the losses."""
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True, activation_checkpointing_offload=offload)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    original, entered = torch.autograd.graph.save_on_cpu, [0]
+
+    def counted(pin_memory: bool) -> Any:
+        entered[0] += 1
+        return original(pin_memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd.graph, "save_on_cpu", counted)
+        values, _ = _train(accelerator, _llama())
+    return entered[0], values
+
+
+@pytest.mark.slow
+def test_layers_of_transformers_hand_their_inputs_to_the_cpu() -> None:
+    for (kept, losses), (moved, again) in zip(
+        run_world(_layers_on_the_cpu, (False,)), run_world(_layers_on_the_cpu, (True,)), strict=True
+    ):
+        assert (kept, moved) == (0, 6), "two layers, three steps"
+        assert again == losses

@@ -188,6 +188,18 @@ def gather_checked(
     return [value for _, value in by_rank]
 
 
+def broadcast_noticed(group: ProcessGroup, value: Any, doing: str) -> Any:
+    """Return the value of rank 0; a rank that waits long for it says in which call.
+
+    Args:
+        group: The ranks.
+        value: The value of this rank.
+        doing: The call that this is part of, as the user knows it.
+    """
+    with group.noticed_after(PATIENCE, partial(_warn_of_waiting, group.rank, doing)):
+        return group.broadcast_objects([value])[0]
+
+
 def _shared_class(error: Exception) -> type[TrainerLibError] | None:
     return next((shared for shared in _SHARED_CLASSES if isinstance(error, shared)), None)
 

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from trainer_lib.collectives.agreement import HeldError
-from trainer_lib.collectives.object_collectives import gather_per_rank, joined
+from trainer_lib.collectives.object_collectives import gather_per_data_rank, joined
 from trainer_lib.collectives.ragged_gather import gather_rows_or_raise, holds_rows
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves
@@ -45,7 +45,7 @@ def gather_real_objects(value: Any, rows: Rows | None) -> list[Any]:
     error, real = HeldError("gather_for_metrics"), None
     with error.held():
         real = _real_items(value, rows)
-    by_rank = gather_per_rank(error.pack(real))
+    by_rank = gather_per_data_rank(error.pack(real))
     error.raise_first([report for report, _ in by_rank])
     return joined(real for _, real in by_rank)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves, map_tensors, tensors
+from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
 
 
@@ -41,7 +42,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 def gather_per_rank(value: Any) -> list[Any]:
     """Return the values of all ranks in order of rank."""
-    return [_unpacked(value) for value in PartialState().group.all_gather_objects(_packed(value))]
+    return _gathered(value, PartialState().group)
+
+
+def gather_per_data_rank(value: Any) -> list[Any]:
+    """Return the values of the ranks that read different batches, in order of rank."""
+    return _gathered(value, PartialState().data_group)
 
 
 def joined(values: Iterable[Any]) -> list[Any]:
@@ -50,6 +56,10 @@ def joined(values: Iterable[Any]) -> list[Any]:
     for value in values:
         items += value if isinstance(value, (list, tuple)) else [value]
     return items
+
+
+def _gathered(value: Any, group: ProcessGroup) -> list[Any]:
+    return [_unpacked(value) for value in group.all_gather_objects(_packed(value))]
 
 
 class _OnDevice:

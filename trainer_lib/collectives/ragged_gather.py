@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.collectives.agreement import ErrorReport, HeldError
-from trainer_lib.collectives.object_collectives import gather_per_rank, joined
+from trainer_lib.collectives.object_collectives import gather_per_data_rank, joined
 from trainer_lib.collectives.shape_check import Layout, Leaf, check_layouts, layout, without_rows
 from trainer_lib.foundation.pytree import leaves, map_leaves, tensors
 from trainer_lib.process_group import ProcessGroup
@@ -19,6 +19,8 @@ from trainer_lib.state.partial_state import PartialState
 
 def gather_rows(tree: Any) -> Any:
     """Return the rows of all ranks in order of rank; their numbers may differ, and be 0.
+
+    Ranks that read the same batch, as parts of one replica of a model, count as one.
 
     Tensors and numpy arrays have rows, and so have lists of items (see `holds_rows`). For anything else, the list of
     the values of all ranks is returned; for `None`, `None`.
@@ -40,10 +42,10 @@ def gather_rows_or_raise(operation: str, tree: Any, error: HeldError) -> Any:
     """
     local_leaves = list(leaves(tree, is_leaf=holds_rows))
     objects = [None if isinstance(leaf, Tensor) else leaf for leaf in local_leaves]
-    headers = gather_per_rank(_Header(layout(tree, is_leaf=holds_rows), objects, error.report))
+    headers = gather_per_data_rank(_Header(layout(tree, is_leaf=holds_rows), objects, error.report))
     error.raise_first([header.report for header in headers])
     layouts = _with_empty_filled_in(operation, [header.layout for header in headers])
-    group = PartialState().group
+    group = PartialState().data_group
     gathered = iter(
         [
             _gathered_tensor(leaf, [layout[index] for layout in layouts], group)

@@ -1,8 +1,8 @@
 """`Strategy`: the interface of all ways to distribute a model over ranks, with defaults for whole models."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainer_lib.modules.state import inner_module, load_module_state, module_state
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.strategies.grad_norm import clip_whole, norm_of_whole, shrink
+from trainer_lib.strategies.clip_grad_norm import clip_whole, norm_of_whole, shrink
 from trainer_lib.strategies.optimizer_state_names import load_named_state, named_state
 
 Leftovers = dict[nn.Module, float | Tensor]
@@ -75,7 +75,11 @@ class Strategy(ABC):
         """
 
     def rebind_parameters(self, optimizer: Optimizer) -> None:
-        """Replace parameters of an optimizer that was created before `distribute` by those that train now."""
+        """Replace parameters of an optimizer that was created before `distribute` by those that train now.
+
+        Called for each optimizer when it is prepared, and again for all when another model is. What a strategy does
+        after an update is a hook of the optimizer (`register_step_post_hook`), added here once.
+        """
         del optimizer
 
     def current_parameters(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -97,6 +101,22 @@ class Strategy(ABC):
     def bare(self, model: nn.Module) -> nn.Module:
         """Return the user's module without DDP's and torch.compile's wrappers."""
         return inner_module(self.unwrap(inner_module(model)))
+
+    def whole_shapes(self, model: nn.Module) -> nn.Module:
+        """Return a module with the parameters of the whole model, perhaps without their values."""
+        return self.bare(model)
+
+    def whole_name(self, name: str) -> str:
+        """Return the first name that a parameter of this rank has in the whole model."""
+        return name
+
+    def names_of_all_parts(self, names: Iterable[str]) -> set[str]:
+        """Return the names that all parts of a model have together. All ranks call it."""
+        return set(names)
+
+    def with_other_parts(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return, on rank 0, the values by name of all parts of a model. All ranks call it."""
+        return values
 
     def release(self) -> None:
         """Release the models and pending values."""
@@ -159,6 +179,20 @@ class Strategy(ABC):
     def average_weights(self, model: nn.Module) -> None:
         """Overwrite the weights with their mean over the ranks."""
 
+    @contextmanager
+    def averaged_weights(self, models: Sequence[nn.Module]) -> Generator[None]:
+        """Return the context in which the weights are their mean over the ranks; then they are this rank's again."""
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        kept = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.is_floating_point()]
+        try:
+            for model in models:
+                self.average_weights(model)
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
+
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip the gradients to a total norm of at most `max_norm`, and return the norm before clipping."""
         return clip_whole(parameters, max_norm, norm_type)
@@ -168,12 +202,33 @@ class Strategy(ABC):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def grad_norm(self, parameters: Iterable[Tensor], norm_type: float, *, in_double: bool = False) -> Tensor:
-        """Return the norm over all gradients; `in_double` avoids overflow in squares of large values."""
+        """Return the norm over all gradients; `in_double` avoids overflow in squares of large values.
+
+        It is the same on all ranks, even if their gradients differ: it decides whether an update is skipped.
+        """
         return norm_of_whole(parameters, norm_type, in_double)
 
     def shrink_gradients(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
         """Scale gradients of the known total norm `norm` to a norm of at most `max_norm`."""
         shrink(parameters, max_norm, norm)
+
+    def takes_windows(self, model: nn.Module) -> bool:
+        """Whether `run_window` computes all micro-batches of a window of this model at once."""
+        del model
+        return False
+
+    def run_window(
+        self, model: nn.Module, compute: Callable[[int], tuple[Tensor, Any]], shapes: Sequence[Hashable]
+    ) -> list[Any]:
+        """Compute the gradients of the micro-batches of a window at once, and return their facts on all ranks.
+
+        Args:
+            model: The prepared model, which `takes_windows`.
+            compute: Returns the loss of a micro-batch and its facts, such as its weight. It calls the model once, and
+                may be left at that call.
+            shapes: What decides the shapes of activations, for each micro-batch.
+        """
+        raise NotImplementedError
 
     # -- states --------------------------------------------------------------------------------------------------
 
@@ -186,6 +241,10 @@ class Strategy(ABC):
         """
         del whole
         return module_state(self.bare(model))
+
+    def exported_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's whole tensors for the user's script. All ranks call it; rank 0 gets them."""
+        return self.model_state(model)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state that `model_state` returned. All ranks call it.

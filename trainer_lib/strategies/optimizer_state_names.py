@@ -10,7 +10,8 @@ from trainer_lib.foundation.errors import StateError
 from trainer_lib.modules.names import canonical_name
 
 _UNNAMED = "parameter of its own"  # the name of a parameter that is in no prepared model
-_ORDER = ("params", "param_names")  # the entries of a group that depend on the order of its parameters
+# The entries of a group that belong to this process: the order of its parameters, and how it updates them.
+_KEPT = ("params", "param_names", "foreach", "fused")
 _SHOWN = 4
 
 
@@ -44,7 +45,7 @@ def load_named_state(optimizer: Optimizer, models: Sequence[nn.Module], state: M
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
     saved = _matched(optimizer, names, state["param_groups"])
     groups = [
-        {**{key: value for key, value in group.items() if key not in _ORDER}, **_order_of(current)}
+        {**{key: value for key, value in group.items() if key not in _KEPT}, **_kept(current)}
         for group, current in zip(saved, optimizer.state_dict()["param_groups"], strict=True)
     ]
     by_number = {numbers.get(key, key): value for key, value in state["state"].items()}
@@ -120,5 +121,5 @@ def _difference(kind: str, number: int, current: list[str], saved: list[str]) ->
     )
 
 
-def _order_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in _ORDER if key in group}
+def _kept(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in _KEPT if key in group}

@@ -1,8 +1,13 @@
-"""Choose the strategy for a world of ranks."""
+"""Choose the strategy for a world of ranks, or one that another package registered."""
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
+from trainer_lib.options.base import KwargsHandler
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
@@ -14,6 +19,48 @@ from trainer_lib.strategies.single_device import SingleDevice
 
 _logger = get_logger(__name__)
 
+_Class = TypeVar("_Class", bound=type[Strategy])
+_registered: dict[type[KwargsHandler], type[Strategy]] = {}
+
+
+def register_strategy(options: type[KwargsHandler]) -> Callable[[_Class], _Class]:
+    """Register your own strategy under the class of its options; `kwargs_handlers=[OPTIONS()]` selects it. A decorator.
+
+    Args:
+        options: The class of the options, a subclass of `KwargsHandler`.
+
+    Raises:
+        ConfigurationError: If one of them is no such class.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class EchoKwargs(KwargsHandler):
+        ...     loud: bool = False
+        >>> @register_strategy(EchoKwargs)
+        ... class Echo(SingleDevice):
+        ...     def distribute(self, model, evaluation_mode=False):
+        ...         print("distributed", self.options)
+        ...         return model
+        >>> from trainer_lib import Accelerator
+        >>> model = Accelerator(cpu=True, kwargs_handlers=[EchoKwargs(loud=True)]).prepare(torch.nn.Linear(2, 1))
+        distributed EchoKwargs(loud=True)
+    """
+
+    def register(strategy: _Class) -> _Class:
+        for kind, base in ((options, KwargsHandler), (strategy, Strategy)):
+            if not (isinstance(kind, type) and issubclass(kind, base)):
+                raise ConfigurationError(f"register_strategy needs a subclass of {base.__name__} (got {kind!r}).")
+        _registered[options] = strategy
+        return strategy
+
+    return register
+
+
+def registered_options() -> tuple[type[KwargsHandler], ...]:
+    """Return the options of the registered strategies."""
+    return tuple(_registered)
+
 
 def choose_strategy(
     distributed_type: DistributedType,
@@ -23,14 +70,40 @@ def choose_strategy(
     fsdp: FullyShardedDataParallelPlugin | None = None,
     parallelism: ParallelismConfig | None = None,
     mixed_precision: str = "no",
+    registered: KwargsHandler | None = None,
+    data_group: ProcessGroup | None = None,
 ) -> Strategy:
-    """Return the strategy: FSDP if `fsdp` asks for it, else DDP if a launcher started ranks (even one), else none."""
-    if fsdp is not None and parallelism is not None:
-        if ddp is not None:
-            _logger.warning_once(
-                "DistributedDataParallelKwargs are ignored: FSDP shards the models, and DDP does not run."
+    """Return the strategy that the options ask for, else DDP if a launcher started ranks (even one), else none.
+
+    Raises:
+        ConfigurationError: If the options of a registered strategy come with those of another one.
+    """
+    if registered is not None:
+        if fsdp is not None or ddp is not None:
+            raise ConfigurationError(
+                f"{type(registered).__name__} selects the strategy {_registered[type(registered)].__name__}, and "
+                f"{type(fsdp or ddp).__name__} another one. Give one of them."
             )
+        return _registered[type(registered)](group, device, registered)
+    replicas = group if data_group is None else data_group
+    if parallelism is not None and parallelism.pp_enabled:
+        from trainer_lib.strategies.pipeline_parallel.pipeline_parallel import PipelineParallel
+
+        _warn_of_unused(ddp, "pipeline parallelism spreads the models")
+        return PipelineParallel(group, device, fsdp, parallelism, mixed_precision, replicas)
+    if parallelism is not None and parallelism.tp_enabled:
+        from trainer_lib.strategies.tensor_parallel.tensor_parallel import TensorParallel
+
+        _warn_of_unused(ddp, "tensor parallelism splits the models")
+        return TensorParallel(group, device, fsdp, parallelism, mixed_precision, replicas)
+    if fsdp is not None and parallelism is not None:
         from trainer_lib.strategies.fsdp.fsdp import FSDP
 
+        _warn_of_unused(ddp, "FSDP shards the models")
         return FSDP(group, device, fsdp, parallelism, mixed_precision)
     return (SingleDevice if distributed_type == DistributedType.NO else DDP)(group, device, ddp)
+
+
+def _warn_of_unused(ddp: DistributedDataParallelKwargs | None, reason: str) -> None:
+    if ddp is not None:
+        _logger.warning_once("DistributedDataParallelKwargs are ignored: %s, and DDP does not run.", reason)

@@ -18,15 +18,13 @@ from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
-from trainer_lib.strategies.ddp.comm_hooks import CommHook, averaged, hook_factory, summed
+from trainer_lib.strategies.clip_grad_norm import weight_dtype
+from trainer_lib.strategies.ddp.bucket_message import EXACT, DeviceMessage, HostMessage, Values
+from trainer_lib.strategies.ddp.comm_hooks import CommHook, averaged, hook_factory
 from trainer_lib.strategies.ddp.join import Joining
 from trainer_lib.strategies.ddp.param_averaging import average, average_gradients
-from trainer_lib.strategies.grad_norm import weight_dtype
 from trainer_lib.strategies.single_device import NO_CONTEXT
 from trainer_lib.strategies.validate import check_has_whole_weights
-
-# Sums in these types are exact enough for counts of items; smaller types would round them.
-_EXACT = (torch.float32, torch.float64)
 
 
 class DDP(Strategy):
@@ -38,7 +36,9 @@ class DDP(Strategy):
         super().__init__(group, device, options)
         self._arguments: dict[str, Any] = {} if options is None else options.to_kwargs()
         self._new_hook = hook_factory(options)
-        self._extra_values: Tensor | None = None
+        self._extra_values: Values | None = None
+        self._host_message: HostMessage | None = None
+        self._sent: HostMessage | DeviceMessage | None = None  # the message that took the values along
         self._joining: Joining | None = None
         self._without_hook: list[DistributedDataParallel] = []
 
@@ -89,14 +89,20 @@ class DDP(Strategy):
     def send_with_gradients(self, values: Sequence[float | Tensor]) -> None:
         """Append `values` to the first bucket of the next `backward`."""
         # Hooks are registered only now: a loop without weighted losses keeps DDP's own reduction, without Python.
-        self._register_hooks()
-        self._averages = ()
-        self._extra_values = _packed(values, self.device) if values else None
+        if self._without_hook:
+            self._register_hooks()
+        self._averages, self._sent, self._extra_values = (), None, None
+        if not values:  # after an error: the message may still be on its way
+            self._host_message = None
+        else:
+            self._extra_values = values if self.device.type == "cpu" else _packed(values, self.device)
 
     def received_averages(self) -> Sequence[float | Tensor]:
         """Return the averages, after an all-reduce if no bucket took the values along."""
-        if self._extra_values is not None:
-            values, self._extra_values = self._extra_values, None
+        if self._sent is not None:
+            self._averages, self._sent = self._sent.values(), None
+        elif self._extra_values is not None:
+            values, self._extra_values = _packed(self._extra_values, self.device), None
             if self._joining is not None:
                 raise ConfigurationError(
                     "backward(loss, weight=…) inside join_uneven_inputs reduced no gradients of a joined model, with "
@@ -112,8 +118,8 @@ class DDP(Strategy):
             self._prepare_joined_bucket(model, bucket, self._joining)
         elif self._extra_values is not None and hook is averaged:
             gradients = bucket.buffer()
-            if not gradients.is_sparse and gradients.dtype in _EXACT:
-                return self._averaged_with_extra_values(gradients, self._extra_values, is_last=bucket.is_last())
+            if not gradients.is_sparse and gradients.dtype in EXACT:
+                return self._averaged_with_values(gradients, self._extra_values, bucket.is_last())
         return hook(bucket)
 
     def check_local_backwards(self) -> None:
@@ -176,6 +182,7 @@ class DDP(Strategy):
     def release(self) -> None:
         """Release the models."""
         self._without_hook.clear()
+        self._host_message = None
 
     def _register_hooks(self) -> None:
         for model in self._without_hook:
@@ -197,27 +204,22 @@ class DDP(Strategy):
         # The loss weight is reduced before each first bucket, even if the loss has none: ranks without data cannot
         # know whether it has, and must run the same collectives.
         if bucket.index() == 0:
-            weight, self._extra_values = self._extra_values, None
+            values, self._extra_values = self._extra_values, None
+            weight = None if values is None else _packed(values, self.device)
             self._averages = [joining.total_weight(model, weight)]
         joining.fill(model, bucket)
 
-    def _averaged_with_extra_values(self, gradients: Tensor, extra_values: Tensor, is_last: bool) -> Future[Tensor]:
-        self._extra_values = None
+    def _averaged_with_values(self, gradients: Tensor, values: Values, is_last: bool) -> Future[Tensor]:
         # The first bucket is small, so the copy costs less than a second all-reduce.
-        message = torch.cat([gradients, extra_values.to(gradients)])
-
-        def split(total: Tensor) -> Tensor:
-            average = total.div_(self.group.size)
-            self._averages = _unpacked(average[gradients.numel() :])
-            return average[: gradients.numel()]
-
-        if not is_last or not message.is_cpu:
-            return summed(message).then(lambda future: split(future.value()[0]))
-        # After the last bucket there is nothing to overlap with, and a callback on another thread would take longer.
-        dist.all_reduce(message)
-        finished: Future[Tensor] = Future()
-        finished.set_result(split(message))
-        return finished
+        self._extra_values = None
+        if isinstance(values, Tensor):
+            self._sent = message = DeviceMessage(self.group.size)
+            return message.reduce(gradients, values)
+        message = self._host_message
+        if message is None or not message.fits(gradients, values):
+            message = self._host_message = HostMessage(gradients, len(values), self.group.size)
+        self._sent = message
+        return message.reduce(gradients, values, is_last)
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,9 @@ def _learns_its_graph(model: DistributedDataParallel) -> bool:
     return model.static_graph and not model._static_graph_delay_allreduce_enqueued  # pyright: ignore[reportPrivateUsage]
 
 
-def _packed(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+def _packed(values: Values, device: torch.device) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
     if device.type == "cpu" and not [value for value in values if isinstance(value, Tensor)]:
         return torch.tensor(values, dtype=torch.float64)
     return torch.stack([_on_device(value, device) for value in values])

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import JoinOutcome, Leftovers
-from trainer_lib.strategies.grad_norm import weight_dtype
+from trainer_lib.strategies.clip_grad_norm import weight_dtype
 
 
 class Joining(JoinOutcome):

@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
+from trainer_lib.options.fsdp1_translation import WholeState
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
+from trainer_lib.strategies.clip_grad_norm import clamp_gradients, clip_norm, total_grad_norm
 from trainer_lib.strategies.fsdp import sharded_state
-from trainer_lib.strategies.fsdp.sharded_model import ShardedModel
-from trainer_lib.strategies.grad_norm import clamp_gradients, clip_norm, total_grad_norm
+from trainer_lib.strategies.fsdp.fully_shard import ShardedModel, Splitting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,7 @@ class FSDP(Strategy):
         mixed_precision: The precision to compute in.
     """
 
+    method = "FSDP"  # its name in errors
     gathers_to_rank_zero = True
     needs_lockstep = True
 
@@ -49,7 +51,6 @@ class FSDP(Strategy):
     ) -> None:
         super().__init__(group, device)
         self.plugin = plugin
-        self.writes_shards = plugin.writes_shards
         self._mixed_precision = mixed_precision
         self._parallelism = parallelism
         self._models: list[ShardedModel] = []
@@ -58,6 +59,11 @@ class FSDP(Strategy):
         self._step_hooks: list[Any] = []
         self._in_flight: tuple[Tensor, dist.Work] | None = None
 
+    @property
+    def writes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether a checkpoint consists of shards; the plugin's `set_state_dict_type` may change it between saves."""
+        return self.plugin.writes_shards
+
     def place(self, model: nn.Module) -> nn.Module:
         """Leave the model on its device: only its shards move."""
         return model
@@ -65,7 +71,9 @@ class FSDP(Strategy):
     def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
         """Shard the model, in place, for evaluation too: it may be too large for one device."""
         del evaluation_mode
-        sharded = ShardedModel(self.bare(model), self.plugin, self._arguments(), self.group, self.device)
+        bare = self.bare(model)
+        splitting = self._splitting(bare)
+        sharded = ShardedModel(bare, self.plugin, self._arguments(), self.group, self.device, splitting)
         self._models.append(sharded)
         self._replacements.update(sharded.take_replacements())
         return model
@@ -135,17 +143,17 @@ class FSDP(Strategy):
     ) -> AbstractContextManager[JoinOutcome]:
         """Raise: each forward gathers shards from all ranks, so a rank without data cannot stop."""
         raise UnsupportedError(
-            "join_uneven_inputs needs a whole model on each rank, and FSDP shards it. Read equally many batches on "
-            "all ranks: leave even_batches on, or give the loader drop_last=True."
+            f"join_uneven_inputs needs a whole model on each rank, and {self.method} shards it. Read equally many "
+            "batches on all ranks: leave even_batches on, or give the loader drop_last=True."
         )
 
     def stay_local(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Raise: no rank has a whole model."""
-        raise _no_local_training()
+        raise _no_local_training(self.method)
 
     def average_weights(self, model: nn.Module) -> None:
         """Raise: no rank has a whole model."""
-        raise _no_local_training()
+        raise _no_local_training(self.method)
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip the gradients of shards and of whole weights to one total norm."""
@@ -161,7 +169,11 @@ class FSDP(Strategy):
 
     def model_state(self, model: nn.Module, *, whole: bool = True) -> dict[str, Any]:
         """Return the model's tensors: whole tensors on rank 0, or this rank's shards."""
-        return sharded_state.model_state(self.bare(model), self.group, self.device, whole)
+        return sharded_state.model_state(self.bare(model), self.group, self.device, WholeState() if whole else None)
+
+    def exported_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's whole tensors, where the plugin's `state_dict_config` wants them."""
+        return sharded_state.model_state(self.bare(model), self.group, self.device, self.plugin.whole_state)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole tensors from rank 0, or this rank's shards."""
@@ -190,6 +202,11 @@ class FSDP(Strategy):
         self._replacements.clear()
         self.send_with_gradients([])
 
+    def _splitting(self, model: nn.Module) -> Splitting:
+        """Return what is done to the emptied model before `fully_shard`."""
+        del model
+        return Splitting(replicas=self.group)
+
     def _arguments(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -210,7 +227,7 @@ class FSDP(Strategy):
         inner = self.bare(model)
         return next((sharded for sharded in self._models if sharded.model is inner), None)
 
-    def _refuse_mixed(self, optimizer: Optimizer, settings: Mapping[str, Any]) -> None:
+    def _refuse_mixed(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         """Raise for a fused or foreach optimizer whose group has both shards and whole weights."""
         at_once = [name for name in ("fused", "foreach") if settings.get(name)]
         # torch treats parameters without dimensions like shards.
@@ -252,24 +269,26 @@ class _Synchronizing:
 def _mesh(parallelism: ParallelismConfig, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> "DeviceMesh":
     from torch.distributed.device_mesh import init_device_mesh
 
-    shards, reshard = parallelism.sizes["dp_shard"], plugin.reshard_after_forward
+    shards, reshard = parallelism.shard_size, plugin.reshard_after_forward
     if not isinstance(reshard, bool) and (reshard >= shards or shards % reshard):
         raise ConfigurationError(
             f"reshard_after_forward must be True, False, or a divisor of the {shards} ranks that share a copy of the "
             f"model and smaller than {shards} (got {reshard}). Use True or False."
         )
-    if parallelism.dp_shard_enabled:
+    if parallelism.sizes["dp_shard"] == shards > 1:
         mesh = parallelism.get_device_mesh(device.type)
         assert mesh is not None
-        return mesh
-    # FSDP2 shards along the last dimension, so the mesh needs it even if its size is 1.
-    names = parallelism.fsdp_dim_names
-    return init_device_mesh(device.type, tuple(parallelism.sizes[name] for name in names), mesh_dim_names=tuple(names))
+        names = tuple(parallelism.fsdp_dim_names)
+        return mesh if names == mesh.mesh_dim_names else mesh[names]
+    # FSDP2 shards along the last dimension, so the mesh needs it even if its size is 1. Ranks that hold parts of the
+    # same sequences also hold shards of the same weights.
+    names, sizes = parallelism.fsdp_dim_names, {**parallelism.sizes, "dp_shard": shards}
+    return init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
 
 
-def _no_local_training() -> UnsupportedError:
+def _no_local_training(method: str) -> UnsupportedError:
     return UnsupportedError(
-        "LocalSGD needs a whole model on each rank, and FSDP shards it. Leave one of them out, or give LocalSGD "
+        f"LocalSGD needs a whole model on each rank, and {method} shards it. Leave one of them out, or give LocalSGD "
         "enabled=False."
     )
 

@@ -95,6 +95,17 @@ def fill(
         write(target, whole)
 
 
+def fill_held(
+    targets: Mapping[str, Tensor], values: Mapping[str, Tensor], group: ProcessGroup | None, device: torch.device
+) -> None:
+    """Copy values like `fill`, where each rank has `targets` for some of the names only. All ranks name all values."""
+    for name, value in values.items():
+        if name in targets:
+            fill({name: targets[name]}, values, group, device)
+        elif group is not None:
+            fill({name: torch.empty(value.shape, dtype=value.dtype, device=device)}, values, group, device)
+
+
 def write(target: Any, whole: Tensor) -> None:
     """Overwrite a tensor, or this rank's shard of it, with a whole tensor."""
     if not hasattr(target, "_local_tensor"):

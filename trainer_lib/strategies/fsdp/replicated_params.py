@@ -1,4 +1,4 @@
-"""`ReplicatedParameters`: averages the gradients of weights that FSDP does not shard."""
+"""`ReplicatedParameters`: averages the gradients of weights that several ranks hold and FSDP does not shard."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,19 +9,22 @@ from torch.autograd import Variable
 
 from trainer_lib.foundation.pytree import tensors
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.strategies.clip_grad_norm import local_values
+from trainer_lib.strategies.ddp.param_averaging import average
 
 
 class ReplicatedParameters:
-    """Averages the gradients of whole weights over the ranks at the end of each backward that synchronizes.
+    """Averages the gradients of weights over the ranks at the end of each backward that synchronizes.
 
     Args:
         parameters: The weights, in the same order on all ranks.
-        group: The process group of all ranks.
+        group: The ranks that hold the same weights, and have different gradients.
     """
 
     def __init__(self, parameters: Iterable[Tensor], group: ProcessGroup) -> None:
         self.synchronizes = True
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameters = trained if group.size > 1 else []
         self._group = group
         self._is_due = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._queue_average) for p in self._parameters]
@@ -43,20 +46,17 @@ class ReplicatedParameters:
             self._is_due = True
             # The only way to run code at the end of a backward; FSDP takes it too.
             engine: Any = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
-            engine.queue_callback(self._average)
+            engine.queue_callback(self.average)
 
-    def _average(self) -> None:
+    def average(self) -> None:
+        """Average the gradients now; what is averaged already stays as it is."""
         self._is_due = False
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self._parameters:
-            by_type.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in by_type.values():
-            # A weight that this rank did not use counts with zeros: other ranks may have used it.
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            average = self._group.all_reduce(flat).div_(self._group.size)
-            for parameter, part in zip(parameters, average.split([p.numel() for p in parameters]), strict=True):
-                if parameter.grad is not None:
-                    parameter.grad.copy_(part.view_as(parameter))
-                elif part.any():
-                    parameter.grad = part.view_as(parameter).clone()
+        # A weight that this rank did not use counts with zeros: other ranks may have used it.
+        unused = [parameter for parameter in self._parameters if parameter.grad is None]
+        for parameter in unused:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        average(local_values(gradients), self._group)
+        for parameter in unused:
+            if parameter.grad is not None and not any(value.any() for value in local_values([parameter.grad])):
+                parameter.grad = None

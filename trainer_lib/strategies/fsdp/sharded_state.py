@@ -13,22 +13,27 @@ from torch.optim import Optimizer
 from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.state import check_fits, module_state
+from trainer_lib.options.fsdp1_translation import WholeState
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.optimizer_state_names import load_named_state, named_state, parameter_names
 
+_ON_RANK_ZERO = WholeState()
 
-def model_state(model: nn.Module, group: ProcessGroup, device: torch.device, whole: bool) -> dict[str, Any]:
-    """Return the model's tensors: shards, or whole tensors on rank 0's CPU and none on the other ranks."""
+
+def model_state(
+    model: nn.Module, group: ProcessGroup, device: torch.device, whole: WholeState | None
+) -> dict[str, Any]:
+    """Return the model's tensors: shards, or whole tensors on the ranks that get them and none on the others."""
     state = module_state(model)
-    if not whole:
+    if whole is None:
         return state
     seen: dict[int, Any] = {}  # gathers a tensor under several names once
     for name, value in module_state_with_variables(model).items():
         if id(value) not in seen:
-            seen[id(value)] = _whole(state[name], group, device)
+            seen[id(value)] = _whole(state[name], group, device, whole)
         state[name] = seen[id(value)]
-    return state if group.rank == 0 else {}
+    return state if group.rank == 0 or whole.on_all_ranks else {}
 
 
 def module_state_with_variables(model: nn.Module) -> dict[str, Any]:
@@ -144,14 +149,16 @@ def _mapped(state: Mapping[str, Any], function: Callable[[str, Any], Any]) -> di
     }
 
 
-def _whole(value: Any, group: ProcessGroup, device: torch.device) -> Any:
+def _whole(value: Any, group: ProcessGroup, device: torch.device, kept: WholeState = _ON_RANK_ZERO) -> Any:
     if not isinstance(value, Tensor):
         return value
     sharded: Any = value.detach()
     if hasattr(sharded, "_local_tensor"):
         # Move to the device first: the backend may only communicate from there.
         sharded = sharded.to(device).full_tensor()
-    return sharded.cpu() if group.rank == 0 else None
+    if group.rank and not kept.on_all_ranks:
+        return None
+    return sharded.cpu() if kept.on_cpu else sharded.to(device)
 
 
 def _holds_shards(values: Any) -> bool:

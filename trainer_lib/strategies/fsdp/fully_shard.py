@@ -1,6 +1,7 @@
 """`ShardedModel`: shards a model with `fully_shard`, and controls the synchronization of its blocks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import PreparationError
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations
 from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.ties import first_names
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
@@ -22,8 +24,29 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
+@dataclass
+class Splitting:
+    """What is done to an emptied model before `fully_shard`: nothing.
+
+    Args:
+        shards: Whether `fully_shard` follows.
+        is_done: Whether the model was loaded in parts, so that each rank keeps the values it has.
+        replicas: The ranks that average the gradients of what is not sharded.
+    """
+
+    replicas: ProcessGroup
+    shards: bool = True
+    is_done: bool = False
+
+    def apply(self, model: nn.Module) -> None:
+        """Split the weights of a model in place."""
+
+    def finish(self, model: nn.Module) -> None:
+        """Do what needs the parameters that are trained."""
+
+
 class ShardedModel:
-    """A model that `fully_shard` was applied to, in place.
+    """A model whose weights are in parts: `fully_shard` was applied to it in place, or another splitting.
 
     Args:
         model: The model, on any device; on the meta device, if rank 0 can initialize it.
@@ -31,6 +54,7 @@ class ShardedModel:
         arguments: Arguments of `fully_shard` for each module.
         group: The process group of all ranks.
         device: The device of this rank.
+        splitting: What is done before `fully_shard`.
     """
 
     def __init__(
@@ -40,28 +64,42 @@ class ShardedModel:
         arguments: Mapping[str, Any],
         group: ProcessGroup,
         device: torch.device,
+        splitting: Splitting,
     ) -> None:
-        check_has_whole_weights(model)
+        if not splitting.is_done:
+            check_has_whole_weights(model)
         self.model = model
         self.withholds_gradients = False
         self._plugin, self._group, self._device = plugin, group, device
         ignored = ignored_modules(model, plugin.ignored_modules)
         wrapped = modules_to_wrap(model, plugin, ignored)
         if plugin.activation_checkpointing:
-            checkpoint_activations(model, list(wrapped.values()))
-        self._before = dict(model.named_parameters())
-        self._materialize_on_rank_zero()
+            checkpoint_activations(model, list(wrapped.values()), bool(plugin.activation_checkpointing_offload))
+        self._before = dict(model.named_parameters(remove_duplicate=False))
+        if not splitting.is_done:
+            self._materialize_on_rank_zero()
         kept = {p for module in ignored for p in module.parameters(recurse=False)}
         kept |= {p for p in model.parameters() if p.dim() == 0 or not p.numel()}  # cannot be sharded
         kept |= _normalization_weights(model, arguments.get("mp_policy"))
-        _check_types(model, list(wrapped.values()), kept)
-        values = materialize.empty(model, kept)
-        self._blocks = _sharded(model, list(wrapped.values()), plugin, {**arguments, "ignored_params": kept})
-        self._fill(values)
+        if splitting.shards:
+            _check_types(model, list(wrapped.values()), kept)
+        first = first_names(model)
+        values = None if splitting.is_done else materialize.empty(model, kept)
+        splitting.apply(model)
+        self._blocks: list[FSDPModule] = []
+        if splitting.shards:
+            held = set(model.modules())
+            inner = [module for module in wrapped.values() if module in held]
+            self._blocks = _sharded(model, inner, plugin, {**arguments, "ignored_params": kept})
+        if values is not None:
+            self._fill(values, first)
+        splitting.finish(model)
         # Code that reads weights between two steps should see shards, even after a forward without a backward.
         model.register_forward_hook(self._after_forward, always_call=True)
-        self.whole = {name: p for name, p in model.named_parameters() if not hasattr(p, "_local_tensor")}
-        self.replicas = ReplicatedParameters(self.whole.values(), group)
+        named = dict(model.named_parameters())
+        self.whole = {name: p for name, p in named.items() if not hasattr(p, "_local_tensor")}
+        replicated = self.whole if splitting.shards else named
+        self.replicas = ReplicatedParameters(replicated.values(), splitting.replicas)
 
     def take_replacements(self) -> dict[Tensor, nn.Parameter]:
         """Return the new parameter of each replaced one, and release the old ones, which are large. Call it once."""
@@ -100,7 +138,7 @@ class ShardedModel:
     def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         del module, inputs
         if torch.is_grad_enabled():
-            self.withholds_gradients = not self.synchronizes
+            self.withholds_gradients = bool(self._blocks) and not self.synchronizes
             self.replicas.watch(outputs)
         else:  # no backward follows that would reshard
             self.reshard()
@@ -124,12 +162,13 @@ class ShardedModel:
             if other != first:
                 raise _other_model(rank, first, other)
 
-    def _fill(self, values: Mapping[str, Tensor]) -> None:
+    def _fill(self, values: Mapping[str, Tensor], first: Mapping[str, str]) -> None:
         shards_on = torch.device("cpu") if self._plugin.offload.to_cpu else self._device
         materialize.allocate(self.model, self._device, shards_on)
-        targets = {name: p.detach() for name, p in self.model.named_parameters()} | dict(self.model.named_buffers())
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        targets = {first.get(name, name): tensor.detach() for name, tensor in named}
         source = self._group if self._plugin.sync_module_states else None
-        materialize.fill(targets, values, source, self._device)
+        materialize.fill_held(targets, values, source, self._device)
 
 
 def _sharded(
@@ -145,6 +184,9 @@ def _sharded(
     if plugin.forward_prefetch:
         for block, following in zip([root, *blocks], blocks, strict=False):
             block.set_modules_to_forward_prefetch([following])
+    if plugin.backward_prefetch == "NO_PREFETCH":
+        for block in (root, *blocks):
+            block.set_modules_to_backward_prefetch([block])  # in place of the next one; its own are gathered by then
     return [root, *blocks]
 
 

@@ -98,6 +98,12 @@ def total_grad_norm(
     return total_norm(_gradients(parameters), norm_type, device, in_double)
 
 
+@torch.no_grad()
+def norm_over_ranks(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """Return the norm over all gradients from that of this rank's, where each rank has other ones."""
+    return _reduced_norms(norm.double().reshape(1), float(norm_type), group)[0].to(norm.dtype)
+
+
 def norm_of_whole(parameters: Iterable[Tensor], norm_type: float, in_double: bool = False) -> Tensor:
     """Return the norm over gradients that are whole, bit for bit as torch's `get_total_norm` does."""
     gradients = _gradients(parameters)
@@ -174,12 +180,13 @@ def _norms(tensors: list[Tensor], norm_type: float, device: torch.device, dtype:
 def _over_shards(norms: Tensor, norm_type: float, mesh: Any, placements: Sequence[Any]) -> Tensor:
     """Return the norms of whole tensors from those of this rank's shards."""
     for dimension, placement in enumerate(placements):
-        if placement.is_shard():
-            norms = _reduced_norms(norms, norm_type, mesh.get_group(dimension))
-        elif not placement.is_replicate():
+        if placement.is_replicate():
+            continue
+        if placement.is_partial():
             raise UnsupportedError(
                 f"Gradient norms support the placements Shard and Replicate (got {placement}). Shard with FSDP2."
             )
+        norms = _reduced_norms(norms, norm_type, mesh.get_group(dimension))  # of shards, strided or not
     return norms
 
 

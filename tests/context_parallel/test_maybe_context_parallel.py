@@ -1,0 +1,163 @@
+"""`Accelerator.maybe_context_parallel`: buffers cut in place, and attention over ranks for any loop."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.worlds import run_world
+from trainer_lib import Accelerator, ParallelismConfig
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.options.sequence_options import TorchContextParallelConfig
+
+sdpa = F.scaled_dot_product_attention  # a name of the model's own file, which is replaced too
+
+
+class Model(nn.Module):
+    def __init__(self, mask: Any = None) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head, self.mask = nn.Embedding(9, 8), nn.Linear(8, 24), nn.Linear(8, 9), mask
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + positions.unsqueeze(-1).sin()
+        query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.inner(hidden).chunk(3, -1))
+        mask = None if self.mask is None else self.mask(tokens)
+        out = sdpa(query, key, value, attn_mask=mask, is_causal=mask is None)
+        return self.head(hidden + out.transpose(1, 2).flatten(2))
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    tokens = torch.randint(0, 9, (2, 17), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:], torch.arange(16).repeat(2, 1)
+
+
+def gradient(config: ParallelismConfig | None, mask: Any = None) -> Tensor:
+    """Return the gradient of a model's first weights after a loop as written for Accelerate."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    model = accelerator.prepare(Model(mask))
+    inputs, labels, positions = tensors()
+    with accelerator.maybe_context_parallel(
+        buffers=[inputs, labels, positions], buffer_seq_dims=[1, 1, 1], no_restore_buffers={positions}
+    ):
+        loss = F.cross_entropy(model(inputs, positions).flatten(0, 1), labels.flatten())
+        accelerator.backward(loss)
+    assert torch.equal(inputs, tensors()[0])
+    assert torch.equal(labels, tensors()[1])
+    assert positions.shape[1] == 16 // (1 if config is None else config.total_size)
+    bare: Any = accelerator.unwrap_model(model)
+    return bare.embedding.weight.grad
+
+
+def padding(tokens: Tensor) -> Tensor:
+    return (tokens != 3)[:, None, None, :]
+
+
+@pytest.mark.parametrize("mask", [None, padding])
+def test_a_loop_has_the_gradients_of_whole_sequences(mask: Any) -> None:
+    def body() -> list[Tensor]:
+        configs = [
+            ParallelismConfig(cp_size=2),
+            ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig("ring", load_balance=False)),
+            ParallelismConfig(sp_size=2),
+        ]
+        found: list[Tensor] = []
+        for config in configs:
+            found.append(gradient(config, mask))
+            Accelerator(cpu=True, parallelism_config=config).free_memory()
+        return found
+
+    (expected,) = run_world(lambda: gradient(None, mask), num_processes=1)
+    assert float(expected.abs().max()) > 1e-3
+    for found in run_world(body):
+        for each in found:
+            torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-7)
+
+
+def llama_gradient(config: ParallelismConfig | None) -> Tensor:
+    """Return a gradient of a model of transformers, with a mask of padding that is not cut."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    model = accelerator.prepare(LlamaForCausalLM(LlamaConfig(vocab_size=9, **sizes, **heads)))
+    inputs, labels, positions = tensors()
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[1, :5] = 0
+    labels = labels.masked_fill(mask == 0, -100)
+    buffers = [inputs, labels, positions]
+    with accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)):
+        batch = {"input_ids": inputs, "attention_mask": mask, "position_ids": positions}
+        loss = model(**batch, labels=labels, shift_labels=labels, num_items_in_batch=torch.tensor(27.0)).loss
+        accelerator.backward(loss * accelerator.num_processes)
+    bare: Any = accelerator.unwrap_model(model)
+    return bare.model.embed_tokens.weight.grad
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_takes_masks_of_whole_sequences() -> None:
+    (expected,) = run_world(lambda: llama_gradient(None), num_processes=1)
+    assert float(expected.abs().max()) > 1e-4
+    for config in (ParallelismConfig(cp_size=2), ParallelismConfig(sp_size=2)):
+        for found in run_world(llama_gradient, (config,)):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    def body() -> list[str]:
+        accelerator, refused = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2)), []
+        model = accelerator.prepare(Model(lambda tokens: torch.ones(tokens.shape[1], tokens.shape[1]).bool()))
+        bias = accelerator.prepare(Model(lambda tokens: torch.ones(2, 1, 1, tokens.shape[1])))
+        inputs, labels, positions = tensors()
+        cases: list[Any] = [
+            ({"buffers": [inputs[:, :7]], "buffer_seq_dims": [1]}, None),
+            ({"buffers": [inputs], "buffer_seq_dims": []}, None),
+            ({"buffers": [inputs], "buffer_seq_dims": [2]}, None),
+            ({"buffers": [inputs], "buffer_seq_dims": [1], "no_restore_buffers": {labels}}, None),
+            ({"buffers": [inputs, labels], "buffer_seq_dims": [0, 1]}, None),
+            ({"buffers": [inputs, positions], "buffer_seq_dims": [1, 1]}, model),
+            ({"buffers": [inputs, positions], "buffer_seq_dims": [1, 1]}, bias),
+        ]
+        for options, called in cases:
+            with (
+                pytest.raises((ConfigurationError, UnsupportedError)) as error,
+                accelerator.maybe_context_parallel(**options),
+            ):
+                called(inputs, positions)
+            refused.append(str(error.value))
+        assert torch.equal(inputs, tensors()[0])
+        return refused
+
+    expected = [
+        "A sequence of 7 cannot be cut for 2 ranks: its length must be a multiple of 4. Pad it to 8",
+        "buffer_seq_dims must name a dimension for each of the 1 buffers (got 0).",
+        "buffers[0] must be a tensor with the dimension 2 (got shape (2, 16)).",
+        "no_restore_buffers has a tensor that is not in buffers.",
+        "buffers have sequences of 2, 16: give those of one length",
+        "attn_mask of shape (8, 8) cannot be cut",
+        "attn_mask adds a bias to the scores",
+    ]
+    for refused in run_world(body):
+        assert [message[: len(start)] for message, start in zip(refused, expected, strict=True)] == expected
+
+
+def test_sequences_and_matrices_are_not_split_together() -> None:
+    def body() -> str:
+        with pytest.raises(UnsupportedError) as error:
+            Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, cp_size=2))
+        return str(error.value)
+
+    assert "tp_size=2 does not work with cp_size=2" in run_world(body, num_processes=4)[0]
+
+
+def test_whole_sequences_stay_whole() -> None:
+    accelerator, (inputs, _, _) = Accelerator(cpu=True), tensors()
+    with accelerator.maybe_context_parallel(buffers=[inputs], buffer_seq_dims=[1]):
+        assert inputs.shape == (2, 16)
+    assert accelerator.context_parallel_rank == 0
+    with pytest.raises(ConfigurationError, match="both split sequences"):
+        ParallelismConfig(cp_size=2, sp_size=2)

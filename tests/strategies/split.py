@@ -1,0 +1,198 @@
+"""The models and the loop of the tests of tensor parallelism."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from trainer_lib.state import PartialState
+from trainer_lib.utils import TorchTensorParallelConfig
+
+VOCABULARY, LENGTH = 64, 8
+
+
+class Perceptron(nn.Module):
+    """A block of a plain module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 24)
+        self.down = nn.Linear(24, 16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.down(torch.tanh(self.up(self.norm(inputs))))
+
+
+class Plain(nn.Module):
+    """A plain module: an embedding, two blocks, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList([Perceptron() for _ in range(2)])
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+PLAIN = {"*.up": "colwise", "*.down": "rowwise"}
+WITH_VOCABULARY = {**PLAIN, "embed": "rowwise", "head": "colwise_gather_output"}
+WITH_LOGITS = {**WITH_VOCABULARY, "head": "colwise_loss_parallel"}
+SEQUENCES = {
+    "embed": "rowwise_scatter_sequence",
+    "*.norm": "sequence_parallel_gather",
+    "*.up": "colwise",
+    "*.down": "rowwise_scatter_sequence",
+    "norm": "sequence_parallel_gather",
+}
+LLAMA_SEQUENCES = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.0": "scatter_sequence",
+    "*.*_layernorm": "sequence_parallel",
+    "*.self_attn": "gather_sequence",
+    "*.[qkv]_proj": "colwise",
+    "*.o_proj": "rowwise_scatter_sequence",
+    "*.mlp": "gather_sequence",
+    "*.gate_proj": "colwise",
+    "*.up_proj": "colwise",
+    "*.down_proj": "rowwise_scatter_sequence",
+    "model.norm": "sequence_parallel_gather",
+    "lm_head": "colwise_gather_output",
+}
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, max_position_embeddings=32, **_SMALL))
+
+
+def qwen() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=32, tie_word_embeddings=True, **_SMALL
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    none: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(max_position_embeddings=32, **none, **_SMALL))
+
+
+def gpt2(layers: int = 2) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    none: dict[str, Any] = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    config = GPT2Config(vocab_size=VOCABULARY - 1, n_embd=32, n_layer=layers, n_head=4, n_positions=32, **none)
+    return GPT2LMHeadModel(config)  # an odd vocabulary, and a head tied to the embedding
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+
+
+@dataclass
+class Split:
+    """One way to train a model; `sizes` and `fsdp` do not count in one process."""
+
+    kind: Callable[[], nn.Module] = Plain
+    sizes: dict[str, Any] = field(default_factory=lambda: {"tp_size": 2})
+    plan: Mapping[str, str] | None = None
+    loss_parallel: bool = False
+    fsdp: bool = False
+    precision: str = "no"
+    weighted: bool = False
+    steps: int = 2
+    updates: int = 5
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def model_of(kind: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model, always with the same weights."""
+    torch.manual_seed(0)
+    return kind()
+
+
+def data(count: int = 44) -> Any:
+    """Return sequences whose number leaves an uneven tail."""
+    tokens = torch.randint(0, VOCABULARY - 1, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row.roll(1)} for row in tokens]
+
+
+def accelerator_for(case: Split, **options: Any) -> Accelerator:
+    """Return an Accelerator with the mesh of a case, or without one in a single process."""
+    if PartialState(cpu=True).num_processes == 1:
+        return Accelerator(cpu=True, mixed_precision=case.precision, **options)
+    handler = TorchTensorParallelConfig(plan=case.plan, loss_parallel=case.loss_parallel)
+    return Accelerator(
+        cpu=True,
+        mixed_precision=case.precision,
+        parallelism_config=ParallelismConfig(**case.sizes, tp_handler=handler),
+        fsdp_plugin=FullyShardedDataParallelPlugin(**case.options) if case.fsdp else None,
+        **options,
+    )
+
+
+def train(case: Split) -> dict[str, Any]:
+    """Train, and return what one process and several must agree on."""
+    accelerator = accelerator_for(case, gradient_accumulation_steps=case.steps)
+    model = model_of(case.kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # Adam would amplify the last bits
+    replicas = accelerator.data_group.size
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(data(), batch_size=4 // replicas, shuffle=True, generator=torch.Generator())
+    )
+    losses: list[float] = []
+    norms: list[float] = []
+    stored = 0
+    while len(norms) < case.updates:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                rows = len(batch["input_ids"])
+                if case.weighted:
+                    accelerator.backward(loss, weight=float(rows), is_mean=True)
+                else:
+                    accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+            sums = accelerator.gather_for_metrics((loss.detach() * rows).repeat(rows))
+            losses.append(float(accelerator.gather(loss.detach()).mean()))
+            stored += len(sums)
+            if len(norms) == case.updates:
+                break
+    state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    return {"losses": losses, "norms": norms, "stored": stored, "state": state, "parts": parts_of(model)}
+
+
+def parts_of(model: nn.Module) -> float:
+    """Return which fraction of the model's numbers this rank holds."""
+    parameters: list[Any] = list(model.parameters())
+    local = sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in parameters)
+    return local / sum(parameter.numel() for parameter in parameters)

@@ -1,0 +1,287 @@
+"""Tensor parallelism: the numbers of one process, whatever is split and on whatever mesh."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.strategies.split import (
+    LLAMA_SEQUENCES,
+    PLAIN,
+    SEQUENCES,
+    VOCABULARY,
+    WITH_LOGITS,
+    WITH_VOCABULARY,
+    Plain,
+    Split,
+    accelerator_for,
+    bert,
+    data,
+    gpt2,
+    llama,
+    model_of,
+    parts_of,
+    qwen,
+    train,
+)
+from tests.worlds import run_world
+from trainer_lib import Accelerator, ConfigurationError, ParallelismConfig, PreparationError
+from trainer_lib.modules.state import module_state
+from trainer_lib.strategies.tensor_parallel.plan import resolve
+from trainer_lib.utils import TorchTensorParallelConfig, TorchTensorParallelPlugin
+
+REPLICAS = {"dp_replicate_size": 2, "tp_size": 2}
+SHARDS = {"dp_shard_size": 2, "tp_size": 2}
+
+
+def assert_as_one_process(case: Split, ranks: int) -> None:
+    (expected,) = run_world(train, (case,), 1, timeout=90)
+    for rank, actual in enumerate(run_world(train, (case,), ranks, timeout=90)):
+        assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+        assert actual["stored"] == expected["stored"], "no sample twice"
+        assert actual["parts"] < 0.8
+        if rank == 0:
+            torch.testing.assert_close(actual["state"], expected["state"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Split(plan=WITH_VOCABULARY, weighted=True),
+        pytest.param(Split(plan=WITH_LOGITS), marks=pytest.mark.slow),
+        Split(plan=SEQUENCES),
+    ],
+    ids=["vocabulary", "loss_parallel", "sequence_parallel"],
+)
+def test_a_plain_module_is_split_by_a_plan(case: Split) -> None:
+    assert_as_one_process(case, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [REPLICAS, SHARDS], ids=["replicas", "shards"])
+def test_replicas_and_shards_of_a_split_module(sizes: dict[str, Any]) -> None:
+    assert_as_one_process(Split(plan=WITH_VOCABULARY, sizes=sizes, weighted=True), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, REPLICAS, SHARDS], ids=["alone", "replicas", "shards"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Split(kind=llama),
+        Split(kind=llama, plan=LLAMA_SEQUENCES, weighted=True),
+        Split(kind=llama, loss_parallel=True),
+        Split(kind=qwen),
+        Split(kind=bert),
+        Split(kind=gpt2),
+        Split(plan=PLAIN, weighted=True),
+    ],
+    ids=["llama", "llama_sequences", "llama_loss_parallel", "qwen", "bert", "gpt2", "plain"],
+)
+def test_models_of_transformers(case: Split, sizes: dict[str, Any], steps: int) -> None:
+    assert_as_one_process(replace(case, sizes=sizes, steps=steps), 2 if len(sizes) == 1 else 4)
+
+
+@pytest.mark.slow
+def test_half_precision_on_several_meshes_skips_and_scales_alike() -> None:
+    """Weights of a replica are on a mesh of two dimensions, norms on one; the scaler takes them one after the other."""
+
+    def scales() -> Any:
+        case = Split(plan=PLAIN, sizes=SHARDS, precision="fp16")
+        accelerator = accelerator_for(case)
+        model = model_of(Plain)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        batch = torch.utils.data.default_collate(data(4))
+        outcomes: list[Any] = []
+        for factor in (1.0, 1e30, 1.0):
+            accelerator.backward(model(**batch)["loss"] * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+            outcomes.append((accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()))
+        return outcomes
+
+    first, *others = run_world(scales, (), 4)
+    assert [skipped for skipped, _ in first] == [False, True, False]
+    assert others == [first] * 3
+
+
+# -- plans ------------------------------------------------------------------------------------------------------
+
+
+def resolved(model: nn.Module, size: int = 2, **options: Any) -> dict[str, str]:
+    return resolve(model, TorchTensorParallelConfig(**options), size)
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    plan = {"blocks.1.up": "colwise_gather_output", "*.up": "colwise"}
+    assert resolved(Plain(), plan=plan) == {"blocks.1.up": "colwise_gather_output", "blocks.0.up": "colwise"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "message"),
+    [
+        ({"*.upp": "colwise"}, 2, r"'\*.upp' of the plan matches none of .* modules. Modules .*: blocks.\*.up"),
+        ({"*.up": "column"}, 2, "Unknown style of tensor parallelism 'column'. .*colwise"),
+        ({"*.norm": "colwise"}, 2, "gives blocks.0.norm the style 'colwise', and a LayerNorm has no matrix to split"),
+        ({"head": "embedding_rowwise"}, 2, "head the style 'embedding_rowwise', and it is a Linear. Use 'rowwise'"),
+        (PLAIN, 5, "tp_size=5 does not divide the 24 outputs of blocks.0.up .nor 3 other.* that fits this model is 4;"),
+        (None, 2, r"Plain has no plan of tensor parallelism. Give one: .* Modules with a matrix: embed, blocks.\*.up"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_an_error(plan: Any, size: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        resolved(Plain(), size, plan=plan)
+
+
+def test_the_loss_needs_a_head() -> None:
+    with pytest.raises(ConfigurationError, match="needs to know which module computes the logits"):
+        resolved(Plain(), plan=PLAIN, loss_parallel=True)
+
+
+@pytest.mark.slow
+def test_heads_and_vocabularies_that_do_not_divide() -> None:
+    with pytest.raises(ConfigurationError, match=r"tp_size=4 does not divide the 2 num_key.*it fits 1, 2\."):
+        resolved(model_of(llama), 4)
+    with pytest.raises(ConfigurationError, match="tp_size=2 does not divide the 63 vocab_size"):
+        resolved(model_of(gpt2), 2, loss_parallel=True)
+    assert resolved(model_of(gpt2))["transformer.h.1.attn.c_attn"] == "colwise_gather_output"
+
+
+def _errors() -> list[str]:
+    texts: list[str] = []
+
+    def attempt(model: nn.Module, plan: Mapping[str, str] = PLAIN, **options: Any) -> None:
+        accelerator = accelerator_for(Split(plan=plan))
+        try:
+            prepared = accelerator.prepare(model)
+            options.get("then", lambda *both: None)(accelerator, prepared)
+        except (ConfigurationError, PreparationError) as error:
+            texts.append(str(error))
+        accelerator.free_memory()
+
+    tied = Plain()
+    tied.head = nn.Linear(16, VOCABULARY, bias=False)
+    tied.head.weight = tied.embed.weight
+    attempt(tied, {"embed": "rowwise"})
+    attempt(tied, {"embed": "rowwise", "head": "rowwise_split_input"})
+    attempt(
+        Plain(), then=lambda engine, model: engine.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    )
+    odd = torch.zeros(2, 7, dtype=torch.long)
+    attempt(Plain(), SEQUENCES | {"embed": "rowwise"} | {"blocks.0": "scatter_sequence"}, then=lambda _, m: m(odd, odd))
+    return texts
+
+
+def test_errors_on_ranks_say_what_to_change() -> None:
+    for texts in run_world(_errors):
+        assert [text[:60] for text in texts] == [
+            "head.weight is tied to a weight that the plan splits, and th",
+            "head.weight is tied to a weight that the plan splits along a",
+            "AdamW(fused=True) cannot update weights that tensor parallel",
+            "A sequence of 7 tokens cannot be split over tp_size=2 ranks.",
+        ]
+
+
+# -- options ----------------------------------------------------------------------------------------------------
+
+
+def _older_option() -> Any:
+    accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    config, plugin = accelerator.parallelism_config, accelerator.state.torch_tp_plugin
+    assert config is not None
+    loss = accelerator.prepare(nn.CrossEntropyLoss())  # without parameters there is nothing to split
+    assert type(loss) is nn.CrossEntropyLoss
+    return config.sizes, plugin, accelerator.tensor_parallel_rank
+
+
+def test_the_older_option_replicates_over_the_other_ranks() -> None:
+    sizes = {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "sp": 1, "tp": 2}
+    assert run_world(_older_option, (), 4) == [(sizes, TorchTensorParallelPlugin(2), rank % 2) for rank in range(4)]
+    with pytest.raises(ConfigurationError, match="both say how ranks are arranged"):
+        Accelerator(
+            cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(), parallelism_config=ParallelismConfig(tp_size=1)
+        )
+
+
+def _launched() -> Any:
+    accelerator = Accelerator()
+    model = accelerator.prepare(model_of(llama))
+    return parts_of(model), accelerator.data_group.size
+
+
+@pytest.mark.slow
+def test_the_launcher_splits_a_model_of_transformers() -> None:
+    sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+    assert run_world(_launched, (), 2, timeout=60, **sizes) == [(pytest.approx(0.504, abs=1e-3), 1)] * 2
+
+
+def test_ranks_of_a_replica_draw_the_same_numbers() -> None:
+    first, second, third, fourth = run_world(_seeded_by_rank, (), 4)
+    assert first == second != third == fourth
+
+
+def _seeded_by_rank() -> Any:
+    from trainer_lib.state import PartialState
+
+    torch.manual_seed(PartialState(cpu=True).process_index)
+    accelerator_for(Split(plan=PLAIN, sizes=REPLICAS)).prepare(Plain())
+    return torch.rand(3).tolist()
+
+
+# -- models that come in parts ----------------------------------------------------------------------------------
+
+
+def _generated(folder: str, loads_parts: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    accelerator = accelerator_for(Split(kind=llama))
+    if accelerator.num_processes == 1 or not loads_parts:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=accelerator.torch_device_mesh)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.utils.data.default_collate(data(4))
+    bare: Any = accelerator.unwrap_model(model)
+    tokens = bare.generate(batch["input_ids"][:, :4], max_new_tokens=6, do_sample=False)
+    losses: list[float] = []
+    for _ in range(3):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        losses += [float(loss.detach()), float(accelerator.clip_grad_norm_(model.parameters(), 1.0))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return tokens.tolist(), losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("loads_parts", [False, True])
+def test_generation_and_models_loaded_in_parts(loads_parts: bool, tmp_path: Any) -> None:
+    model: Any = model_of(llama)
+    model.save_pretrained(tmp_path)
+    (expected,) = run_world(_generated, (str(tmp_path), loads_parts), 1, timeout=90)
+    for rank, actual in enumerate(run_world(_generated, (str(tmp_path), loads_parts), 2, timeout=90)):
+        assert actual[0] == expected[0]
+        assert actual[1] == pytest.approx(expected[1], rel=1e-6)
+        if rank == 0:
+            torch.testing.assert_close(actual[2], expected[2], rtol=1e-5, atol=1e-6)
+
+
+def _saved(folder: str) -> Any:
+    accelerator = accelerator_for(Split(plan=WITH_VOCABULARY))
+    model = accelerator.prepare(model_of(Plain))
+    accelerator.save_model(model, folder)
+
+
+def test_a_saved_model_has_the_files_of_the_plain_one(tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    run_world(_saved, (str(tmp_path),))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), module_state(model_of(Plain)), rtol=0, atol=0)

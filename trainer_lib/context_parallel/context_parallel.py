@@ -1,0 +1,129 @@
+"""Context and sequence parallelism of one process: which ranks share its sequences, and what is cut for them."""
+
+from collections.abc import Collection, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from trainer_lib.context_parallel.active import CutSequences
+from trainer_lib.context_parallel.batch import BatchCut
+from trainer_lib.context_parallel.buffers import checked_buffers, cut_buffers
+from trainer_lib.context_parallel.interception import Place, intercepted, places_of
+from trainer_lib.context_parallel.sequence_ranks import SequenceRanks
+from trainer_lib.context_parallel.transformers_attention import use_context_parallel_attention
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
+
+_logger = get_logger(__name__)
+
+
+class SequenceSplit(Protocol):
+    """Whether ranks share sequences, and how."""
+
+    @property
+    def ranks(self) -> SequenceRanks | None:
+        """The ranks that share this rank's sequences; `None`: each rank has whole ones."""
+        ...
+
+    def attach(self, model: nn.Module) -> None:
+        """Have a model compute attention over the ranks."""
+        ...
+
+    @contextmanager
+    def buffers(
+        self,
+        buffers: Sequence[Tensor] | None,
+        dims: Sequence[int] | None,
+        left_cut: Collection[Tensor] | None,
+    ) -> Generator[None]:
+        """Return the context in which tensors hold this rank's part of themselves."""
+        ...
+
+
+class WholeSequences:
+    """Each rank has whole sequences."""
+
+    ranks: SequenceRanks | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Leave the model unchanged."""
+
+    @contextmanager
+    def buffers(
+        self,
+        buffers: Sequence[Tensor] | None,
+        dims: Sequence[int] | None,
+        left_cut: Collection[Tensor] | None,
+    ) -> Generator[None]:
+        """Leave the tensors whole."""
+        checked_buffers(buffers, dims, left_cut)
+        yield
+
+
+class ContextParallel:
+    """Several ranks share each sequence.
+
+    Args:
+        ranks: These ranks.
+    """
+
+    def __init__(self, ranks: SequenceRanks) -> None:
+        self._ranks = ranks
+        self._places: list[Place] = []
+
+    @property
+    def ranks(self) -> SequenceRanks:
+        """The ranks that share this rank's sequences."""
+        return self._ranks
+
+    def attach(self, model: nn.Module) -> None:
+        """Have a model compute attention over the ranks.
+
+        Raises:
+            UnsupportedError: If its attention cannot be computed on parts of sequences.
+        """
+        use_context_parallel_attention(model)
+        self._places += places_of(model)
+
+    @contextmanager
+    def buffers(
+        self,
+        buffers: Sequence[Tensor] | None,
+        dims: Sequence[int] | None,
+        left_cut: Collection[Tensor] | None,
+    ) -> Generator[None]:
+        """Return the context in which tensors hold this rank's part of themselves, and attention runs over ranks."""
+        tensors, dims, left_cut = checked_buffers(buffers, dims, left_cut)
+        lengths = {tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True)}
+        if len(lengths) > 1:
+            raise ConfigurationError(
+                f"buffers have sequences of {', '.join(map(str, sorted(lengths)))}: give those of one length, which "
+                "are cut alike."
+            )
+        length = lengths.pop() if lengths else None
+        with cut_buffers(self._ranks.layout, tensors, dims, left_cut), self._attention(length) as sequences:
+            yield
+        if not sequences.attentions:
+            _logger.warning_once(
+                "No attention was computed inside maybe_context_parallel. If the model ran there, it saw this rank's "
+                "part of the sequences alone: use F.scaled_dot_product_attention, or a model of transformers with "
+                "attn_implementation='sdpa', and prepare the model before."
+            )
+
+    @contextmanager
+    def batch(self, cut: BatchCut, batch: Any) -> Generator[Any]:
+        """Return the context in which attention runs over ranks, with this rank's part of a batch."""
+        part = cut.part(batch)
+        with self._attention(part.length, part.real_length, part.documents):
+            yield part.batch
+
+    @contextmanager
+    def _attention(
+        self, length: int | None, real_length: int | None = None, documents: Tensor | None = None
+    ) -> Generator[CutSequences]:
+        with ExitStack() as contexts:
+            sequences = CutSequences(self._ranks, length, real_length, documents)
+            contexts.enter_context(sequences.in_use())
+            contexts.enter_context(intercepted(self._places))
+            yield sequences

@@ -1,0 +1,26 @@
+"""How the sequences of a `ParallelismConfig` are shared."""
+
+from trainer_lib.context_parallel.context_parallel import ContextParallel, SequenceSplit, WholeSequences
+from trainer_lib.context_parallel.sequence_ranks import SequenceRanks
+from trainer_lib.logging import get_logger
+from trainer_lib.options.sequence_options import TorchContextParallelConfig
+from trainer_lib.parallelism_config import ParallelismConfig
+
+_logger = get_logger(__name__)
+
+
+def sequence_split(config: ParallelismConfig | None, device_type: str) -> SequenceSplit:
+    """Return how ranks share sequences: not at all without `cp_size` and `sp_size`. All ranks call it."""
+    if config is None or not (config.cp_enabled or config.sp_enabled):
+        return WholeSequences()
+    mesh = config.get_device_mesh(device_type)
+    assert mesh is not None  # since some size is above 1
+    if config.sp_enabled:
+        _logger.warning_once(
+            "sp_size=%d: sequence parallelism (Ulysses) runs on torch's all-to-all, without DeepSpeed, whatever "
+            "sp_backend and sp_attn_implementation say.",
+            config.sp_size,
+        )
+        return ContextParallel(SequenceRanks(mesh.get_group("sp"), "ulysses"))
+    handler = config.cp_handler or TorchContextParallelConfig()
+    return ContextParallel(SequenceRanks(mesh.get_group("cp"), handler.method, handler.load_balance))

@@ -1,0 +1,114 @@
+"""The attention of transformers' models, computed over the ranks that hold parts of sequences."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.context_parallel.active import CutSequences
+from trainer_lib.foundation.errors import UnsupportedError
+
+NAME = "context_parallel"
+_REPLACED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", NAME)
+_LAYERS = ("full_attention", "sliding_attention")
+_OPTIONS = ("softcap", "position_bias", "s_aux", "cache")
+
+
+def use_context_parallel_attention(model: nn.Module) -> None:
+    """Have models of transformers within a model compute their attention over ranks; outside of a cut, as sdpa.
+
+    Raises:
+        UnsupportedError: If a model has an attention that cannot be computed on parts of sequences.
+    """
+    for module in _pretrained_models(model):
+        _check(module)
+        _register()
+        module.set_attn_implementation(NAME)
+        if module.config._attn_implementation != NAME:  # transformers has no public name for it
+            raise UnsupportedError(
+                f"{type(module).__name__} does not let its attention be chosen (transformers' attention interface), so "
+                "context parallelism cannot compute it. Set cp_size and sp_size to 1."
+            )
+
+
+def _pretrained_models(model: nn.Module) -> list[Any]:
+    """Return the outermost models of transformers within a model."""
+    if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
+        return [model]
+    return [found for child in model.children() for found in _pretrained_models(child)]
+
+
+def _check(model: Any) -> None:
+    kind, config = type(model).__name__, model.config
+    text = config.get_text_config()
+    chosen = text._attn_implementation  # transformers has no public name for it
+    if chosen not in _REPLACED:
+        raise UnsupportedError(
+            f"{kind} uses attn_implementation={chosen!r}, which needs whole sequences on each rank. Set "
+            "attn_implementation='sdpa' (from_pretrained(…, attn_implementation='sdpa') or "
+            "model.set_attn_implementation('sdpa')) to cut sequences, or cp_size and sp_size to 1."
+        )
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYERS))
+    if others or getattr(text, "attention_chunk_size", None):
+        raise UnsupportedError(
+            f"{kind} has layers of {', '.join(others) or 'chunked_attention'}, which need whole sequences on each rank "
+            f"(supported: {', '.join(_LAYERS)}). Set cp_size and sp_size to 1."
+        )
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    # Messages between ranks stay out of compiled graphs. A decorator would import the compiler with this file.
+    AttentionInterface.register(NAME, torch.compiler.disable(attention_forward))
+    AttentionMaskInterface.register(NAME, torch.compiler.disable(attention_mask))
+
+
+def attention_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Return the keys of whole sequences that are no padding; outside of a cut, the mask for sdpa."""
+    sequences = CutSequences.active()
+    if sequences is None:
+        from transformers.masking_utils import sdpa_mask
+
+        return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    if attention_mask is None:
+        return None
+    whole = sequences.whole_mask(attention_mask)
+    return None if bool(whole.all()) else whole
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute a layer's attention over the ranks that hold parts of its sequences; outside of a cut, as sdpa."""
+    sequences = CutSequences.active()
+    if sequences is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(  # type: ignore[return-value]
+            module, query, key, value, attention_mask, dropout, scaling, is_causal,
+            sliding_window=sliding_window, **kwargs,
+        )  # fmt: skip
+    given = [name for name in _OPTIONS if kwargs.get(name) is not None]
+    if given or (attention_mask is not None and attention_mask.ndim != 2):
+        shape = "" if attention_mask is None else f" and a mask of shape {tuple(attention_mask.shape)}"
+        raise UnsupportedError(
+            f"{type(module).__name__} computes attention with {', '.join(given) or 'no option'}{shape}, which context "
+            "parallelism does not cut. It takes attention_mask as [batch, length]; set cp_size and sp_size to 1 for "
+            "other attention."
+        )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    out = sequences.attention(
+        query, key, value, keep=attention_mask, is_causal=causal, scale=scaling, window=sliding_window,
+        dropout_p=dropout,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None

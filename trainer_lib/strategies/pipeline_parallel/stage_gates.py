@@ -1,0 +1,218 @@
+"""Cut a model in place: modules of other stages are removed, and a forward enters and leaves at the cuts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError
+from trainer_lib.modules.block_split import find_blocks, split_evenly, surroundings
+from trainer_lib.modules.names import class_name
+
+
+class StageEnd(Exception):  # noqa: N818  (no error: it ends the forward of a model at a cut)
+    """Carries the activations of the last block of a stage out of the model's forward."""
+
+    def __init__(self, activations: Tensor) -> None:
+        super().__init__("the end of a stage")
+        self.activations = activations
+
+
+@dataclass
+class Cut:
+    """Where a model is cut.
+
+    Args:
+        before: The modules that run on the first stage only.
+        blocks: The blocks in the order they run.
+        after: The modules that run on the last stage only.
+        bounds: The block with which each stage begins, and the number of blocks.
+    """
+
+    before: list[str]
+    blocks: list[str]
+    after: list[str]
+    bounds: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        blocks: str | Sequence[str] | None,
+        num_stages: int,
+        first_blocks: Sequence[str] | None = None,
+    ) -> "Cut":
+        """Return the cut into stages that are as equal as possible, or that begin with the given blocks.
+
+        Raises:
+            ConfigurationError: If the model cannot be cut into so many stages.
+        """
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise ConfigurationError(
+                f"{class_name(model)} has an encoder and a decoder, and a pipeline needs one row of blocks that pass "
+                "on one tensor. Set pp_size=1."
+            )
+        names = find_blocks(model, blocks)
+        before, after = surroundings(model, names)
+        if first_blocks is None:
+            return cls(before, names, after, split_evenly(model, names, num_stages))
+        starts = [names.index(block) if block in names else -1 for block in first_blocks]
+        if starts != sorted(set(starts)) or starts[0] < 1:
+            raise ConfigurationError(
+                f"The stages cannot begin with {', '.join(first_blocks)}. Name modules of one row, in the order they "
+                f"run, and not the first one: {', '.join(names[:12])}{', …' if len(names) > 12 else ''}."
+            )
+        return cls(before, names, after, [0, *starts, len(names)])
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.bounds) - 1
+
+    def position(self, name: str) -> int:
+        """Return the position of a module in the row: -1 before the blocks, the number of blocks after them."""
+        if name in self.before:
+            return -1
+        return self.blocks.index(name) if name in self.blocks else len(self.blocks)
+
+    def stage_of(self, name: str) -> int:
+        """Return the stage on which a module runs."""
+        position = min(max(self.position(name), 0), len(self.blocks) - 1)
+        return next(stage for stage in range(self.num_stages) if position < self.bounds[stage + 1])
+
+    def modules(self) -> list[str]:
+        """Return the names of the modules that run on one stage only."""
+        return [*self.before, *self.blocks, *self.after]
+
+
+class StageGates:
+    """Lets a forward of a model begin and end at the cuts of a stage.
+
+    Args:
+        cut: Where the model is cut.
+
+    Attributes:
+        stage: The stage whose forward runs; `None` between forwards.
+        received: The activations that the stage got from the one before.
+    """
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+        self.stage: int | None = None
+        self.received: Tensor | None = None
+        self._has_ended = False
+
+    def remove_others(self, model: nn.Module, held: Sequence[int]) -> None:
+        """Replace the modules of the stages that this rank does not hold."""
+        for name in self.cut.modules():
+            if self.cut.stage_of(name) not in held:
+                kind = class_name(model.get_submodule(name))
+                model.set_submodule(name, _Elsewhere(self, name, kind))
+
+    def install(self, model: nn.Module, held: Sequence[int]) -> None:
+        """End the forward of the model after the last block of each stage but the last one."""
+        model.forward = self._returning(model.forward)
+        if len(held) > 1:
+            for name in self.cut.modules():
+                if self.cut.stage_of(name) in held:
+                    self._close_on_other_stages(model.get_submodule(name), name)
+        last_blocks: Mapping[str, int] = {
+            self.cut.blocks[self.cut.bounds[stage + 1] - 1]: stage for stage in held if stage < self.cut.num_stages - 1
+        }
+        for name, stage in last_blocks.items():
+            model.get_submodule(name).register_forward_hook(self._ending(name, stage))
+
+    def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
+        """Return the modules that run on a stage of this rank only."""
+        return [model.get_submodule(name) for name in self.cut.modules() if self.cut.stage_of(name) == stage]
+
+    def run(self, model: nn.Module, stage: int, received: Tensor | None, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of the model on its last stage.
+
+        Raises:
+            StageEnd: On the other stages, with the activations.
+        """
+        self.stage, self.received, self._has_ended = stage, received, False
+        try:
+            outputs = model(*args, **kwargs)
+        finally:
+            self.stage = self.received = None
+        if self._has_ended:
+            raise StageEnd(outputs)
+        if stage < self.cut.num_stages - 1:
+            raise PreparationError(
+                f"{class_name(model)} returned before its block {self.cut.blocks[self.cut.bounds[stage + 1] - 1]} ran, "
+                "after which it is cut. Give the blocks in the order they run (blocks= of "
+                "TorchPipelineParallelConfig)."
+            )
+        return outputs
+
+    def pass_on(self, name: str, kind: str) -> Tensor:
+        """Return what a module of another stage gives: the received activations."""
+        if self.stage is None:
+            raise PreparationError(
+                f"{name} ({kind}) is on another rank of the pipeline. Call the model that prepare() returned, on all "
+                "ranks, not the one inside; generate() does not work with pp_size above 1."
+            )
+        if self.received is None or self.cut.position(name) >= self.cut.bounds[self.stage + 1]:
+            raise PreparationError(
+                f"{name} ({kind}) is called on stage {self.stage}, and runs on stage {self.cut.stage_of(name)}: the "
+                "model cannot be cut there. A pipeline needs blocks that run in a row, in the order in which the model "
+                "holds them. Name others (blocks= of TorchPipelineParallelConfig), or set pp_size=1."
+            )
+        return self.received
+
+    def _returning(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that returns the activations of its stage, so that hooks of the model see them."""
+
+        @wraps(forward)
+        def returning(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except StageEnd as end:
+                self._has_ended = True
+                return end.activations
+
+        return returning
+
+    def _close_on_other_stages(self, module: nn.Module, name: str) -> None:
+        """Let a module of this rank compute on its stage only, and in a backward that computes its forward again."""
+        forward, stage, kind = module.forward, self.cut.stage_of(name), class_name(module)
+
+        @wraps(forward)
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs) if self.stage in (None, stage) else self.pass_on(name, kind)
+
+        module.forward = gated
+
+    def _ending(self, name: str, stage: int) -> Any:
+        def end(module: nn.Module, inputs: Any, output: Any) -> None:
+            del inputs
+            if self.stage == stage:
+                if not isinstance(output, Tensor):
+                    raise PreparationError(
+                        f"{name} ({class_name(module)}) returns a {type(output).__name__}, and a pipeline passes one "
+                        "tensor from stage to stage. Name other blocks (blocks= of TorchPipelineParallelConfig)."
+                    )
+                raise StageEnd(output)
+
+        return end
+
+
+class _Elsewhere(nn.Module):
+    """Stands in for a module of another stage."""
+
+    def __init__(self, gates: StageGates, name: str, kind: str) -> None:
+        super().__init__()
+        self._gates, self._name, self._kind = gates, name, kind
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the activations that the stage received."""
+        del args, kwargs
+        return self._gates.pass_on(self._name, self._kind)
+
+    def extra_repr(self) -> str:
+        """Return the class of the module."""
+        return f"{self._kind} on another rank"

@@ -1,0 +1,161 @@
+"""`WindowRunner`: computes the micro-batches of an accumulation window in a schedule, in which stages overlap."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.options.pipeline_options import scheduled
+from trainer_lib.strategies.pipeline_parallel.pipelined_model import PipelinedModel, StagePass, drawn_seed
+from trainer_lib.strategies.pipeline_parallel.stage_exchange import TensorSpec
+
+_KEPT = 4  # schedules, with the buffers of their messages
+
+Compute = Callable[[int], Tensor]
+
+
+class _Layout(NamedTuple):
+    """What a stage receives and passes on for micro-batches of one shape, by stage, and whether a schedule takes it."""
+
+    received: dict[int, TensorSpec]
+    passed_on: dict[int, TensorSpec]
+    fits: bool
+
+
+class WindowRunner:
+    """Computes the gradients of windows.
+
+    The first micro-batch of new shapes runs by itself, through one stage after the other: it shows what stages pass on.
+
+    Args:
+        model: The model.
+        schedule: The schedule; `None`: micro-batches run one after the other.
+    """
+
+    def __init__(self, model: PipelinedModel, schedule: str | None) -> None:
+        self._model, self._schedule = model, schedule
+        self._layouts: dict[Hashable, _Layout] = {}
+        self._built: dict[Hashable, Any] = {}
+        self._compute: Compute | None = None
+        self._seeds: list[int] = []
+        self._offset = 0
+
+    def run(self, compute: Compute, shapes: Sequence[Hashable]) -> None:
+        """Compute the gradients of a window.
+
+        Args:
+            compute: Returns the loss of a micro-batch; it calls the model once. Only the last stage gets to its end.
+            shapes: What decides the shapes of activations, for each micro-batch.
+        """
+        self._compute, self._seeds = compute, [drawn_seed() for _ in shapes]
+        try:
+            self._model.around_backward(lambda: self._run(shapes))
+        finally:
+            self._compute = None
+
+    def stage_forward(self, stage: int, index: int, received: Tensor | None) -> Tensor:
+        """Return what a stage passes on for a micro-batch: activations, or the loss."""
+        compute = self._compute
+        assert compute is not None
+        index += self._offset
+        return self._model.in_window(stage, received, self._seeds[index], lambda: compute(index))
+
+    def _run(self, shapes: Sequence[Hashable]) -> None:
+        self._offset = 0
+        for shape, group in groupby(shapes):
+            count = len(list(group))
+            if shape not in self._layouts:
+                self._run_alone(shape)
+                count -= 1
+            while count:
+                name, fitting = self._scheduled(count)
+                if fitting and self._layouts[shape].fits:
+                    self._run_schedule(name, fitting, shape)
+                    self._offset += fitting
+                    count -= fitting
+                else:
+                    self._run_alone(shape)
+                    count -= 1
+
+    def _scheduled(self, count: int) -> tuple[str, int]:
+        """Return the schedule for up to `count` micro-batches, and how many of them it takes."""
+        return ("", 0) if self._schedule is None else scheduled(self._schedule, count, self._model.exchange.size)
+
+    def _run_alone(self, shape: Hashable) -> None:
+        """Run one micro-batch through one stage after the other."""
+        stage_pass = StagePass(self._model, lambda stage, received: self.stage_forward(stage, 0, received))
+        loss = stage_pass.forward()
+        if shape not in self._layouts:
+            received, passed_on = stage_pass.specs()
+            fits = all(spec.has_gradient for spec in passed_on.values())
+            everywhere = all(self._model.exchange.gather_objects(fits))
+            self._layouts[shape] = _Layout(received, passed_on, everywhere)
+        stage_pass.keep(loss)
+        stage_pass.backward_of_stages([None if loss is None else torch.ones_like(loss)])
+        self._offset += 1
+
+    def _run_schedule(self, name: str, count: int, shape: Hashable) -> None:
+        key = (name, count, shape)
+        schedule = self._built.pop(key, None) or self._build(name, count, self._layouts[shape])
+        self._built[key] = schedule
+        while len(self._built) > _KEPT:
+            self._built.pop(next(iter(self._built)))
+        index, last = torch.arange(count), {}
+        if self._model.is_last:
+            last = {"target": index}
+        try:
+            schedule.step(index=index, return_outputs=False, **last)
+        except RuntimeError as error:
+            cause: Any = error.__cause__  # torch says which stage failed, and prints all tensors
+            raise cause if cause is not None else error from None
+
+    def _build(self, name: str, count: int, layout: _Layout) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        model, exchange = self._model, self._model.exchange
+        loss = TensorSpec((), torch.float32, True)
+        stages = [
+            PipelineStage(
+                _StageModule(self, stage, model.gates.modules_of(model.module, stage)),
+                stage,
+                model.gates.cut.num_stages,
+                exchange.device,
+                input_args=_examples(layout.received.get(stage), exchange.device),
+                output_args=_examples(layout.passed_on.get(stage, loss), exchange.device),
+                group=exchange.group,
+            )
+            for stage in model.stages
+        ]
+        schedule = cast(Callable[..., Any], get_schedule_class(name))
+        held = stages[0] if len(stages) == 1 and name in ("GPipe", "1F1B") else stages
+        return schedule(held, n_microbatches=count, loss_fn=_loss, scale_grads=False)
+
+
+class _StageModule(nn.Module):
+    """A stage, as torch's schedules call it."""
+
+    def __init__(self, runner: WindowRunner, stage: int, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._run, self._stage = runner.stage_forward, stage
+        self._modules_of_stage = tuple(modules)  # not registered: torch would drop the gradients of FSDP's modules
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the stage."""
+        return (parameter for module in self._modules_of_stage for parameter in module.parameters(recurse))
+
+    def forward(self, *received: Tensor, index: Tensor) -> Tensor:
+        """Run the stage on a micro-batch."""
+        output = self._run(self._stage, int(index), received[0] if received else None)
+        return output.clone() if output._is_view() else output  # zero-bubble schedules detach outputs in place
+
+
+def _examples(spec: TensorSpec | None, device: torch.device) -> tuple[Tensor, ...]:
+    return () if spec is None else (spec.empty(torch.device("meta")).requires_grad_(),)
+
+
+def _loss(output: Tensor, index: Tensor) -> Tensor:
+    del index
+    return output

@@ -1,0 +1,156 @@
+"""The plan of tensor parallelism: which module has which style, from patterns or from transformers' `tp_plan`."""
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.strategies.tensor_parallel.styles import SPLIT, STYLES, features, is_matrix, style_of
+
+_SHOWN = 12
+# For models of transformers without a plan of their own. GPT-2 computes queries, keys and values in one matrix, whose
+# columns are not those of one head, so its attention gets the whole output.
+_PLANS: Mapping[str, Mapping[str, str]] = {
+    "bert": {
+        "*embeddings.word_embeddings": "embedding_rowwise",
+        "*.attention.self.query": "colwise",
+        "*.attention.self.key": "colwise",
+        "*.attention.self.value": "colwise",
+        "*.intermediate.dense": "colwise",
+        "*.output.dense": "rowwise",
+        "cls.predictions.decoder": "colwise_gather_output",
+    },
+    "gpt2": {
+        "*wte": "embedding_rowwise",
+        "*.attn.c_attn": "colwise_gather_output",
+        "*.attn.c_proj": "rowwise_split_input",
+        "*.mlp.c_fc": "colwise",
+        "*.mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+}
+
+
+def resolve(model: nn.Module, config: TorchTensorParallelConfig, size: int) -> dict[str, str]:
+    """Return the style of each module that is split, by name.
+
+    Args:
+        model: The model.
+        config: The options, perhaps with a plan.
+        size: How many ranks split each matrix.
+
+    Raises:
+        ConfigurationError: If there is no plan, a pattern matches no module, or sizes do not divide.
+    """
+    modules = dict(model.named_modules())
+    patterns = _patterns(model, config)
+    chosen: dict[str, str] = {}
+    for pattern, style in patterns.items():
+        if style not in STYLES:
+            raise ConfigurationError(unknown("style of tensor parallelism", style, list(STYLES)))
+        matches = [name for name in modules if fnmatchcase(name, pattern)]
+        if not matches and config.plan is not None:
+            raise _no_match(pattern, modules)
+        for name in matches:
+            chosen.setdefault(name, style)
+    if not chosen:
+        raise _no_plan(model, modules)
+    if config.loss_parallel:
+        _keep_logits_split(model, modules, chosen)
+    _check_kinds(chosen, modules)
+    _check_sizes(model, chosen, modules, size)
+    return chosen
+
+
+def _patterns(model: nn.Module, config: TorchTensorParallelConfig) -> Mapping[str, str]:
+    if config.plan is not None:
+        return config.plan
+    known = _PLANS.get(str(getattr(getattr(model, "config", None), "model_type", "")), {})
+    return getattr(model, "tp_plan", None) or known
+
+
+def _keep_logits_split(model: nn.Module, modules: Mapping[str, nn.Module], chosen: dict[str, str]) -> None:
+    """Give the head the style whose output stays split, unless a module has it."""
+    if "colwise_loss_parallel" in chosen.values():
+        return
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    name = next((name for name, module in modules.items() if module is head and name in chosen), None)
+    if name is None:
+        raise ConfigurationError(
+            "loss_parallel=True needs to know which module computes the logits. Give it the style "
+            "'colwise_loss_parallel' in the plan."
+        )
+    chosen[name] = "colwise_loss_parallel"
+
+
+def _check_kinds(chosen: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
+    for name, style in chosen.items():
+        if STYLES[style].splits is not None and not is_matrix(modules[name]):
+            raise ConfigurationError(
+                f"The plan gives {name} the style {style!r}, and a {type(modules[name]).__name__} has no matrix to "
+                "split. Name linear layers and embeddings; normalization layers can be 'sequence_parallel'."
+            )
+        if style.startswith("embedding") and not isinstance(modules[name], nn.Embedding):
+            raise ConfigurationError(
+                f"The plan gives {name} the style {style!r}, and it is a {type(modules[name]).__name__}. Use "
+                f"{style.removeprefix('embedding_')!r}."
+            )
+
+
+def _check_sizes(model: nn.Module, chosen: Mapping[str, str], modules: Mapping[str, nn.Module], size: int) -> None:
+    """Raise if a number that ranks split does not divide by their number."""
+    sizes: dict[str, int] = {}
+    for name, style_name in chosen.items():
+        module, style = modules[name], style_of(style_name, modules[name])
+        if style.splits is not None and SPLIT in (style.takes, style.gives):
+            inputs, outputs = features(module)
+            side, count = ("inputs", inputs) if style.takes == SPLIT else ("outputs", outputs)
+            sizes[f"{side} of {name}"] = count
+    config: Any = getattr(model, "config", None)
+    if any(style == "colwise" and re.search("att", name) for name, style in chosen.items()):
+        for option in ("num_attention_heads", "num_key_value_heads"):
+            if isinstance(heads := getattr(config, option, None), int):
+                sizes[option] = heads
+    if config is not None and "colwise_loss_parallel" in chosen.values():
+        sizes["vocab_size"] = config.vocab_size
+    wrong = {name: count for name, count in sizes.items() if count % size}
+    if wrong:
+        name, count = min(wrong.items(), key=lambda item: item[1])
+        fitting = [other for other in range(1, max(sizes.values()) + 1) if not any(n % other for n in sizes.values())]
+        nearest = min(fitting, key=lambda other: abs(other - size))
+        raise ConfigurationError(
+            f"tp_size={size} does not divide the {count} {name}{_and_more(len(wrong) - 1)}. The nearest tp_size that "
+            f"fits this model is {nearest}; it fits {', '.join(map(str, fitting))}."
+        )
+
+
+def _and_more(count: int) -> str:
+    return f" (nor {count} other numbers)" if count else ""
+
+
+def _no_match(pattern: str, modules: Mapping[str, nn.Module]) -> ConfigurationError:
+    candidates = _candidates(modules)
+    near = get_close_matches(pattern, candidates, n=_SHOWN, cutoff=0.4) or candidates[:_SHOWN]
+    return ConfigurationError(
+        f"The pattern {pattern!r} of the plan matches none of the {len(modules)} modules. Modules with a matrix: "
+        f"{', '.join(near)}. A pattern matches a whole name: use * for any characters."
+    )
+
+
+def _no_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(model).__name__} has no plan of tensor parallelism. Give one: ParallelismConfig(tp_size=…, "
+        "tp_handler=TorchTensorParallelConfig(plan={'*.up': 'colwise', '*.down': 'rowwise'})). Modules with a matrix: "
+        f"{', '.join(_candidates(modules)[:_SHOWN])}. Styles: {', '.join(STYLES)}."
+    )
+
+
+def _candidates(modules: Mapping[str, nn.Module]) -> Sequence[str]:
+    """Return the names of modules with a matrix, with * for the numbers of layers."""
+    names = [name for name, module in modules.items() if is_matrix(module)]
+    return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
