@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_lib import Accelerator, UnsupportedError
+from trainer_lib import Accelerator
 from trainer_lib.big_modeling import attach_layerwise_casting_hooks
 from trainer_lib.hooks import (
-    AlignDevicesHook,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -124,8 +123,3 @@ def test_weights_are_stored_in_a_smaller_type() -> None:
     other = nn.Sequential(nn.Linear(1, 1))
     attach_layerwise_casting_hooks(other, torch.bfloat16, torch.float32, skip_modules_classes=(nn.Linear,))
     assert other[0].weight.dtype is torch.float32
-
-
-def test_hooks_of_device_maps_are_not_there() -> None:
-    with pytest.raises(UnsupportedError, match="AlignDevicesHook needs models spread over several devices"):
-        AlignDevicesHook(execution_device=0)

@@ -1,15 +1,44 @@
-"""Models that are large for one device: weights without memory, and weights stored in a smaller type."""
+"""Models that are large for one device: weights on several devices, on the CPU and on the disk, or in smaller types."""
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainer_lib.foundation.missing_features import BIG_MODELS, missing_function
-from trainer_lib.hooks import LayerwiseCastingHook, add_hook_to_module
+from trainer_lib.checkpointing.model_weights import load_by_map, load_checkpoint_in_model, refuse_distributed
+from trainer_lib.device_map.units import Classes
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    LayerwiseCastingHook,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from trainer_lib.modules.device_placement import (
+    Device,
+    check_device_map,
+    has_offloaded_params,
+    read_device,
+    split_device_map,
+)
 from trainer_lib.modules.init_on_device import init_empty_weights as init_empty_weights
 from trainer_lib.modules.init_on_device import init_on_device as init_on_device
+from trainer_lib.modules.ties import find_tied_parameters, retie_by_device
+from trainer_lib.options.quantization_options import BnbQuantizationConfig
+from trainer_lib.quantization.methods import quantization_method
+from trainer_lib.tensor_files.offloaded_weights import (
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    offload_state_dict,
+)
 
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.Conv1d,
@@ -21,11 +50,209 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.Linear,
 )
 
-cpu_offload = missing_function("cpu_offload", BIG_MODELS)
-cpu_offload_with_hook = missing_function("cpu_offload_with_hook", BIG_MODELS)
-disk_offload = missing_function("disk_offload", BIG_MODELS)
-dispatch_model = missing_function("dispatch_model", BIG_MODELS)
-load_checkpoint_and_dispatch = missing_function("load_checkpoint_and_dispatch", BIG_MODELS)
+_CPU = torch.device("cpu")
+_MOVES = ("to", "cpu", "cuda", "half", "float", "double", "bfloat16")  # methods that a dispatched model refuses
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Spread a model over devices, the memory of the host and the disk, in place, and return it.
+
+    What is on the disk, or on the CPU next to accelerators, comes to the main device for each forward, one layer ahead
+    of the one that computes. Outputs are those of the model on one device.
+
+    Args:
+        model: The model.
+        device_map: The device of each module: the index of an accelerator, "cpu" or "disk".
+        main_device: The device that runs offloaded modules; by default the first accelerator in the map, else the CPU.
+        state_dict: The weights that stay in the memory of the host; by default those of the model.
+        offload_dir: The folder for weights on the disk.
+        offload_index: The index of weights that are on the disk already, in `offload_dir` or in safetensors files.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        skip_keys: Names of arguments that stay on their device.
+        preload_module_classes: Names of classes that use the weights of modules inside them directly.
+        force_hooks: Whether a model on one device gets hooks too, which move its inputs.
+
+    Raises:
+        ConfigurationError: If the map leaves out a module or names a device that is not there.
+        UnsupportedError: If the model is dispatched already.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        >>> model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir="/tmp/weights")
+        >>> model[1].weight.device, model(torch.ones(1, 2)).shape
+        (device(type='meta'), torch.Size([1, 1]))
+    """
+    check_device_map(model, device_map)
+    _refuse_dispatched(model)
+    devices = {name: read_device(device) for name, device in split_device_map(model, device_map).items()}
+    main = _main_device(devices.values()) if main_device is None else torch.device(main_device)
+    on_disk = [name for name, device in devices.items() if device == "disk"]
+    offloaded = [*on_disk, *(name for name, device in devices.items() if device == _CPU and main != _CPU)]
+    if not offloaded and len(set(devices.values())) == 1 and not force_hooks:
+        model.to(main)
+        vars(model)["hf_device_map"] = dict(device_map)
+        return model
+    weights = _offloaded_weights(model, offloaded, on_disk, state_dict, offload_dir, offload_index)
+    ties = find_tied_parameters(model)
+    attach_align_device_hook_on_blocks(
+        model,
+        {name: main if name in offloaded else device for name, device in devices.items()},
+        {name: name in offloaded for name in devices},
+        weights,
+        offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+    )
+    retie_by_device(model, ties)
+    vars(model).update(hf_device_map=dict(device_map), **{name: RefusedMove(model, name) for name in _MOVES})
+    return model
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+) -> nn.Module:
+    """Keep the weights of a model in the memory of the host, from where each layer's come for its forward.
+
+    Args:
+        model: The model.
+        execution_device: The device of the forwards; by default that of the model.
+        offload_buffers: Whether buffers are offloaded too.
+        state_dict: The weights; by default those of the model.
+        preload_module_classes: Names of classes that use the weights of modules inside them directly.
+    """
+    _refuse_dispatched(model)
+    weights = state_dict or {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+    return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | os.PathLike[str],
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Iterable[str] | None = None,
+) -> nn.Module:
+    """Keep the weights of a model in files, from where each layer's come for its forward.
+
+    Args:
+        model: The model.
+        offload_dir: The folder of the files; those of an earlier call are used as they are.
+        execution_device: The device of the forwards; by default that of the model.
+        offload_buffers: Whether buffers are offloaded too.
+        preload_module_classes: Names of classes that use the weights of modules inside them directly.
+    """
+    _refuse_dispatched(model)
+    folder = Path(offload_dir)
+    if not (folder / "index.json").is_file():
+        offload_state_dict(folder, model.state_dict())
+    weights = OffloadedWeightsLoader(save_folder=folder)
+    return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a model on the CPU until its forward, and return it with a hook that moves it back.
+
+    In a pipeline of models each takes the hook of the one before, which then leaves the device by itself.
+
+    Args:
+        model: The model.
+        execution_device: The device of its forward; by default that of this process.
+        prev_module_hook: The hook of the model that runs before.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | AnyPath,
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Classes = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    quantization: BnbQuantizationConfig | None = None,
+) -> nn.Module:
+    """Load weights into an empty model, each to its device, and dispatch it.
+
+    Args:
+        model: The model, usually made under `init_empty_weights`.
+        checkpoint: The weights; see `load_checkpoint_in_model`.
+        device_map: The device of each module; or "auto" ("balanced"), "balanced_low_0" or "sequential", to infer it.
+        max_memory: How much of each device to use; see `infer_auto_device_map`.
+        no_split_module_classes: See `infer_auto_device_map`.
+        offload_folder: The folder for weights on the disk that are not in safetensors files.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        dtype: The type of the weights; by default that of the model.
+        offload_state_dict: Accepted for compatibility: weights never take memory twice.
+        skip_keys: See `dispatch_model`.
+        preload_module_classes: See `dispatch_model`.
+        force_hooks: See `dispatch_model`.
+        strict: Whether names that only the model or only the checkpoint has raise.
+        full_state_dict: See `load_checkpoint_in_model`.
+        broadcast_from_rank0: See `load_checkpoint_in_model`.
+        quantization: How to quantize linear layers while their weights are loaded; then `dtype` is in its options.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = nn.Linear(4, 2)
+        >>> model = load_checkpoint_and_dispatch(model, "/tmp/weights", device_map="auto")
+    """
+    del offload_state_dict
+    method = quantization_method(quantization, dtype)
+    method.replace_layers(model)
+    device_map = method.device_map(model, device_map, max_memory, no_split_module_classes, offload_buffers)
+    if device_map is None:
+        load_checkpoint_in_model(
+            model,
+            checkpoint,
+            dtype=dtype,
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+        )
+        return model
+    refuse_distributed(full_state_dict, broadcast_from_rank0, True, model)
+    index = load_by_map(
+        model, checkpoint, device_map, offload_folder, method.dtype, strict, method.keep_in_fp32, offload_buffers
+    )
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_index=index,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
 
 
 def attach_layerwise_casting_hooks(
@@ -69,3 +296,105 @@ def _layers(
         for child_name, child in module.named_children()
         for layer in _layers(child, f"{name}.{child_name}" if name else child_name, patterns, classes)
     ]
+
+
+def _offload_all(
+    model: nn.Module,
+    device: Device | None,
+    weights: Mapping[str, Tensor],
+    offload_buffers: bool,
+    preload: Iterable[str] | None,
+) -> nn.Module:
+    first = next(iter(model.parameters()), None)
+    if device is None:
+        device = _CPU if first is None or first.device.type == "meta" else first.device
+    attach_align_device_hook(model, device, True, weights, offload_buffers, preload_module_classes=preload)
+    vars(model).update({name: RefusedMove(model, name) for name in _MOVES})
+    return add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True), append=True)
+
+
+def _refuse_dispatched(model: nn.Module) -> None:
+    if hasattr(model, "hf_device_map"):
+        raise UnsupportedError(
+            "The model has a device map already. To dispatch it in another way, load it again, or call "
+            "remove_hook_from_submodules(model) and delete model.hf_device_map."
+        )
+    if _is_offloaded(model):
+        raise UnsupportedError(
+            f"Weights of the {type(model).__name__} are offloaded already. To dispatch it in another way, call "
+            "remove_hook_from_submodules(model) first, which brings them back into memory."
+        )
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    return any(has_offloaded_params(module) for module in model.modules())
+
+
+def _offloaded_weights(
+    model: nn.Module,
+    offloaded: list[str],
+    on_disk: list[str],
+    state_dict: Mapping[str, Tensor] | None,
+    folder: str | os.PathLike[str] | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
+) -> OffloadedWeightsLoader | None:
+    """Return the weights of the offloaded modules, after writing those that belong on the disk and are not there."""
+    if not offloaded:
+        return None
+    state = model.state_dict() if state_dict is None else state_dict
+    in_memory = extract_submodules_state_dict(state, [name for name in offloaded if name not in on_disk])
+    if on_disk and index is None:
+        if folder is None:
+            raise ConfigurationError(
+                f"device_map puts {', '.join(on_disk[:4])}{', …' if len(on_disk) > 4 else ''} on the disk. "
+                "Give offload_dir, a folder for their weights."
+            )
+        if not (Path(folder) / "index.json").is_file():
+            to_write = extract_submodules_state_dict(state, on_disk)
+            _check_loaded(to_write)
+            offload_state_dict(Path(folder), to_write)
+    _check_loaded(in_memory)
+    weights = {name: tensor.to(_CPU) for name, tensor in in_memory.items()}
+    return OffloadedWeightsLoader(weights, None if folder is None else Path(folder), index)
+
+
+def _check_loaded(state: Mapping[str, Tensor]) -> None:
+    empty = [name for name, tensor in state.items() if tensor.device.type == "meta"]
+    if empty:
+        raise ConfigurationError(
+            f"{', '.join(empty[:4])}{', …' if len(empty) > 4 else ''} have no values yet: they are on the meta device. "
+            "Load the weights first, or use load_checkpoint_and_dispatch."
+        )
+
+
+def _main_device(devices: Iterable[Any]) -> torch.device:
+    return next((device for device in devices if device not in ("disk", _CPU)), _CPU)
+
+
+class RefusedMove:
+    """What a dispatched model has in place of a method that moves or converts it.
+
+    Args:
+        model: The model.
+        name: The name of the method.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._model, self._name = model, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise, and say where the model is; once its hooks and its device map are removed, run the method."""
+        model = self._model
+        device_map = vars(model).get("hf_device_map")
+        if device_map is not None:
+            devices = dict.fromkeys(map(str, device_map.values()))
+            raise UnsupportedError(
+                f"The {type(model).__name__} is spread over {', '.join(devices)} by its device map, and cannot be "
+                "moved or converted as a whole. Load it again in another way."
+            )
+        if _is_offloaded(model):
+            raise UnsupportedError(
+                f"Weights of the {type(model).__name__} are offloaded, and it cannot be moved or converted as a whole. "
+                "Call remove_hook_from_submodules(model) first, which brings them back into memory."
+            )
+        return getattr(type(model), self._name)(model, *args, **kwargs)

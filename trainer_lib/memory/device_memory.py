@@ -6,6 +6,8 @@ import psutil
 import torch
 
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
+from trainer_lib.foundation.error_values import shown
+from trainer_lib.foundation.errors import ConfigurationError
 
 
 def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> dict[int | str, int]:
@@ -19,6 +21,11 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
         {'cpu': 1000000000}
     """
     if max_memory is not None:
+        if not isinstance(max_memory, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(
+                f"max_memory must be a dict of limits by device (got {shown(max_memory)}). Use {{'cpu': '10GB'}}, with "
+                "the index of an accelerator, 'cpu' or 'disk' as keys."
+            )
         return {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
     memory: dict[int | str, int] = {}
     accelerator = torch.accelerator.current_accelerator(check_available=True)

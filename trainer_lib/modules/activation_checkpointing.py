@@ -12,14 +12,18 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.blocks import repeated_blocks
 from trainer_lib.modules.forwards import wrap_forward
 
+# Where transformers' layers keep the function that checkpoints them.
+_TRANSFORMERS_FUNCTION = "_gradient_checkpointing_func"
 
-def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
+
+def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = (), offload: bool = False) -> None:
     """Let blocks of a model recompute their activations in the backward, without changing modules or names.
 
     Args:
         model: The model.
         blocks: The blocks; by default the repeated blocks of the model. A model with its own activation checkpointing
             chooses its blocks itself.
+        offload: Whether the inputs of blocks are kept in CPU memory until the backward.
 
     Raises:
         ConfigurationError: If the model has no such blocks.
@@ -31,6 +35,9 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = ()) -
             transformers_model.activation_checkpointing_enable({"use_reentrant": False})
         else:  # its name in earlier versions
             transformers_model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules() if offload else ():
+            if hasattr(module, _TRANSFORMERS_FUNCTION):
+                setattr(module, _TRANSFORMERS_FUNCTION, _saving_on_cpu(getattr(module, _TRANSFORMERS_FUNCTION)))
         return
     chosen = list(blocks) or list(repeated_blocks(model).values())
     if not chosen:
@@ -39,14 +46,24 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = ()) -
             "classes in transformer_cls_names_to_wrap, or leave it out."
         )
     for block in chosen:
-        wrap_forward(block, _checkpointed)
+        wrap_forward(block, functools.partial(_checkpointed, run=_saving_on_cpu(checkpoint) if offload else checkpoint))
 
 
-def _checkpointed(original: Callable[..., Any]) -> Callable[..., Any]:
+def _saving_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # The block's own activations are not saved, so this moves what the recomputation starts from.
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _checkpointed(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
-        return checkpoint(original, self, *args, use_reentrant=False, **kwargs)
+        return run(original, self, *args, use_reentrant=False, **kwargs)
 
     return forward

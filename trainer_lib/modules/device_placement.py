@@ -2,16 +2,18 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, StateError, UnknownMemberError, did_you_mean
-from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
+from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize
+from trainer_lib.modules.tensor_slots import buffer_slots, module_slots, parameter_slots
 
 Device = int | str | torch.device
+_Device = TypeVar("_Device", bound=Device)
 
 
 def set_module_tensor_to_device(
@@ -33,7 +35,7 @@ def set_module_tensor_to_device(
         device: The target device.
         value: The new value, which a tensor on the meta device needs.
         dtype: The type of the new value; by default that of the tensor.
-        fp16_statistics: Only `None`: statistics of bitsandbytes.
+        fp16_statistics: The scales (`SCB`) of a value that bitsandbytes quantized to 8 bits.
         tied_params_map: Copies of tied tensors by address and device; one on the device is used instead of a new one.
         non_blocking: Do not wait for the copy.
         clear_cache: Accepted for compatibility: the memory of the old tensor is free once nothing else uses it.
@@ -45,15 +47,21 @@ def set_module_tensor_to_device(
         device(type='cpu')
     """
     del clear_cache
-    if fp16_statistics is not None:
-        raise ConfigurationError("fp16_statistics belong to layers of bitsandbytes, which this version does not load.")
     owner, name = _owner(module, tensor_name)
     current = (parameter_slots(owner) | buffer_slots(owner))[name]
     target = torch.device(device)
+    if fp16_statistics is not None and not is_quantized(current):
+        raise ConfigurationError(
+            f"fp16_statistics belong to weights of 8-bit layers of bitsandbytes, and {tensor_name} is a "
+            f"{type(current).__name__}. Leave them out."
+        )
     if value is None and current is not None and check_device_same(current.device, target):
         return
     if value is None and current is not None and current.device.type == "meta" and target.type != "meta":
         raise ConfigurationError(f"{tensor_name} is on the meta device and has no value. Give value=.")
+    if is_quantized(current):
+        parameter_slots(owner)[name] = _moved(owner, current, target, value, _dtype(dtype), fp16_statistics)
+        return
     source = current if value is None else value
     if source is None:
         return
@@ -72,10 +80,20 @@ def set_module_tensor_to_device(
 def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Generator[None]:
     """Have a module's own parameters on a device for the length of a `with` block; changed values are kept.
 
+    Offloaded parameters are there on the device of the module's forward, and changes to them are lost.
+
     Args:
         module: The module.
         execution_device: The device; by default they stay where they are.
     """
+    if has_offloaded_params(module):
+        hook = vars(module)["_hf_hook"]
+        hook.pre_forward(module)
+        try:
+            yield
+        finally:
+            hook.post_forward(module, None)
+        return
     parameters = dict(module.named_parameters(recurse=False)) if execution_device is not None else {}
     devices = {name: parameter.device for name, parameter in parameters.items()}
     for parameter in parameters.values():
@@ -89,7 +107,8 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether a hook keeps the module's parameters elsewhere between its forwards."""
-    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(part, "offload", False) is True for part in (hook, *getattr(hook, "hooks", ())))
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
@@ -102,6 +121,36 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     if first_device.type != second_device.type:
         return False
     return first_device.type in ("cpu", "meta") or _index(first_device) == _index(second_device)
+
+
+def read_device(device: Device) -> Any:
+    """Return the torch device of an entry of a device map, which this machine has; "disk" stays as it is.
+
+    Raises:
+        ConfigurationError: If the machine has no such device.
+    """
+    if device == "disk":
+        return device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if isinstance(device, int) and accelerator is None:
+        raise ConfigurationError(f"device_map names the accelerator {device}, and this machine has none. Use 'cpu'.")
+    try:
+        chosen = torch.device(device) if accelerator is None or not isinstance(device, int) else (
+            torch.device(accelerator.type, device)
+        )  # fmt: skip
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(
+            f"device_map names the device {shown(device)}, which torch does not know. Use the index of an accelerator, "
+            "'cpu' or 'disk'."
+        ) from error
+    count = torch.accelerator.device_count()
+    is_there = accelerator is not None and chosen.type == accelerator.type and (chosen.index or 0) < count
+    if chosen.type not in ("cpu", "meta") and not is_there:
+        raise ConfigurationError(
+            f"device_map names the device {shown(device)}, and this machine has {count} accelerators"
+            f"{f' of the type {accelerator.type}' if accelerator else ''}. Use 'cpu', or another index."
+        )
+    return chosen
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
@@ -119,7 +168,31 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         )
 
 
-def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> dict[str, Device]:
+def split_device_map(model: nn.Module, device_map: Mapping[str, _Device]) -> dict[str, _Device]:
+    """Return a device map in which no entry is inside of another: the outer ones become entries of what is left.
+
+    Example:
+        >>> split_device_map(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), {"0": "disk", "": "cpu"})
+        {'0': 'disk', '1': 'cpu', '2': 'cpu'}
+    """
+    split: dict[str, _Device] = {}
+
+    def add(name: str, device: _Device) -> None:
+        if not any(other != name and _is_inside(other, name) for other in device_map):
+            split[name] = device
+            return
+        owner = model.get_submodule(name)
+        for part in (*module_slots(owner), *parameter_slots(owner), *buffer_slots(owner)):
+            inside = f"{name}.{part}" if name else part
+            if inside not in device_map:
+                add(inside, device)
+
+    for name, device in device_map.items():
+        add(name, device)
+    return split
+
+
+def clean_device_map(device_map: dict[str, _Device], module_name: str = "") -> dict[str, _Device]:
     """Replace the entries of modules that are on one device together by one entry, in place, and return the map.
 
     Example:
@@ -145,7 +218,7 @@ def check_tied_parameters_on_same_device(
     tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Device]
 ) -> list[list[str]]:
     """Return the groups of tied names that a device map puts on several devices."""
-    return [list(names) for names in tied_params if len({_place(name, device_map) for name in names}) > 1]
+    return [list(names) for names in tied_params if len({device_of(name, device_map) for name in names}) > 1]
 
 
 def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
@@ -163,6 +236,23 @@ def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 def _check_shape(name: str, current: Tensor | None, value: Tensor) -> None:
     if current is not None and current.shape != value.shape:
         raise StateError(f"{name} has the shape {tuple(current.shape)}, and value has {tuple(value.shape)}.")
+
+
+def _moved(
+    owner: nn.Module,
+    current: Any,
+    device: torch.device,
+    value: Tensor | None,
+    dtype: torch.dtype | None,
+    scales: Tensor | None,
+) -> nn.Parameter:
+    """Return the weight of a layer of bitsandbytes on a device, with a new value if there is one."""
+    if device.type == "meta":
+        return on_meta(current)
+    if value is None:
+        return current.to(device)
+    whole = value.to(dtype or value.dtype) if value.is_floating_point() else value
+    return quantize(owner, current, whole, device, None if scales is None else {"SCB": scales})
 
 
 def _assign(owner: nn.Module, name: str, value: Tensor) -> None:
@@ -190,6 +280,12 @@ def _is_inside(name: str, place: str) -> bool:
     return place in ("", name) or name.startswith(f"{place}.")
 
 
-def _place(name: str, device_map: Mapping[str, Any]) -> Any:
+def device_of(name: str, device_map: Mapping[str, _Device]) -> _Device | None:
+    """Return the device of a tensor or module in a device map: that of the longest name that it is inside of.
+
+    Example:
+        >>> device_of("encoder.layer.weight", {"": "cpu", "encoder": 0})
+        0
+    """
     places = [place for place in device_map if _is_inside(name, place)]
     return device_map[max(places, key=len)] if places else None

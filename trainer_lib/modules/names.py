@@ -1,6 +1,6 @@
 """Names of a model's tensors and classes without the prefixes that wrappers add."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # The attributes in which torch's wrappers hold the wrapped module.
@@ -20,6 +20,16 @@ def canonical_name(name: str) -> str:
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict with canonical names as its keys."""
     return {canonical_name(name): value for name, value in named_params.items()}
+
+
+def is_listed(name: str, modules: Iterable[str]) -> bool:
+    """Whether a list of names of modules, whole or parts such as "lm_head", has one that this name is of or inside of.
+
+    Example:
+        >>> is_listed("layers.0.lm_head.weight", ["lm_head"]), is_listed("lm_heads.weight", ["lm_head"])
+        (True, False)
+    """
+    return any(f".{module}." in f".{name}." for module in modules)
 
 
 def class_name(value: object) -> str:

@@ -8,31 +8,45 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.modules.names import canonical_name, class_name
+from trainer_lib.modules.offloaded_state import (
+    differing_offloaded_weights,
+    get_state_dict_offloaded_model,
+    offloaded_names,
+)
 
 _SHOWN = 4  # names in a message
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict under canonical names.
+    """Return the state dict under canonical names, with offloaded weights read from where they are kept.
 
     Example:
         >>> module = nn.Linear(2, 1, bias=False)
         >>> list(module_state(torch.compile(module, backend="eager")))
         ['weight']
     """
-    return {canonical_name(name): value for name, value in inner_module(module).state_dict().items()}
+    state = get_state_dict_offloaded_model(inner_module(module))
+    return {canonical_name(name): value for name, value in state.items()}
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Load a state that `module_state` returned, whether or not the module is compiled now.
 
     Raises:
-        StateError: If names (with `strict`) or shapes differ; the module is then unchanged.
+        StateError: If names (with `strict`) or shapes differ, or the values of offloaded weights, which cannot be
+            replaced; the module is then unchanged.
     """
     module = inner_module(module)
     check_fits(module, {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}, strict, state)
     names = {canonical_name(name): name for name in module.state_dict(keep_vars=True)}
-    module.load_state_dict({names[name]: value for name, value in state.items() if name in names}, strict=False)
+    values = {names[name]: value for name, value in state.items() if name in names}
+    if differing := differing_offloaded_weights(module, values):
+        raise StateError(
+            f"{', '.join(differing[:_SHOWN])}: offloaded weights of this {class_name(module)} have other values than "
+            "the state, and cannot be replaced. Load it with load_checkpoint_and_dispatch into an empty model."
+        )
+    kept = offloaded_names(module)
+    module.load_state_dict({name: value for name, value in values.items() if name not in kept}, strict=False)
 
 
 def check_fits(

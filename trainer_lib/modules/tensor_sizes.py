@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.modules.quantized_layers import is_quantized, quantized_size
 from trainer_lib.options.enums import CustomDtype
 
 _BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
@@ -72,7 +73,8 @@ def compute_module_sizes(
 
     Args:
         model: The model.
-        dtype: The type to count with, where a tensor has a wider floating one.
+        dtype: The type to count with, where a tensor has a wider floating one. Weights of layers of bitsandbytes
+            count as quantized, with their scales, and so do weights that torchao has quantized.
         special_dtypes: The types of tensors with these names, instead of `dtype`.
         buffers_only: Whether to leave out parameters.
 
@@ -80,16 +82,29 @@ def compute_module_sizes(
         >>> compute_module_sizes(torch.nn.Linear(4, 2))
         {'': 40, 'weight': 32, 'bias': 8}
     """
-    special = {name: _read(kind) for name, kind in (special_dtypes or {}).items()}
-    target = None if dtype is None else _read(dtype)
+    bytes_of = tensor_bytes(model, dtype, special_dtypes)
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     sizes: dict[str, int] = defaultdict(int)
     for name, tensor in tensors:
-        size = int(tensor.numel() * _width(tensor, special.get(name), target))
+        size = bytes_of[id(tensor)]
         parts = name.split(".")
         for count in range(len(parts) + 1):
             sizes[".".join(parts[:count])] += size
     return dict(sizes)
+
+
+def tensor_bytes(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+) -> dict[int, int]:
+    """Return how many bytes each parameter and buffer takes, by its `id`; see `compute_module_sizes`."""
+    special = {name: _read(kind) for name, kind in (special_dtypes or {}).items()}
+    target = None if dtype is None else _read(dtype)
+    return {
+        id(tensor): _bytes(tensor, special.get(name), target)
+        for name, tensor in named_module_tensors(model, recurse=True)
+    }
 
 
 def compute_module_total_buffer_size(
@@ -140,6 +155,15 @@ def _layers(modules: Iterable[tuple[str, Any]], classes: set[str]) -> Iterator[s
             continue
         inside = [*module.named_parameters(recurse=False), *children]
         yield from _layers([(f"{name}.{child}", value) for child, value in inside], classes)
+
+
+def _bytes(tensor: Tensor, special: torch.dtype | None, target: torch.dtype | None) -> int:
+    if special is None and is_quantized(tensor):
+        return quantized_size(tensor)
+    if special is None and type(tensor).__module__.startswith("torchao"):
+        parts, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return sum(getattr(tensor, part).nbytes for part in parts)
+    return int(tensor.numel() * _width(tensor, special, target))
 
 
 def _width(tensor: Tensor, special: torch.dtype | None, target: torch.dtype | None) -> float:

@@ -1,4 +1,4 @@
-"""The dictionaries in which a module keeps its own parameters and buffers by name, to replace tensors in place."""
+"""The dictionaries in which a module keeps its parameters, buffers and modules by name, to replace them in place."""
 
 from torch import Tensor, nn
 
@@ -13,3 +13,8 @@ def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers of the module itself, `None` where one is registered without a value."""
     return module._buffers  # pyright: ignore[reportPrivateUsage]
+
+
+def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the modules directly inside the module, also one that has several names."""
+    return module._modules  # pyright: ignore[reportPrivateUsage]

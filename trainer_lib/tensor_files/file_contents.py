@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import AnyPath
@@ -85,6 +86,25 @@ class PickledTensors(Content):
     def nonfinite(self) -> dict[str, Fault]:
         """Check each tensor."""
         return nonfinite_tensors(self.tensors)
+
+
+@dataclass(frozen=True)
+class Pickled(Content):
+    """Any value, as `torch.save` writes it; tensors are moved to the CPU."""
+
+    value: Any
+
+    def write(self, path: AnyPath) -> str:
+        """Write the file."""
+        value = tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, self.value)
+        with ChecksummedFile(path) as file:
+            torch.save(value, cast(Any, file))
+        return file.checksum
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tensors."""
+        return sum(leaf.nbytes for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ Each piece is read directly into its tensor. Copying from a memory-mapped file t
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.tensor_files.safetensors import read_locations, with_aliases
+from trainer_lib.tensor_files.safetensors import TensorLocation, read_locations, with_aliases
 
 _PIECE = 16 << 20  # bytes that a thread reads at a time
 _THREADS = 4  # more threads do not make memory faster
@@ -37,6 +38,48 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     return with_aliases({name: tensor.to(device) for name, tensor in tensors.items()}, metadata)
+
+
+def load_tensor(path: Path, name: str, device: str | torch.device = "cpu") -> Tensor:
+    """Read one tensor of a safetensors file into new memory.
+
+    Raises:
+        CheckpointError: If the file or the tensor cannot be read.
+    """
+    locations, aliases = _locations(path, path.stat().st_mtime_ns)
+    location = locations.get(aliases.get(name, name))
+    if location is None:
+        raise CheckpointError(f"{path} has no tensor {name!r}.")
+    return read_tensor(path, location.dtype, location.shape, location.start).to(device)
+
+
+def read_tensor(path: Path, dtype: torch.dtype, shape: Sequence[int], start: int = 0) -> Tensor:
+    """Read the values of a tensor, which lie in a file one after the other, into new memory.
+
+    Args:
+        path: The file.
+        dtype: The type of the values.
+        shape: The shape of the tensor.
+        start: The byte of the file at which they begin.
+
+    Raises:
+        CheckpointError: If the file cannot be read or is too short.
+    """
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    try:
+        with path.open("rb", buffering=0) as file:
+            for piece in _pieces(tensor, start):
+                _read(file.fileno(), *piece)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return tensor
+
+
+@lru_cache(maxsize=64)
+def _locations(path: Path, modified: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
+    del modified  # the header of a file that was written again is read again
+    locations, metadata = read_locations(path)
+    return locations, {alias: name for alias, name in metadata.items() if name in locations}
 
 
 def _pieces(tensor: Tensor, start: int) -> Iterator[tuple[memoryview, int]]:

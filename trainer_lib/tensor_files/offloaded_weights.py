@@ -1,7 +1,8 @@
 """Weights in files of a folder, one memory-mapped file a tensor, in the layout of Accelerate."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_lib.filesystem.atomic_files import path_inside
+from trainer_lib.filesystem.atomic_files import path_inside, replace_file
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
-from trainer_lib.tensor_files.load_tensors import load_tensors
+from trainer_lib.tensor_files.load_tensors import load_tensor, read_tensor
 
 _INDEX = "index.json"
 _ENDING = ".dat"
@@ -34,8 +35,15 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: str | Path,
     # numpy has no bfloat16: its bits are stored as whole numbers.
     array = (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy()
     path = path_inside(Path(offload_folder), f"{weight_name}{_ENDING}", weight_name)
-    array.tofile(path)
+    with _write_errors(offload_folder):
+        write_array(array, path)
     return {**(index or {}), weight_name: {"dtype": str(weight.dtype).removeprefix("torch."), "shape": shape}}
+
+
+def write_array(array: "np.ndarray[Any, Any]", path: Path) -> None:
+    """Write the values of an array to a file."""
+    with path.open("wb") as file:
+        file.write(np.ascontiguousarray(array).data)
 
 
 def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any]) -> Tensor:
@@ -57,7 +65,7 @@ def save_offload_index(index: Index, offload_folder: str | Path) -> None:
     path = Path(offload_folder) / _INDEX
     entries = {**(_read_index(path) if path.is_file() else {}), **index}
     if entries:
-        path.write_text(json.dumps(entries, indent=2), encoding="utf-8")
+        replace_file(path, lambda partial: partial.write_text(json.dumps(entries, indent=2), encoding="utf-8"))
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -> None:
@@ -68,11 +76,26 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -
         >>> OffloadedWeightsLoader(save_folder="/tmp/offloaded")["weight"]
         tensor([1., 1.])
     """
-    Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: Index = {}
-    for name, tensor in state_dict.items():
-        index = offload_weight(tensor, name, save_dir, index)
-    save_offload_index(index, save_dir)
+    try:
+        with _write_errors(save_dir):
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            for name, tensor in state_dict.items():
+                index = offload_weight(tensor, name, save_dir, index)
+            save_offload_index(index, save_dir)
+    except CheckpointError:
+        for name in state_dict:
+            with suppress(OSError):
+                path_inside(Path(save_dir), f"{name}{_ENDING}", name).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _write_errors(folder: str | Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the offloaded weights could not be written: {error}") from error
 
 
 def extract_submodules_state_dict(
@@ -88,7 +111,7 @@ def extract_submodules_state_dict(
     return {
         key: value
         for key, value in state_dict.items()
-        if any(key == name or key.startswith(f"{name}.") for name in wanted)
+        if any(name in ("", key) or key.startswith(f"{name}.") for name in wanted)
     }
 
 
@@ -146,9 +169,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return self.state_dict[key]
         entry = self.index[key]
         if "safetensors_file" not in entry:
-            return load_offloaded_weight(Path(self.save_folder or "") / f"{key}{_ENDING}", entry)
-        tensors = load_tensors(Path(entry["safetensors_file"]), self.device or "cpu")
-        tensor = tensors[entry.get("weight_name", key)]
+            path = Path(self.save_folder or "") / f"{key}{_ENDING}"
+            return read_tensor(path, getattr(torch, entry["dtype"]), entry["shape"])
+        tensor = load_tensor(Path(entry["safetensors_file"]), entry.get("weight_name", key), self.device or "cpu")
         return tensor.to(getattr(torch, entry["dtype"])) if "dtype" in entry else tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -141,9 +141,20 @@ def read_locations(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str
             if length > size:  # do not allocate as much memory as a damaged file asks for
                 raise ValueError("its header is longer than the file")
             header = read_json(file.read(length))
-        metadata = header.pop("__metadata__", {})
+        with safe_open(path, framework="pt"):  # which checks that tensors neither overlap nor leave bytes out
+            metadata = header.pop("__metadata__", {})
         return {name: _location(name, info, 8 + length, size) for name, info in header.items()}, metadata
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError, IndexError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        IndexError,
+        SafetensorError,
+    ) as error:
         raise _unreadable(path, error) from error
 
 

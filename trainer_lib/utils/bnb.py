@@ -1,11 +1,9 @@
 """Names that scripts import from `accelerate.utils.bnb`."""
 
-from trainer_lib.foundation.missing_features import BITSANDBYTES, missing_function
 from trainer_lib.modules.module_kinds import has_4bit_bnb_layers as has_4bit_bnb_layers
-
-get_keys_to_not_convert = missing_function("get_keys_to_not_convert", BITSANDBYTES)
-get_parameter_device = missing_function("get_parameter_device", BITSANDBYTES)
-get_quantized_model_device_map = missing_function("get_quantized_model_device_map", BITSANDBYTES)
-load_and_quantize_model = missing_function("load_and_quantize_model", BITSANDBYTES)
-quantize_and_offload_8bit = missing_function("quantize_and_offload_8bit", BITSANDBYTES)
-replace_with_bnb_layers = missing_function("replace_with_bnb_layers", BITSANDBYTES)
+from trainer_lib.quantization.bnb_layers import get_keys_to_not_convert as get_keys_to_not_convert
+from trainer_lib.quantization.bnb_layers import get_parameter_device as get_parameter_device
+from trainer_lib.quantization.bnb_layers import get_quantized_model_device_map as get_quantized_model_device_map
+from trainer_lib.quantization.bnb_layers import replace_with_bnb_layers as replace_with_bnb_layers
+from trainer_lib.quantization.offload_8bit import quantize_and_offload_8bit as quantize_and_offload_8bit
+from trainer_lib.quantized_loading import load_and_quantize_model as load_and_quantize_model

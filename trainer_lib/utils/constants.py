@@ -4,7 +4,6 @@ from trainer_lib.big_modeling import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as S
 from trainer_lib.checkpointing.format.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
 from trainer_lib.checkpointing.format.layout import RNG_STATE_NAME as RNG_STATE_NAME
 from trainer_lib.checkpointing.format.layout import SAMPLER_NAME as SAMPLER_NAME
-from trainer_lib.checkpointing.format.layout import SCALER_NAME as SCALER_NAME
 from trainer_lib.checkpointing.format.layout import SCHEDULER_NAME as SCHEDULER_NAME
 from trainer_lib.options.accelerate_constants import (
     BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION,
@@ -43,6 +42,7 @@ from trainer_lib.options.accelerate_constants import (
 from trainer_lib.options.accelerate_constants import SAGEMAKER_PYTHON_VERSION as SAGEMAKER_PYTHON_VERSION
 from trainer_lib.options.accelerate_constants import SAGEMAKER_PYTORCH_VERSION as SAGEMAKER_PYTORCH_VERSION
 from trainer_lib.options.accelerate_constants import SAGEMAKER_TRANSFORMERS_VERSION as SAGEMAKER_TRANSFORMERS_VERSION
+from trainer_lib.options.accelerate_constants import SCALER_NAME as SCALER_NAME
 from trainer_lib.options.accelerate_constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
 from trainer_lib.options.accelerate_constants import (
     TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES,

@@ -3,11 +3,9 @@
 from typing import Any
 
 from trainer_lib.foundation.missing_features import (
-    BITSANDBYTES,
     DEEPSPEED,
     FP8,
     MEGATRON_LM,
-    TENSOR_PARALLELISM,
     missing_class,
     missing_function,
 )
@@ -51,22 +49,23 @@ from trainer_lib.options.enums import PrecisionType as PrecisionType
 from trainer_lib.options.enums import RNGType as RNGType
 from trainer_lib.options.enums import SageMakerDistributedType as SageMakerDistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig as TorchPipelineParallelConfig
 from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
 from trainer_lib.options.precision_options import GradScalerKwargs as GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs as ProfileKwargs
 from trainer_lib.options.project_options import ProjectConfiguration as ProjectConfiguration
+from trainer_lib.options.quantization_options import BnbQuantizationConfig as BnbQuantizationConfig
+from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from trainer_lib.options.sequence_options import TorchContextParallelConfig as TorchContextParallelConfig
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig as TorchTensorParallelConfig
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
 
 AORecipeKwargs = missing_class("AORecipeKwargs", FP8)
 FP8RecipeKwargs = missing_class("FP8RecipeKwargs", FP8)
 MSAMPRecipeKwargs = missing_class("MSAMPRecipeKwargs", FP8)
 TERecipeKwargs = missing_class("TERecipeKwargs", FP8)
-BnbQuantizationConfig = missing_class("BnbQuantizationConfig", BITSANDBYTES)
 DeepSpeedPlugin = missing_class("DeepSpeedPlugin", DEEPSPEED)
-DeepSpeedSequenceParallelConfig = missing_class("DeepSpeedSequenceParallelConfig", DEEPSPEED)
-TorchContextParallelConfig = missing_class("TorchContextParallelConfig", TENSOR_PARALLELISM)
-TorchTensorParallelConfig = missing_class("TorchTensorParallelConfig", TENSOR_PARALLELISM)
-TorchTensorParallelPlugin = missing_class("TorchTensorParallelPlugin", TENSOR_PARALLELISM)
 MegatronLMPlugin = missing_class("MegatronLMPlugin", MEGATRON_LM)
 add_model_config_to_megatron_parser = missing_function("add_model_config_to_megatron_parser", MEGATRON_LM)
 parse_bert_config = missing_function("parse_bert_config", MEGATRON_LM)

@@ -2,8 +2,11 @@
 
 from trainer_lib.checkpointing.load.offloaded_model import load_offloaded_weights as load_offloaded_weights
 from trainer_lib.checkpointing.model_weights import load_checkpoint_in_model as load_checkpoint_in_model
+from trainer_lib.device_map.balance import get_balanced_memory as get_balanced_memory
+from trainer_lib.device_map.fallback import fallback_allocate as fallback_allocate
+from trainer_lib.device_map.fallback import get_module_size_with_ties as get_module_size_with_ties
+from trainer_lib.device_map.infer import infer_auto_device_map as infer_auto_device_map
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
-from trainer_lib.foundation.missing_features import BIG_MODELS, missing_function
 from trainer_lib.memory import get_max_memory as get_max_memory
 from trainer_lib.modules.device_placement import align_module_device as align_module_device
 from trainer_lib.modules.device_placement import check_device_map as check_device_map
@@ -15,6 +18,8 @@ from trainer_lib.modules.device_placement import clean_device_map as clean_devic
 from trainer_lib.modules.device_placement import has_offloaded_params as has_offloaded_params
 from trainer_lib.modules.device_placement import set_module_tensor_to_device as set_module_tensor_to_device
 from trainer_lib.modules.module_kinds import is_peft_model as is_peft_model
+from trainer_lib.modules.offloaded_state import get_state_dict_from_offload as get_state_dict_from_offload
+from trainer_lib.modules.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 from trainer_lib.modules.tensor_sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from trainer_lib.modules.tensor_sizes import compute_module_sizes as compute_module_sizes
 from trainer_lib.modules.tensor_sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
@@ -28,15 +33,8 @@ from trainer_lib.modules.ties import find_tied_parameters as find_tied_parameter
 from trainer_lib.modules.ties import retie_parameters as retie_parameters
 from trainer_lib.precision.autocast import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from trainer_lib.precision.scaler import get_grad_scaler as get_grad_scaler
-from trainer_lib.tensor_files.model_files import load_state_dict as load_state_dict
 from trainer_lib.tensor_files.tensor_storage import id_tensor_storage as id_tensor_storage
 from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from trainer_lib.tensor_files.weight_names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from trainer_lib.tensor_files.weight_names import WEIGHTS_NAME as WEIGHTS_NAME
-
-fallback_allocate = missing_function("fallback_allocate", BIG_MODELS)
-get_balanced_memory = missing_function("get_balanced_memory", BIG_MODELS)
-get_module_size_with_ties = missing_function("get_module_size_with_ties", BIG_MODELS)
-get_state_dict_from_offload = missing_function("get_state_dict_from_offload", BIG_MODELS)
-get_state_dict_offloaded_model = missing_function("get_state_dict_offloaded_model", BIG_MODELS)
-infer_auto_device_map = missing_function("infer_auto_device_map", BIG_MODELS)
+from trainer_lib.tensor_files.weights_index import load_state_dict as load_state_dict

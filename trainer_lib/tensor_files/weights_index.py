@@ -1,6 +1,7 @@
 """A model's weights on disk: one file, or shards with an index, in the layout of Hugging Face."""
 
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
 from trainer_lib.tensor_files.file_contents import Content, Json, PickledTensors, Tensors
 from trainer_lib.tensor_files.load_tensors import load_tensors
+from trainer_lib.tensor_files.rank_shards import SHARDS_ENDING, read_whole
 from trainer_lib.tensor_files.safetensors import read_shapes, read_tensors
-from trainer_lib.tensor_files.shards import SHARDS_ENDING, read_whole
 from trainer_lib.tensor_files.tensor_storage import without_aliases
 from trainer_lib.tensor_files.weight_names import weights_ending, weights_stem
 
@@ -68,21 +69,25 @@ def read_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[s
 
     The shards that the ranks of a sharded model wrote are assembled.
     """
-    shards = checkpoint / f"{weights_stem()}{SHARDS_ENDING}"
-    if shards.is_dir():
-        return read_whole(shards)
+    if has_rank_shards(checkpoint):
+        return read_whole(_rank_shards(checkpoint))
     weights: dict[str, Tensor] = {}
     for path in files_of_weights(checkpoint):
         weights |= load_tensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path)
     return weights
 
 
-def read_weight_shapes(checkpoint: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return the dtypes and shapes of the weights that `read_weights` reads, from the headers of safetensors files."""
-    shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
-    for path in files_of_weights(checkpoint):
-        shapes |= read_shapes(path)
-    return shapes
+def has_rank_shards(checkpoint: Path) -> bool:
+    """Whether a folder has the shards that the ranks of a sharded model wrote."""
+    return _rank_shards(checkpoint).is_dir()
+
+
+def read_file_shapes(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the dtypes and shapes of the weights in one file, without reading their values where that is possible."""
+    if path.suffix == ".safetensors":
+        return read_shapes(path)
+    is_zip = zipfile.is_zipfile(path)  # an older pickle cannot be mapped into memory
+    return {name: (value.dtype, value.shape) for name, value in _read_pickled(path, mmap=is_zip).items()}
 
 
 def files_of_weights(checkpoint: Path) -> list[Path]:
@@ -95,7 +100,7 @@ def files_of_weights(checkpoint: Path) -> list[Path]:
         checkpoint = _in_folder(checkpoint)
     if not checkpoint.is_file():
         raise CheckpointError(f"There is no file {checkpoint}.")
-    if not checkpoint.name.endswith(_INDEX_ENDING):
+    if checkpoint.suffix != ".json":
         return [checkpoint]
     try:
         index = read_json(checkpoint.read_bytes())
@@ -115,12 +120,16 @@ def find_weights(folder: Path, index: int = 0, safe: bool = True) -> Path | None
     return next((path for path in (folder / name, folder / f"{name}{_INDEX_ENDING}") if path.is_file()), None)
 
 
+def _rank_shards(checkpoint: Path) -> Path:
+    return checkpoint / f"{weights_stem()}{SHARDS_ENDING}"
+
+
 def _in_folder(folder: Path) -> Path:
     for safe in (True, False):
         if (path := find_weights(folder, safe=safe)) is not None:
             return path
     candidates = [path for pattern in ("*.safetensors", "*.bin") for path in sorted(folder.glob(pattern))]
-    indexes = sorted(folder.glob(f"*{_INDEX_ENDING}"))
+    indexes = [*sorted(folder.glob(f"*{_INDEX_ENDING}")), *folder.glob("index.json")]
     only = indexes or candidates
     if len(only) == 1:
         return only[0]
@@ -147,9 +156,9 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Ten
     yield shard
 
 
-def _read_pickled(path: Path) -> dict[str, Tensor]:
+def _read_pickled(path: Path, mmap: bool = False) -> dict[str, Tensor]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a pickle of tensors only: {str(error).splitlines()[0]}"

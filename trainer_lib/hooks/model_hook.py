@@ -1,22 +1,12 @@
-"""Hooks around a module's forward: your own, and one that stores weights in a smaller type."""
+"""Hooks around a module's forward: the class to derive yours from, attaching and removing."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import wraps
-from types import MethodType
+from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
-
-from trainer_lib.foundation.missing_features import BIG_MODELS, missing_class, missing_function
-
-AlignDevicesHook = missing_class("AlignDevicesHook", BIG_MODELS)
-CpuOffload = missing_class("CpuOffload", BIG_MODELS)
-UserCpuOffloadHook = missing_class("UserCpuOffloadHook", BIG_MODELS)
-attach_align_device_hook = missing_function("attach_align_device_hook", BIG_MODELS)
-attach_align_device_hook_on_blocks = missing_function("attach_align_device_hook_on_blocks", BIG_MODELS)
-attach_execution_device_hook = missing_function("attach_execution_device_hook", BIG_MODELS)
 
 
 class ModelHook:
@@ -85,33 +75,6 @@ class SequentialHook(ModelHook):
         return module
 
 
-class LayerwiseCastingHook(ModelHook):
-    """Stores a module's weights in one type and computes in another, for inference and frozen layers.
-
-    Args:
-        storage_dtype: The type between forwards, such as `torch.float8_e4m3fn`.
-        compute_dtype: The type of a forward and of its floating inputs.
-        non_blocking: Do not wait for copies.
-    """
-
-    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
-        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        """Convert the weights to the storage type."""
-        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Convert the weights to the type of the computation."""
-        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Convert the weights back to the storage type."""
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
-        return output
-
-
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Attach a hook to a module, in place, and return the module.
 
@@ -135,8 +98,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     original = module.forward
     module = hook.init_hook(module)
     vars(module).update(_hf_hook=hook, _old_forward=original)
-    # A method of the module, so that a copy of it runs the copy's weights.
-    vars(module)["forward"] = MethodType(_hooked_forward(original), module)
+    vars(module)["forward"] = HookedForward(module, original)
     return module
 
 
@@ -165,13 +127,25 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
         remove_hook_from_module(inside)
 
 
-def _hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hook: ModelHook = vars(self)["_hf_hook"]
-        args, kwargs = hook.pre_forward(self, *args, **kwargs)  # type: ignore[assignment]
-        with torch.no_grad() if hook.no_grad else nullcontext():
-            output = vars(self)["_old_forward"](*args, **kwargs)
-        return hook.post_forward(self, output)
+class HookedForward:
+    """The forward of a module that has a hook.
 
-    return forward
+    An object that knows its module, so that a copy of the module, also one by pickle, runs the copy's hook and weights.
+
+    Args:
+        module: The module.
+        original: Its own forward.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+        self._module = module
+        update_wrapper(self, original)  # for those who look at the signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward between the two halves of its hook."""
+        module = self._module
+        hook: ModelHook = vars(module)["_hf_hook"]
+        args, kwargs = hook.pre_forward(module, *args, **kwargs)  # type: ignore[assignment]
+        with torch.no_grad() if hook.no_grad else nullcontext():
+            output = vars(module)["_old_forward"](*args, **kwargs)
+        return hook.post_forward(module, output)

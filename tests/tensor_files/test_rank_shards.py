@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.tensor_files.rank_shards import Chunk, read_shards, read_whole, shard_content, shard_file
 from trainer_lib.tensor_files.safetensors import write_tensors
-from trainer_lib.tensor_files.shards import Chunk, read_shards, read_whole, shard_content, shard_file
 
 GRID = torch.arange(35.0).view(7, 5)
 

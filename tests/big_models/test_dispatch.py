@@ -1,0 +1,397 @@
+"""A dispatched model computes what the model in memory computes, to the last bit, wherever its weights are."""
+
+import copy
+import errno
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.big_models.architectures import BLOCKS, architectures, made, output
+from trainer_lib import (
+    Accelerator,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, StateError, UnsupportedError
+from trainer_lib.hooks import remove_hook_from_submodules
+from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
+from trainer_lib.utils.modeling import (
+    align_module_device,
+    compute_module_sizes,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+    infer_auto_device_map,
+)
+
+NAMES = ["llama", "gpt2", "bert", "t5", "mixtral", "convolutions"]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def mixed(model: nn.Module) -> dict[str, Any]:
+    """Return a map with every second layer on the disk; tied weights are in both places."""
+    layers = infer_auto_device_map(model, {"cpu": "1GB"}, BLOCKS, clean_result=False)
+    return {name: "disk" if number % 2 else "cpu" for number, name in enumerate(layers)}
+
+
+PLACEMENTS: dict[str, Callable[[nn.Module, Path], nn.Module]] = {
+    "memory": lambda model, folder: dispatch_model(model, {"": "cpu"}, force_hooks=True),
+    "disk": lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder),
+    "mixed": lambda model, folder: dispatch_model(model, mixed(model), offload_dir=folder),
+    "mixed with buffers": lambda model, folder: dispatch_model(
+        model, mixed(model), offload_dir=folder, offload_buffers=True
+    ),
+    "cpu_offload": lambda model, folder: cpu_offload(model),
+    "disk_offload": disk_offload,
+}
+
+
+def is_offloaded(model: nn.Module) -> list[bool]:
+    return [parameter.device.type == "meta" for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_those_of_the_model_in_memory(name: str, placement: str, tmp_path: Path) -> None:
+    model = made(name)
+    expected = output(model, name)
+    model = PLACEMENTS[placement](model, tmp_path / "weights")
+    assert any(is_offloaded(model)) is (placement != "memory")
+    assert all(is_offloaded(model)) is (placement not in ("memory", "mixed", "mixed with buffers"))
+    for _ in range(3):  # the second pass fetches ahead
+        assert torch.equal(output(model, name), expected)
+    assert torch.equal(output(copy.deepcopy(model), name), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("device_map", ["auto", {"": "disk"}])
+def test_a_checkpoint_is_loaded_into_an_empty_model(name: str, device_map: Any, tmp_path: Path) -> None:
+    model = made(name)
+    expected = output(model, name)
+    Accelerator(cpu=True).save_model(model, str(tmp_path), max_shard_size="60KB")
+    with init_empty_weights():
+        empty = architectures()[name]().eval()
+    if hasattr(empty, "tie_weights"):
+        empty.tie_weights()  # type: ignore[operator]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    limit: dict[int | str, int | str] = {"cpu": int(compute_module_sizes(model)[""] * 0.8)}
+    loaded = load_checkpoint_and_dispatch(
+        empty, tmp_path, device_map, limit, no_split_module_classes=BLOCKS, offload_folder=tmp_path / "unused"
+    )
+    assert torch.equal(output(loaded, name), expected)
+    assert any(is_offloaded(loaded))
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == files
+    assert not list(tmp_path.glob("unused/*.dat"))  # the weights stay in their safetensors files
+
+
+def test_weights_of_other_files_go_to_the_offload_folder(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    expected = model(torch.ones(1, 4))
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    empty = nn.Sequential(nn.Linear(4, 3, device="meta"), nn.Linear(3, 2, device="meta"))
+    with pytest.raises(ConfigurationError, match=r"1.weight on the disk.* Give offload_folder"):
+        load_checkpoint_and_dispatch(copy.deepcopy(empty), tmp_path, {"0": "cpu", "1": "disk"})
+    folder = tmp_path / "offloaded"
+    loaded = load_checkpoint_and_dispatch(empty, tmp_path, {"0": "cpu", "1": "disk"}, offload_folder=folder)
+    assert torch.equal(loaded(torch.ones(1, 4)), expected)
+    assert sorted(path.name for path in folder.iterdir()) == ["1.bias.dat", "1.weight.dat", "index.json"]
+
+
+def test_weights_are_converted_on_the_way(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    Accelerator(cpu=True).save_model(model, str(tmp_path))
+    empty = nn.Sequential(nn.Linear(4, 3, device="meta"), nn.Linear(3, 2, device="meta"))
+    loaded = load_checkpoint_and_dispatch(empty, tmp_path, {"0": "cpu", "1": "disk"}, dtype=torch.bfloat16)
+    expected = model.to(torch.bfloat16)(torch.ones(1, 4, dtype=torch.bfloat16))
+    assert torch.equal(loaded(torch.ones(1, 4, dtype=torch.bfloat16)), expected)
+
+
+def test_the_state_dict_of_an_offloaded_model_can_be_read(tmp_path: Path) -> None:
+    model = made("gpt2")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = dispatch_model(model, mixed(model), offload_dir=tmp_path)
+    state = get_state_dict_offloaded_model(model)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(model, str(tmp_path / "saved"))
+    again = made("gpt2")
+    for parameter in again.parameters():
+        nn.init.zeros_(parameter)
+    load_checkpoint_in_model(again, tmp_path / "saved")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+def test_offloaded_weights_are_there_within_a_block(tmp_path: Path) -> None:
+    layer = nn.Linear(4, 3)
+    weight = layer.weight.clone()
+    cpu_offload(layer)
+    assert has_offloaded_params(layer)
+    with align_module_device(layer):
+        assert torch.equal(layer.weight, weight)
+    assert layer.weight.device.type == "meta"
+
+
+def test_removed_hooks_leave_the_model_in_memory(tmp_path: Path) -> None:
+    model = made("llama")
+    expected = output(model, "llama")
+    offloaded = disk_offload(model, tmp_path)
+    remove_hook_from_submodules(offloaded)
+    assert not any(is_offloaded(offloaded))
+    assert torch.equal(output(offloaded, "llama"), expected)
+
+
+def test_two_layers_are_in_memory_at_most() -> None:
+    alive = 0
+    most = 0
+    lock = threading.Lock()
+
+    class Counted:
+        def __init__(self, value: Tensor) -> None:
+            nonlocal alive, most
+            with lock:
+                alive += 1
+                most = max(most, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            with lock:
+                alive -= 1
+
+    class Weights(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            value = super().__getitem__(name).clone()
+            value.counted = Counted(value)  # type: ignore[attr-defined]
+            return value
+
+    prefetcher = WeightPrefetcher(torch.device("cpu"))
+    weights = Weights({str(index): torch.ones(1) for index in range(6)})
+    for index in range(6):
+        prefetcher.add(str(index), weights, [str(index)])
+    for run in range(3):
+        for index in range(6):
+            taken = prefetcher.take(str(index))
+            deadline = time.monotonic() + 5
+            while run and alive < 2 and time.monotonic() < deadline:  # while the layer computes
+                time.sleep(0.001)
+            del taken
+    assert most == 2
+
+
+def test_the_next_layer_is_fetched_while_one_computes() -> None:
+    order: list[tuple[str, str]] = []
+
+    class Weights(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            order.append((name, threading.current_thread().name.partition("_")[0]))
+            return super().__getitem__(name)
+
+    prefetcher = WeightPrefetcher(torch.device("cpu"))
+    weights = Weights({name: torch.ones(1) for name in "ab"})
+    for name in "ab":
+        prefetcher.add(name, weights, [name])
+    for name in "abab":
+        assert torch.equal(prefetcher.take(name)[name], torch.ones(1))
+    assert [thread for _, thread in order[:2]] == ["MainThread", "MainThread"]
+    assert {thread for _, thread in order[3:]} == {"weight-prefetch"}
+
+
+def test_adapters_over_an_offloaded_base_train() -> None:
+    base = nn.Linear(4, 4).requires_grad_(False)
+    adapter = nn.Linear(4, 4)
+    batch = torch.randn(3, 4)
+    (base(adapter(batch))).sum().backward()
+    assert adapter.weight.grad is not None
+    expected = adapter.weight.grad.clone()
+    adapter.zero_grad()
+    cpu_offload(base)
+    base(adapter(batch)).sum().backward()
+    assert torch.equal(adapter.weight.grad, expected)
+
+
+def test_training_an_offloaded_weight_is_refused() -> None:
+    layer = cpu_offload(nn.Linear(4, 4))
+    with pytest.raises(UnsupportedError, match=r"A gradient has reached an offloaded weight.*requires_grad_\(False\)"):
+        layer(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_pipeline_moves_one_model_after_the_other() -> None:
+    first, hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu")
+    second, other = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=hook)
+    moved: list[str] = []
+    first.to = lambda *args: moved.append("first")  # type: ignore[method-assign,assignment]
+    second(first(torch.ones(1, 2)))
+    assert moved == ["first", "first"]  # to its device, and back before the second runs
+    other.remove()
+    assert not hasattr(second, "_hf_hook")
+
+
+def test_a_dispatched_model_is_not_moved_or_dispatched_again(tmp_path: Path) -> None:
+    model = dispatch_model(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {"0": "cpu", "1": "disk"}, offload_dir=tmp_path
+    )
+    with pytest.raises(UnsupportedError, match="is spread over cpu, disk by its device map"):
+        model.to("cpu")
+    with pytest.raises(UnsupportedError, match="is spread over cpu, disk by its device map"):
+        model.half()
+    with pytest.raises(UnsupportedError, match="has a device map already"):
+        dispatch_model(model, {"": "cpu"})
+    assert model.hf_device_map == {"0": "cpu", "1": "disk"}
+
+
+OFFLOADS: dict[str, Callable[[nn.Module, Path], nn.Module]] = {
+    "dispatch": lambda model, folder: dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=folder),
+    "cpu": lambda model, folder: cpu_offload(model),
+    "disk": disk_offload,
+}
+
+
+@pytest.mark.parametrize("second", OFFLOADS.values(), ids=OFFLOADS)
+@pytest.mark.parametrize("first", OFFLOADS.values(), ids=OFFLOADS)
+def test_an_offloaded_model_is_not_offloaded_again(first: Any, second: Any, tmp_path: Path) -> None:
+    model, inputs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    expected = model(inputs)
+    model = first(model, tmp_path / "first")
+    with pytest.raises(UnsupportedError, match=r"has a device map already|are offloaded already"):
+        second(model, tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+    assert torch.equal(model(inputs), expected)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
+def test_an_offloaded_model_moves_once_its_hooks_are_removed(offload: Any, tmp_path: Path) -> None:
+    model, inputs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    expected = model(inputs)
+    model = offload(model, tmp_path)
+    for move in (model.half, model.cpu, lambda: model.to("cpu")):
+        with pytest.raises(UnsupportedError, match="cannot be moved or converted as a whole"):
+            move()
+    assert torch.equal(model(inputs), expected)
+    remove_hook_from_submodules(model)
+    vars(model).pop("hf_device_map", None)
+    assert model.to(torch.float64)(inputs.double()).dtype is torch.float64
+    assert model.float() is model
+
+
+@pytest.mark.parametrize(
+    ("device_map", "words"),
+    [
+        ({"0": "cpu"}, "names no device for 1.weight, 1.bias"),
+        ({"0": "cpu", "1": "gpu"}, "'gpu', which torch does not know"),
+        ({"0": "cpu", "1": "disk"}, "puts 1 on the disk. Give offload_dir"),
+        ({"0": "cpu", "1": 99}, "99"),
+    ],
+)
+def test_a_map_that_cannot_be_followed_moves_nothing(device_map: dict[str, Any], words: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match=words):
+        dispatch_model(model, device_map)
+    assert not any(is_offloaded(model))
+    assert not hasattr(model, "hf_device_map")
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_the_rest_of_a_model_goes_where_the_outer_entry_says(tmp_path: Path) -> None:
+    model = made("llama")
+    expected = output(model, "llama")
+    model = dispatch_model(model, {"model.layers.1": "disk", "model": "cpu", "": "disk"}, offload_dir=tmp_path)
+    assert torch.equal(output(model, "llama"), expected)
+    offloaded = {name.rpartition("layers.")[2][:2] for name, value in model.named_parameters() if value.is_meta}
+    assert offloaded == {"1.", "lm"}
+
+
+def test_empty_weights_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="have no values yet: they are on the meta device"):
+        dispatch_model(nn.Linear(2, 2, device="meta"), {"": "disk"}, offload_dir=tmp_path / "weights")
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_disk_that_fills_up_leaves_the_model_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    written: list[Any] = []
+
+    def fill(array: Any, path: Any) -> None:
+        written.append(path)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainer_lib.tensor_files.offloaded_weights.write_array", fill)
+    with pytest.raises(CheckpointError, match=r"could not be written.*No space left"):
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    assert not any(is_offloaded(model))
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_offload_folder_that_is_a_file_leaves_the_model_in_memory(tmp_path: Path) -> None:
+    model, path = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), tmp_path / "file"
+    path.touch()
+    for offload in (OFFLOADS["dispatch"], disk_offload):
+        with pytest.raises(CheckpointError, match="file: the offloaded weights could not be written"):
+            offload(model, path)
+        assert not any(is_offloaded(model))
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+def leads_out(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001", "../model-00001"))
+
+
+def cut(folder: Path) -> None:
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "leads out": (leads_out, "which leads out of .* It is not read"),
+    "missing": (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "names files that are missing"),
+    "cut": (cut, "model-00002-of-00002.safetensors cannot be read as safetensors"),
+    "no index": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": '),
+        "is not an index of weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, {"0": "cpu", "1": "disk"}, "auto"], ids=str)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_moves_nothing(damage: str, device_map: Any, tmp_path: Path) -> None:
+    Accelerator(cpu=True).save_model(
+        nn.Sequential(nn.Linear(50, 30), nn.Linear(30, 20)), str(tmp_path), max_shard_size="7KB"
+    )
+    break_it, words = DAMAGE[damage]
+    break_it(tmp_path)
+    empty = nn.Sequential(nn.Linear(50, 30, device="meta"), nn.Linear(30, 20, device="meta"))
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint_and_dispatch(empty, tmp_path, device_map)
+    assert all(is_offloaded(empty))
+    assert not hasattr(empty, "hf_device_map")
+    assert not any("_hf_hook" in vars(module) for module in empty.modules())
+
+
+def test_misshapen_and_missing_weights_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Accelerator(cpu=True).save_model(nn.Sequential(nn.Linear(4, 3)), str(tmp_path))
+    with pytest.raises(StateError, match=r"0.weight is \(3, 4\) and the model has \(3, 5\)"):
+        load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(5, 3)), tmp_path, {"": "cpu"})
+    load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), tmp_path, {"": "cpu"})
+    assert "does not have are unchanged: 1.weight, 1.bias." in caplog.text
+    with pytest.raises(StateError):
+        load_checkpoint_and_dispatch(
+            nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), tmp_path, {"": "cpu"}, strict=True
+        )
+
+
+def test_an_unknown_way_of_inferring_a_map_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"device_map.*'automatic'.*auto"):
+        load_checkpoint_and_dispatch(nn.Linear(1, 1), tmp_path, device_map="automatic")

@@ -1,0 +1,92 @@
+"""The parts of a model that stay on one device: single tensors, layers, and modules that must not be split."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.error_values import shown
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.modules.tensor_sizes import tensor_bytes
+from trainer_lib.modules.tensor_slots import buffer_slots, module_slots, parameter_slots
+
+Classes = str | type[nn.Module] | Iterable[str | type[nn.Module]] | None
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a model that stays on one device.
+
+    Args:
+        name: The name of the module or tensor.
+        parameters: The bytes of its parameters by the identity of the tensor; a tied parameter is in several units.
+        buffers: The bytes of its buffers, in the same way.
+    """
+
+    name: str
+    parameters: Mapping[int, int]
+    buffers: Mapping[int, int]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all its tensors."""
+        return sum(self.parameters.values()) + sum(self.buffers.values())
+
+
+def units_of(
+    model: nn.Module,
+    no_split: Classes = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+) -> list[Unit]:
+    """Return the units of a model, in the order of its modules.
+
+    Args:
+        model: The model.
+        no_split: Names of classes, or classes, whose modules are one unit.
+        dtype: The type to count with; see `compute_module_sizes`.
+        special_dtypes: The types of single tensors; see `compute_module_sizes`.
+    """
+    sizes = tensor_bytes(model, dtype, special_dtypes)
+    units = (_unit(name, part, sizes) for name, part in _parts(model, "", class_names(no_split)))
+    return [unit for unit in units if unit.parameters or unit.buffers]
+
+
+def class_names(classes: Classes) -> frozenset[str]:
+    """Return the names of classes, which may be given as names or classes, one or several.
+
+    Example:
+        >>> sorted(class_names([nn.Linear, "Block"]))
+        ['Block', 'Linear']
+    """
+    several = [classes] if isinstance(classes, (str, type)) else list(classes or ())
+    for value in several:
+        if not isinstance(value, (str, type)):
+            raise ConfigurationError(
+                f"no_split_module_classes must be names of classes or classes (got {shown(value)}). "
+                "Give, for example, ['LlamaDecoderLayer']."
+            )
+    return frozenset(value if isinstance(value, str) else value.__name__ for value in several)
+
+
+def _parts(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Yield the units of a module: itself, or its own tensors and the units of the modules inside it."""
+    children = {key: child for key, child in module_slots(module).items() if child is not None}
+    if name and (not children or type(module).__name__ in whole):
+        yield name, module
+        return
+    prefix = f"{name}." if name else ""
+    for key, tensor in (parameter_slots(module) | buffer_slots(module)).items():
+        if tensor is not None:
+            yield f"{prefix}{key}", tensor
+    for key, child in children.items():
+        yield from _parts(child, f"{prefix}{key}", whole)
+
+
+def _unit(name: str, part: nn.Module | Tensor, sizes: Mapping[int, int]) -> Unit:
+    if isinstance(part, nn.Module):
+        parameters, buffers = list(part.parameters()), list(part.buffers())
+    else:
+        parameters, buffers = ([part], []) if isinstance(part, nn.Parameter) else ([], [part])
+    return Unit(name, {id(t): sizes[id(t)] for t in parameters}, {id(t): sizes[id(t)] for t in buffers})

@@ -1,0 +1,14 @@
+from trainer_lib.hooks.align_devices import AlignDevicesHook as AlignDevicesHook
+from trainer_lib.hooks.attach import attach_align_device_hook as attach_align_device_hook
+from trainer_lib.hooks.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from trainer_lib.hooks.attach import attach_execution_device_hook as attach_execution_device_hook
+from trainer_lib.hooks.cpu_offload import CpuOffload as CpuOffload
+from trainer_lib.hooks.cpu_offload import UserCpuOffloadHook as UserCpuOffloadHook
+from trainer_lib.hooks.layerwise_casting import LayerwiseCastingHook as LayerwiseCastingHook
+from trainer_lib.hooks.model_hook import ModelHook as ModelHook
+from trainer_lib.hooks.model_hook import SequentialHook as SequentialHook
+from trainer_lib.hooks.model_hook import add_hook_to_module as add_hook_to_module
+from trainer_lib.hooks.model_hook import remove_hook_from_module as remove_hook_from_module
+from trainer_lib.hooks.model_hook import remove_hook_from_submodules as remove_hook_from_submodules
+
+__all__: list[str]

@@ -1,0 +1,181 @@
+"""A hook that has a module's weights and inputs on one device for its forward, and keeps the weights elsewhere."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.foundation.pytree import find_device, send_to_device
+from trainer_lib.hooks.model_hook import ModelHook
+from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
+from trainer_lib.modules.device_placement import Device, set_module_tensor_to_device
+from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
+from trainer_lib.modules.tensor_sizes import named_module_tensors
+from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
+
+
+class AlignDevicesHook(ModelHook):
+    """Puts a module's inputs, and the weights that are offloaded, on the device of its forward.
+
+    Args:
+        execution_device: The device of the forward; by default inputs and weights stay where they are.
+        offload: Whether weights are kept elsewhere between forwards.
+        io_same_device: Whether the output goes to the device that the inputs came from.
+        weights_map: The offloaded weights by name; by default copies on the CPU.
+        offload_buffers: Whether buffers are offloaded too.
+        place_submodules: Whether the weights of modules inside this one count as its own.
+        skip_keys: Names of arguments that stay where they are.
+        tied_params_map: Copies of tied tensors by address and device, which share one copy on a device.
+
+    Example:
+        >>> from trainer_lib.hooks import add_hook_to_module
+        >>> layer = add_hook_to_module(nn.Linear(2, 1), AlignDevicesHook("cpu", offload=True))
+        >>> layer.weight.device, layer(torch.ones(1, 2)).device
+        (device(type='meta'), device(type='cpu'))
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: dict[int, dict[torch.device, Tensor]] | None = None,
+        *,
+        prefetcher: WeightPrefetcher | None = None,
+        name: str = "",
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self._device = None if execution_device is None else torch.device(execution_device)
+        self._prefetcher, self._name = prefetcher, name
+        self._offloaded: list[str] = []
+        self._kept: dict[str, Tensor] = {}  # what is in the module between forwards, on the meta device
+        self._devices: dict[str, torch.device] = {}
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the weights: to the execution device, or out of the module."""
+        if not self.offload:
+            if self._device is not None:
+                tensors = list(named_module_tensors(module, recurse=self.place_submodules))
+                # What another hook has offloaded comes to its device for the forward.
+                for name in (name for name, tensor in tensors if tensor.device.type != "meta"):
+                    set_module_tensor_to_device(module, name, self._device, tied_params_map=self.tied_params_map)
+            return module
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        self._devices = {name: tensor.device for name, tensor in tensors.items()}
+        # What a state dict does not have is nowhere else to fetch it from.
+        offloaded = dict(
+            named_module_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
+        )
+        if self.weights_map is None:
+            state = {**offloaded, **(module.state_dict() if any(map(is_quantized, offloaded.values())) else {})}
+            self.weights_map = {
+                name: tensor.detach().to("cpu")
+                for name, tensor in state.items()
+                if name in offloaded or weight_of(name) in offloaded
+            }
+        self._offloaded = list(offloaded)
+        quantized = [name for name, tensor in offloaded.items() if is_quantized(tensor)]
+        statistics = [name for name in self.weights_map if weight_of(name) in quantized] if quantized else []
+        for name, tensor in offloaded.items():
+            self._kept[name] = on_meta(tensor) if is_quantized(tensor) else _on_meta(tensor)
+            _put(module, name, self._kept[name])
+            if is_quantized(tensor):
+                release_statistics(_owner(module, name))
+        if self._device is not None:
+            for name in tensors.keys() - offloaded.keys():
+                set_module_tensor_to_device(module, name, self._device)
+        if self._prefetcher is None:
+            self._prefetcher = WeightPrefetcher(self._device or torch.device("cpu"))
+        self._prefetcher.add(self._name, self.weights_map, [*self._offloaded, *statistics])
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Put weights and inputs on the execution device."""
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.offload and self._prefetcher is not None:
+            weights, trains = self._prefetcher.take(self._name), torch.is_grad_enabled()
+            for name in self._offloaded:
+                _put(module, name, self._fetched(module, name, weights, trains))
+        if self._device is None:
+            return args, kwargs
+        return send_to_device(args, self._device), send_to_device(kwargs, self._device, skip_keys=self.skip_keys)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Take the weights out of the module again."""
+        for name in self._offloaded:
+            _put(module, name, self._kept[name])
+            # A backward still needs the scales.
+            if is_quantized(self._kept[name]) and not torch.is_grad_enabled():
+                release_statistics(_owner(module, name))
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Put the weights back into the module, where they were before."""
+        for name in self._offloaded:
+            device = torch.device("cpu") if self._devices[name].type == "meta" else self._devices[name]
+            weights = self.weights_map or {}
+            if is_quantized(self._kept[name]):
+                found = {part: weights[part] for part in weights if part == name or weight_of(part) == name}
+                _put(module, name, self._fetched(module, name, found, False).to(device))
+            else:
+                set_module_tensor_to_device(module, name, device, value=weights[name])
+        return module
+
+    def _fetched(self, module: nn.Module, name: str, weights: Mapping[str, Tensor], trains: bool) -> Tensor:
+        """Return fetched values as the parameter or buffer of this name."""
+        kept = self._kept[name]
+        if not is_quantized(kept):
+            return _like(kept, weights[name], trains)
+        statistics = {part: tensor for part, tensor in weights.items() if weight_of(part) == name}
+        return quantize(_owner(module, name), kept, weights[name], weights[name].device, statistics)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _like(kept: Tensor, value: Tensor, trains: bool) -> Tensor:
+    """Return a fetched value as the parameter or buffer that it stands for."""
+    if not isinstance(kept, nn.Parameter):
+        return value
+    parameter = nn.Parameter(value, requires_grad=kept.requires_grad and trains)
+    if parameter.requires_grad:
+        parameter.register_hook(_refuse_gradient)
+    return parameter
+
+
+def _refuse_gradient(gradient: Tensor) -> Tensor:
+    del gradient
+    raise UnsupportedError(
+        "A gradient has reached an offloaded weight, which is only a copy for one forward and would not be trained. "
+        "Freeze offloaded weights (requires_grad_(False)), or keep the trained modules on a device in device_map."
+    )
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    path = name.rpartition(".")[0]
+    return module.get_submodule(path) if path else module
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, last = _owner(module, name), name.rpartition(".")[2]
+    slots = parameter_slots(owner) if last in parameter_slots(owner) else buffer_slots(owner)
+    slots[last] = tensor  # type: ignore[assignment]

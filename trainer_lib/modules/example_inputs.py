@@ -1,0 +1,51 @@
+"""A forward of a model of transformers or timm on a batch of zeros, to measure what it keeps for the backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+_LANGUAGE_MODELS = ("CausalLM", "MaskedLM", "ConditionalGeneration", "LMHeadModel")
+
+
+def example_forward(model: nn.Module, batch_size: int, sequence_length: int) -> tuple[Callable[[nn.Module], Any], str]:
+    """Return a function that computes an output, and the loss of a language model, and the batch in words.
+
+    Args:
+        model: The model, maybe on the meta device.
+        batch_size: The samples.
+        sequence_length: The tokens of a sample; at most as many as the model takes.
+    """
+    config: Any = getattr(model, "config", None)
+    size = _image_size(model, config)
+    if size is not None:
+
+        def on_images(model: nn.Module) -> Any:
+            weight = next(model.parameters())
+            return model(torch.zeros(batch_size, *size, dtype=weight.dtype, device=weight.device))
+
+        return on_images, f"{batch_size} × {'×'.join(map(str, size))} values"
+    length = min(sequence_length, getattr(config, "max_position_embeddings", None) or sequence_length)
+
+    def on_tokens(model: nn.Module) -> Any:
+        tokens = torch.zeros(batch_size, length, dtype=torch.int64, device=next(model.parameters()).device)
+        inputs = {"input_ids": tokens}
+        if type(model).__name__.endswith(_LANGUAGE_MODELS):
+            inputs["labels"] = tokens
+        elif getattr(config, "is_encoder_decoder", False):
+            inputs["decoder_input_ids"] = tokens
+        return model(**inputs)
+
+    return on_tokens, f"{batch_size} × {length} tokens"
+
+
+def _image_size(model: nn.Module, config: Any) -> tuple[int, ...] | None:
+    """Return channels, height and width of the images that a model takes; `None` for a model of tokens."""
+    of_timm: Any = getattr(model, "default_cfg", None)
+    if of_timm is not None:
+        return tuple(of_timm["input_size"])
+    if getattr(model, "main_input_name", "input_ids") != "pixel_values":
+        return None
+    size: Any = getattr(config, "image_size", 224)
+    return (getattr(config, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size)))
