@@ -13,16 +13,15 @@ from trainer_lib.commands.config.config_args import ClusterConfig, SageMakerConf
 from trainer_lib.commands.config.default import default_command_parser
 from trainer_lib.commands.launch import launch_command, launch_command_parser
 from trainer_lib.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command_parser
-from trainer_lib.foundation.environment import patch_environment
-from trainer_lib.launchers import config_file
-from trainer_lib.launchers.config_file import default_config_file
+from trainer_lib.launchers import device_count
+from trainer_lib.launchers.config_file import default_config_file, home_config_file
 from trainer_lib.options.enums import ComputeEnvironment, DistributedType
 from trainer_lib.utils import write_basic_config
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "config.json"])
 def test_a_basic_configuration_is_read_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_file, "count_accelerators", lambda: 0)
+    monkeypatch.setattr(device_count, "count_accelerators", lambda: 0)
     file = tmp_path / "new" / name
     assert write_basic_config("bf16", file) == file
     config = load_config_from_file(file)
@@ -38,31 +37,61 @@ def test_a_basic_configuration_is_read_back(name: str, tmp_path: Path, monkeypat
 
 
 def test_all_devices_of_the_machine_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_file, "count_accelerators", lambda: 4)
-    monkeypatch.setattr(config_file, "get_current_device_type", lambda: ("cuda", "MULTI_GPU"))
+    monkeypatch.setattr(device_count, "count_accelerators", lambda: 4)
+    monkeypatch.setattr(device_count, "get_current_device_type", lambda: ("cuda", "MULTI_GPU"))
     write_basic_config(save_location=tmp_path / "config.json")
     values = json.loads((tmp_path / "config.json").read_text())
     assert (values["num_processes"], values["distributed_type"], values["use_cpu"]) == (4, "MULTI_GPU", False)
 
 
-def test_a_configuration_that_is_there_stays(tmp_path: Path) -> None:
-    with patch_environment(hf_home=tmp_path):
-        assert write_basic_config() == default_config_file() == tmp_path / "accelerate" / "default_config.yaml"
-        before = default_config_file().read_text()
-        assert write_basic_config("bf16") is False
-        assert default_config_file().read_text() == before
-        assert load_config_from_file(None).mixed_precision == "no"
+def test_a_configuration_that_is_there_stays(settings_home: Path) -> None:
+    assert write_basic_config() == default_config_file() == settings_home / "trainer_lib" / "default_config.yaml"
+    before = default_config_file().read_text()
+    assert write_basic_config("bf16") is False
+    assert default_config_file().read_text() == before
+    assert load_config_from_file(None).mixed_precision == "no"
 
 
-def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"There is no configuration file .*gone\.yaml"):
+@pytest.mark.parametrize("name", ["default_config.yaml", "default_config.json"])
+def test_a_configuration_of_accelerate_is_found_unless_there_is_one_of_this_library(
+    settings_home: Path, name: str
+) -> None:
+    file = settings_home / "huggingface" / "accelerate" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"mixed_precision": "fp16"}))
+    assert default_config_file() == file
+    assert load_config_from_file(None).mixed_precision == "fp16"
+    assert write_basic_config() is False, "the one that is there counts"
+    write_basic_config("bf16", home_config_file())
+    assert load_config_from_file(None).mixed_precision == "bf16"
+
+
+def test_the_folder_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRAINER_LIB_HOME")
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    assert home_config_file() == tmp_path / ".config" / "trainer_lib" / "default_config.yaml"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    assert home_config_file() == tmp_path / "xdg" / "trainer_lib" / "default_config.yaml"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "huggingface" / "accelerate").mkdir(parents=True)
+    file = tmp_path / "cache" / "huggingface" / "accelerate" / "default_config.yaml"
+    file.write_text("num_processes: 2")
+    assert default_config_file() == file
+
+
+def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no configuration file .*gone\.yaml \(No such.*`trainer-lib config`"):
         load_config_from_file(tmp_path / "gone.yaml")
-    for text, words in [("- 1", "got a list"), ("num_proceses: 2", "Did you mean 'num_processes'"), ("{", "nor YAML")]:
-        (tmp_path / "config.yaml").write_text(text)
-        with pytest.raises(ConfigurationError, match=words):
-            load_config_from_file(tmp_path / "config.yaml")
     with pytest.raises(ConfigurationError, match="Unknown mixed_precision"):
         write_basic_config("fp12", tmp_path / "other.yaml")
+
+
+def test_sagemakers_configuration_needs_its_names(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("compute_environment: AMAZON_SAGEMAKER")
+    with pytest.raises(ConfigurationError, match=r"lacks ec2_instance_type, iam_role_name\. Add"):
+        load_config_from_file(tmp_path / "config.yaml")
 
 
 def test_a_configuration_of_sagemaker_is_one(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig
+from transformers import BertConfig, ViTConfig
 
 from trainer_lib import ConfigurationError
 from trainer_lib.commands.estimate import (
@@ -15,6 +15,8 @@ from trainer_lib.commands.estimate import (
     estimate_training_usage,
     gather_data,
 )
+from trainer_lib.commands.main import main
+from trainer_lib.foundation.byte_sizes import convert_bytes
 
 
 @pytest.fixture
@@ -60,11 +62,41 @@ def test_the_table(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     commands = argparse.ArgumentParser().add_subparsers()
     args = estimate_command_parser(commands).parse_args([folder, "--dtypes", "float32", "int8"])
     args.func(args)
-    lines = capsys.readouterr().out.splitlines()
+    text = capsys.readouterr().out
+    lines = text[: text.index("┘") + 1].splitlines()
     assert len({len(line) for line in lines}) == 1
     assert f"Memory Usage for loading `{folder}`" in lines[1]
     assert [line.split("│")[1].strip() for line in lines[3:4] + lines[5:7]] == ["dtype", "float32", "int8"]
     assert lines[6].rstrip("│").endswith("-" + " " * (len(lines[6].rstrip("│").split("│")[-1]) - 1))
+
+
+def test_the_table_of_a_training(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(*options: str) -> tuple[str, dict[tuple[str, str], list[str]]]:
+        assert main(["estimate-memory", *options]) == 0
+        _, title, *lines = capsys.readouterr().out.partition("┘\n")[2].splitlines()
+        cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+        return title, {(row[0], row[1]): row[2:] for row in cells if len(row) == 8}
+
+    title, alone = rows(folder)
+    assert "Training with Adam on each of 1 devices, batches of 1 × 512 tokens" in title
+    assert [key for key in alone if key[0] != "strategy"] == [("ddp", "no"), ("ddp", "bf16"), ("ddp", "bf16-true")]
+    weights, gradients, optimizer, activations, _, bar = alone["ddp", "no"]
+    assert weights == gradients != optimizer
+    assert bar == "█" * 24, "the largest total"
+    title, several = rows(folder, "--num_processes", "4", "--batch-size", "2", "--sequence_length", "16")
+    assert "on each of 4 devices, batches of 2 × 16 tokens" in title
+    assert several["fsdp", "no"][1] == convert_bytes(-(-4 * parameters_of(folder) // 4))
+    assert several["ddp", "no"][3] != activations
+    vit = ViTConfig(hidden_size=4, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=32)
+    vit.architectures = ["ViTForImageClassification"]
+    vit.save_pretrained(tmp_path)
+    title, images = rows(str(tmp_path))
+    assert "batches of 1 × 3×32×32 values" in title
+    assert images["ddp", "no"][3] != "unknown"
+
+
+def parameters_of(folder: str) -> int:
+    return sum(parameter.numel() for parameter in create_empty_model(folder).parameters())
 
 
 def test_a_table_is_as_wide_as_its_title_or_its_cells() -> None:

@@ -6,6 +6,7 @@ Most launches run in this process or in a fork of it, and their scripts import t
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ import pytest
 import torch
 
 from trainer_lib.commands.main import main
+from trainer_lib.launchers import gpu_selection
+from trainer_lib.processes.nvidia_driver import Gpu
 
 pytestmark = pytest.mark.launch
 
@@ -47,7 +50,7 @@ def script(tmp_path: Path) -> Callable[..., str]:
     """Write lines of Python into a file."""
 
     def write(*lines: str) -> str:
-        path = tmp_path / "a script.py"
+        path = tmp_path / "a $HOME `script`; it's ${local_rank}.py"
         path.write_text("\n".join(lines))
         return str(path)
 
@@ -150,15 +153,15 @@ def test_processes_are_told_their_place_and_what_was_asked_for(launch: Any, scri
         ("1", "1", "2"),
     ]
     expected = {
-        "ACCELERATE_USE_CPU": "1",
+        "ACCELERATE_USE_CPU": "True",
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
-        "ACCELERATE_DEBUG_MODE": "1",
-        "ACCELERATE_DYNAMO_BACKEND": "inductor",
+        "ACCELERATE_DEBUG_MODE": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
         "ACCELERATE_DYNAMO_MODE": "max-autotune",
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "1",
-        "ACCELERATE_DYNAMO_USE_DYNAMIC": "1",
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "1",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "True",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "True",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True",
         "OMP_NUM_THREADS": "3",
         "TRAINER_LIB_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -222,6 +225,7 @@ def test_torchrun_forms_a_world_too(script: Any, tmp_path: Path) -> None:
     path = script(
         JOIN, "import sys; sys.stdout.write(f'{state.process_index} {state.num_processes} {state.backend}\\n')"
     )
+    path = shutil.copy(path, tmp_path / "join.py")  # torchrun fills in ${local_rank}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where it leaves its logs
     done = subprocess.run([*torchrun, path], capture_output=True, text=True, timeout=LIMIT, check=True, env=environment)
@@ -242,7 +246,7 @@ def test_failure_of_one_process_ends_all_and_is_told_last(
     ended = launch("--num_processes", "2", path)
     assert ended.code == 1
     report = ended.err[ended.err.index("trainer-lib launch: ") :]
-    assert report.startswith("trainer-lib launch: Process 1 of 2 failed with exit code 1:\nValueError: only here\n")
+    assert report.startswith("trainer-lib launch: Process 1 of 2 failed with exit code 1.\nValueError: only here\n")
     assert ended.err.count("def train(): raise ValueError('only here')") == 1
     assert "bootstrap.py" not in ended.err
     assert "torchelastic" not in ended.err
@@ -254,7 +258,29 @@ def test_the_same_error_of_all_processes_is_printed_once(launch: Any, script: An
     assert ended.err.count("Traceback (most recent call last):") == 1
     assert ended.err.count("in train") == 1
     report = ended.err[ended.err.index("trainer-lib launch: ") :]
-    assert report.splitlines()[1] == "ValueError: everywhere"
+    assert report.splitlines()[-1] == "ValueError: everywhere"
+
+
+def test_the_traceback_of_the_first_failure_comes_last_and_alone(launch: Any, script: Any) -> None:
+    path = script(
+        "import os, signal",
+        "def lose(*_): raise RuntimeError('rank 1 is gone')",
+        "def train(): raise ValueError('the cause')",
+        "signal.signal(signal.SIGTERM, lose)",
+        "if os.environ['RANK'] == '0': open(__file__ + '.ready', 'w').close(); signal.pause()",
+        "while not os.path.exists(__file__ + '.ready'): pass",
+        "train()",
+    )
+    ended = launch("--num_processes", "2", path)
+    assert ended.code == 1
+    printed, report = ended.err.split("trainer-lib launch: ")
+    assert "RuntimeError: rank 1 is gone" in printed
+    first, after, *traceback = report.splitlines()
+    assert first == "Process 1 of 2 failed with exit code 1."
+    assert after == "After that, process 0 raised RuntimeError: rank 1 is gone."
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert traceback[-1] == "ValueError: the cause"
+    assert report.count("Traceback") == 1
 
 
 def test_a_script_that_cannot_be_read_is_told_with_its_error(launch: Any, script: Any) -> None:
@@ -274,7 +300,7 @@ def test_process_that_fails_ends_though_nobody_answers_its_collective(launch: An
     )
     ended = launch("--num_processes", "2", path)
     assert ended.code == 1
-    assert "Process 1 of 2 failed with exit code 1:" in ended.err
+    assert "Process 1 of 2 failed with exit code 1." in ended.err
     assert ended.err.endswith("ValueError: nobody answers\n")
 
 
@@ -350,17 +376,25 @@ def test_given_port_is_used_and_a_taken_one_is_named(launch: Any, script: Any) -
 
 
 @pytest.mark.slow
-def test_two_machines_form_one_world(script: Any) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rdzv_backend", "static"],
+        ["--rdzv_backend", "c10d", "--rdzv_id", "job", "--rdzv_conf", "timeout=60", "--monitor_interval", "0.05"],
+    ],
+    ids=["static", "c10d"],
+)
+def test_two_machines_form_one_world(script: Any, options: list[str]) -> None:
     path = script(JOIN, "print(state.process_index, state.local_process_index, state.num_processes)")
     with socket.create_server(("", 0)) as listener:
         port = str(listener.getsockname()[1])
-    shared = ["--num_machines", "2", "--num_processes", "2"]
+    shared = ["--num_machines", "2", "--num_processes", "2", *options]
     shared += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     with (
         forked(*shared, "--machine_rank", "0", path) as first,
         forked(*shared, "--machine_rank", "1", path) as second,
     ):
-        assert [machine.stdout.read() for machine in (first, second)] == ["0 0 2\n", "1 0 2\n"]
+        assert sorted(machine.stdout.read() for machine in (first, second)) == ["0 0 2\n", "1 0 2\n"]
         assert [machine.code() for machine in (first, second)] == [0, 0]
 
 
@@ -411,7 +445,7 @@ def test_output_is_teed_into_the_log_folder(script: Any, tmp_path: Path) -> None
     assert "[job1]:out 1" in out
     (log,) = tmp_path.glob("logs/*/attempt_0/1/stderr.log")
     assert log.read_text() == "rank 1 fails\n"
-    assert f"Its output is in {log}." in err
+    assert f"The output of process 1 is in {log}." in err
 
 
 def test_nothing_is_left_in_the_temporary_folder(
@@ -423,25 +457,28 @@ def test_nothing_is_left_in_the_temporary_folder(
     assert list(folder.iterdir()) == []
 
 
-def test_help_is_quick_and_grouped() -> None:
-    probe = "import sys; from trainer_lib.commands.main import main; code = main(['launch', '-h']); assert code == 0; "
-    done = subprocess.run(
-        [sys.executable, "-c", probe + "print('torch' in sys.modules)"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.endswith("False\n")
-    assert all(group in done.stdout for group in ("processes:", "several machines:", "failures and output:"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--num_procceses", "2"], "Unknown option '--num_procceses'. Did you mean '--num_processes'?"),
-        (["--nproc_per_node", "2"], "Unknown option '--nproc_per_node'. Give --num_processes N"),
-        (["--nproc-per-node=2"], "Give --num_processes N"),
-        (["--num_processes", "two"], "--num_processes: must be a whole number of at least 1, got 'two'"),
-        (["--num_processes", "0"], "must be a whole number of at least 1, got '0'"),
-        (["--num_processes"], "--num_processes: expected one argument"),
-        (["--cpu=yes"], "--cpu: ignored explicit argument 'yes'"),
+        (["--include", "0,1"], "Unknown option '--include'. Give --gpu_ids 0,1."),
+        (
+            ["--nproc-per-node=many"],
+            "--nproc-per-node must be a whole number of at least 1, auto, gpu or cpu (got 'many')",
+        ),
+        (
+            ["--nproc_per_node", "2", "--num_processes", "2"],
+            "--num_processes and --nproc_per_node contradict each other",
+        ),
+        (["--num_processes", "two"], "--num_processes must be a whole number of at least 1 (got 'two')."),
+        (["--num_processes", "0"], "must be a whole number of at least 1 (got '0')"),
+        (["--num_processes"], "--num_processes needs a value: a whole number of at least 1."),
+        (["--cpu=perhaps"], "--cpu must be yes or no (got 'perhaps')."),
+        (["--standalone", "--nnodes", "2"], "--standalone is one machine, and --num_machines 2 was given."),
+        (
+            ["--rdzv_endpoint", "host:port"],
+            "The port of --rdzv_endpoint must be a whole number of at least 0 (got 'port')",
+        ),
         (
             ["--mixed_precision", "bf61"],
             "Unknown mixed_precision 'bf61'. Known: bf16, bf16-true, fp16, no. Did you mean 'bf16'?",
@@ -451,10 +488,27 @@ def test_help_is_quick_and_grouped() -> None:
         (["--dynamo_backend", "nvprims_nvfuser"], "torch removed nvFuser"),
         (["--dynamo_mode", "max"], "Unknown mode 'max'. Known: default, max-autotune"),
         (["--dynamo_backend", "eager", "--dynamo_mode", "max-autotune"], "needs the backend 'inductor'"),
-        (["--use_fsdp"], "--use_fsdp is not supported: this version does not have FSDP"),
-        (["--fsdp-sharding-strategy", "1"], "--fsdp-sharding-strategy is not supported"),
-        (["--config_file", "x.yaml"], "does not have a config file (give the options on the command line)"),
-        (["--multi_gpu", "--cpu"], "--multi_gpu needs two accelerators or more"),
+        (
+            ["--fsdp-sharding-strategy", "1"],
+            "--fsdp_sharding_strategy has no effect without --use_fsdp. Add --use_fsdp",
+        ),
+        (["--use_fsdp", "--fsdp_state_dict_type", "WHOLE"], "--fsdp_state_dict_type must be one of FULL_STATE_DICT, "),
+        (["--use_fsdp", "--fsdp_sharding_strategy", "SOME"], "SOME"),
+        (["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"], "takes 2 processes, and there are 1"),
+        (
+            ["--use_parallelism_config", "--parallelism_config_cp_size", "2"],
+            "takes 2 processes, and there are 1",
+        ),
+        (
+            ["--use_parallelism_config", "--parallelism_config_tp_size", "2"],
+            "tp_size=2) takes 2 processes, and there are 1. Start 2 processes, or",
+        ),
+        (["--use_deepspeed"], "--use_deepspeed needs DeepSpeed, which this version does not have. FSDP2 "),
+        (["--use-megatron-lm"], "--use-megatron-lm needs Megatron-LM, which this version does not have."),
+        (["--tpu"], "--tpu needs TPUs, which this version does not have."),
+        (["--config_file", "x.yaml"], "There is no configuration file x.yaml (No such file or directory)."),
+        (["--multi_gpu", "--cpu"], "--multi_gpu and --cpu contradict each other. Leave out one of them."),
+        (["--multi_gpu"], "--multi_gpu needs two accelerators or more, and there are none to train on here."),
         (["--num_machines", "2", "--num_processes", "3"], "3 does not divide evenly by 2 machines"),
         (["--num_machines", "2"], "--num_machines 2 needs --main_process_ip"),
         (["--machine_rank", "1"], "machine_rank must be less than num_machines=1 (got 1)"),
@@ -525,6 +579,24 @@ def test_accelerators_set_the_default_and_the_limit(launch: Any, script: Any, mo
     ((_, environment),) = launch("--gpu_ids", "1", path).reports
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert "has 1 cuda device:" in launch("--gpu_ids", "1", "--num_processes", "2", path).err
+
+
+def test_fewer_processes_than_accelerators_take_the_free_ones(
+    launch: Any, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeAccelerators(monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    busy_and_free = [Gpu("RTX 4090", 100, 10, "GPU-a"), Gpu("RTX 4090", 100, 90, "GPU-b")]
+    monkeypatch.setattr(gpu_selection, "read_gpus", lambda: ("535.1", busy_and_free))
+    monkeypatch.setattr(gpu_selection, "check_cuda_p2p_ib_support", lambda: False)
+    ended = launch("--num_processes", "1", script(TELL))
+    assert ended.reports[0][1]["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+    assert ended.err == "trainer-lib launch: CUDA_VISIBLE_DEVICES=GPU-b (the GPUs with the most free memory)\n"
+    ended = launch(script(TELL))
+    assert [environment["NCCL_P2P_DISABLE"] for _, environment in ended.reports] == ["1", "1"]
+    assert "NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1 (these GPUs cannot copy to each other directly)" in ended.err
+    ((_, environment),) = launch("--quiet", "--gpu_ids", "0", script(TELL)).reports
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_ids_of_accelerators_that_are_not_there_are_refused(launch: Any, script: Any) -> None:

@@ -1,5 +1,9 @@
 """The program `trainer-lib`."""
 
+import shlex
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from trainer_lib.commands.main import main
@@ -7,7 +11,30 @@ from trainer_lib.commands.main import main
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "launch      start a script" in capsys.readouterr().out
+    assert "launch           start a script" in capsys.readouterr().out
+
+
+def test_a_command_of_accelerates_that_is_not_there_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tpu-config", "--tpu_name", "a"]) == 2
+    assert "tpu-config needs TPUs, which this version does not have." in capsys.readouterr().err
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion"]) == 0
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        line = " ".join(shlex.quote(word) for word in words)
+        start = f"source completion; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _trainer_lib"
+        command = ["bash", "-c", f'{start}; printf "%s\\n" "${{COMPREPLY[@]}}"']
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("trainer-lib", "la") == ["launch"]
+    assert completed("trainer-lib", "launch", "--num_p") == ["--num_processes"]
+    assert completed("trainer-lib", "launch", "--zero") == []
+    assert completed("trainer-lib", "config", "up") == ["update"]
+    assert completed("trainer-lib", "env", "--j") == ["--json"]
+    assert completed("trainer-lib", "train", "--label_c") == ["--label_column"]
 
 
 def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,5 +45,5 @@ def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lunch"]) == 2
     error_output = capsys.readouterr().err
-    assert error_output.startswith("trainer-lib lunch: error: Unknown command 'lunch'. Known: checkpoint, ")
+    assert error_output.startswith("trainer-lib lunch: error: Unknown command 'lunch'. Known: check, checkpoint, ")
     assert error_output.endswith(" Did you mean 'launch'?\n")

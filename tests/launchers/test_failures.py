@@ -15,8 +15,11 @@ def test_earliest_word_is_the_cause() -> None:
         ],
         num_processes=3,
     )
-    assert str(error).startswith("Process 2 of 3 failed with exit code 7:\nTraceback")
-    assert str(error).endswith("After that, process 0 raised RuntimeError: lost 2.")
+    assert str(error).splitlines() == [
+        "Process 2 of 3 failed with exit code 7.",
+        "After that, process 0 raised RuntimeError: lost 2.",
+        *trace("ValueError: first").splitlines(),
+    ]
     assert (error.rank, error.exit_code) == (2, 7)
 
 
@@ -30,10 +33,29 @@ def test_sudden_death_comes_before_words() -> None:
     assert error.exit_code == 139
 
 
+def test_the_exit_code_is_the_worst_of_all() -> None:
+    failures = [
+        Failure(rank=rank, exit_code=code, traceback=trace("SystemExit"), when=rank)
+        for rank, code in enumerate((3, 5, 4))
+    ]
+    error = failed(failures, num_processes=3)
+    assert (error.rank, error.exit_code) == (0, 5)
+
+
 def test_a_printed_traceback_is_not_repeated_and_the_log_is_named() -> None:
     failure = Failure(rank=0, exit_code=1, traceback=trace("ValueError: deep", depth=50), log="/logs/0/stderr.log")
     lines = str(failed([failure], num_processes=1, is_printed=True)).splitlines()
-    assert lines[1:] == ["ValueError: deep", "Its output is in /logs/0/stderr.log."]
+    assert lines[1:] == ["The output of process 0 is in /logs/0/stderr.log.", "ValueError: deep"]
+
+
+def test_the_first_of_several_printed_tracebacks_is_repeated_at_the_end() -> None:
+    failures = [Failure(rank=rank, exit_code=1, traceback=trace(f"ValueError: {rank}"), when=rank) for rank in (1, 0)]
+    failures.append(Failure(rank=2, exit_code=1, traceback=trace("ValueError: 0"), when=2))
+    text = str(failed(failures, num_processes=3, is_printed=True))
+    assert text.endswith(f"\n{trace('ValueError: 0').rstrip()}")
+    assert text.count("Traceback") == 1
+    same = str(failed([failures[1], failures[2]], num_processes=3, is_printed=True))
+    assert same.splitlines()[2:] == ["ValueError: 0"]
 
 
 def test_an_error_without_frames_is_given_too() -> None:
@@ -42,8 +64,8 @@ def test_an_error_without_frames_is_given_too() -> None:
         Failure(rank=1, exit_code=1, traceback="FileNotFoundError: [Errno 2] train.py\n", when=2),
     ]
     lines = str(failed(failures, num_processes=2, is_printed=True)).splitlines()
-    assert lines[1:3] == ["ValueError: first", "In step 3."]
-    assert lines[3] == "After that, process 1 raised FileNotFoundError: [Errno 2] train.py."
+    assert lines[1] == "After that, process 1 raised FileNotFoundError: [Errno 2] train.py."
+    assert lines[-2:] == ["ValueError: first", "In step 3."]
 
 
 def test_messages_that_follow_are_cut_short() -> None:

@@ -1,13 +1,15 @@
 """`notebook_launcher` and `debug_launcher`."""
 
+import contextlib
 import functools
 import importlib
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from trainer_lib import Interrupted, debug_launcher, notebook_launcher
 from trainer_lib.events import Interruption
 from trainer_lib.foundation.environment import clear_environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, WorldError
-from trainer_lib.launchers import ProcessFailedError
+from trainer_lib.launchers import ProcessFailedError, first_device_use, gpu_selection
+from trainer_lib.launchers.launch_plan import LOCALHOST
+from trainer_lib.processes.ports import free_port
 from trainer_lib.state import AcceleratorState, PartialState
 from trainer_lib.testing import reset_states
 
@@ -56,7 +60,7 @@ def test_closures_run_in_one_world_and_results_come_in_order_of_rank() -> None:
 
 @pytest.mark.parametrize("launcher", [notebook_launcher, debug_launcher])
 def test_error_of_one_process_is_told_first_and_nobody_hangs(launcher: Any) -> None:
-    with pytest.raises(ProcessFailedError, match="Process 1 of 2 failed with exit code 1:\n") as caught:
+    with pytest.raises(ProcessFailedError, match=r"Process 1 of 2 failed with exit code 1\.\n") as caught:
         launcher(fail_on_the_last, num_processes=2)
     assert "KeyError: 'only here'" in str(caught.value)
     assert "in fail_on_the_last" in str(caught.value)
@@ -115,6 +119,14 @@ def test_precision_reaches_the_processes() -> None:
         return AcceleratorState().mixed_precision
 
     assert notebook_launcher(precision, num_processes=2, mixed_precision="BF16") == ["bf16", "bf16"]
+
+
+def test_nccl_of_the_processes_does_not_copy_directly_where_the_driver_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "count_accelerators", lambda: 2)
+    monkeypatch.setattr(notebook, "forks_are_poisoned", lambda: False)
+    monkeypatch.setattr(gpu_selection, "check_cuda_p2p_ib_support", lambda: False)
+    assert notebook_launcher(os.environ.get, ("NCCL_P2P_DISABLE",)) == ["1", "1"]
+    assert "NCCL_P2P_DISABLE" not in os.environ
 
 
 def test_handlers_of_the_notebook_come_back() -> None:
@@ -194,12 +206,67 @@ def test_used_accelerator_means_fresh_processes(monkeypatch: pytest.MonkeyPatch)
     assert notebook_launcher(closure, (10,)) == [(10, 2, True), (11, 2, True)]
 
 
-def test_used_accelerator_without_cloudpickle_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_accelerator_without_cloudpickle_says_what_used_it_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notebook, "count_accelerators", lambda: 2)
     monkeypatch.setattr(notebook, "forks_are_poisoned", lambda: True)
     monkeypatch.setattr(notebook, "is_package_available", lambda module: False)
-    with pytest.raises(MissingPackageError, match=r"Restart the kernel(.|\n)*pip install cloudpickle"):
+    monkeypatch.setattr(first_device_use, "first_import", lambda packages: "bitsandbytes" if packages else None)
+    message = r"`import bitsandbytes` initializes it\. Restart the kernel(.|\n)*pip install cloudpickle"
+    with pytest.raises(MissingPackageError, match=message):
         notebook_launcher(place)
+    monkeypatch.setattr(first_device_use, "first_import", lambda packages: None)
+    monkeypatch.setattr(first_device_use, "_cells", lambda: [(1, "import torch"), (4, "\nmodel.to('cuda:1')  # here")])
+    message = r"The first line that may have used it is line 2 of cell 4: `model.to\('cuda:1'\)  # here`\. Restart"
+    with pytest.raises(MissingPackageError, match=message):
+        notebook_launcher(place)
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_the_first_import_that_uses_the_accelerator_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "harmless.py").touch()
+    (tmp_path / "broken.py").write_text("raise ValueError")
+    use = "from trainer_lib.launchers import device_count; device_count.forks_are_poisoned = lambda: True"
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text(use)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    assert first_device_use.first_import(["harmless", "broken", "first", "second"]) == "first"
+    assert first_device_use.first_import(["harmless", "broken"]) is None
+
+
+def test_output_lines_get_a_prefix(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def speak() -> None:
+        print(f"from {place()[0]}")
+
+    notebook_launcher(speak, num_processes=2, log_line_prefix_template="<${role_name} ${rank}> ")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("<")]
+    assert sorted(lines) == ["<default 0> from 0", "<default 1> from 1"]
+    assert list(tmp_path.glob("t*")) == [], "the files through which lines pass are gone"
+
+
+@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
+def test_two_nodes_form_one_world(backend: str, tmp_path: Path) -> None:
+    port, elastic = free_port(), {"rdzv_backend": backend, "rdzv_conf": {"timeout": 60}, "monitor_interval": 0.05}
+    if backend == "c10d":
+        elastic |= {"rdzv_endpoint": f"{LOCALHOST}:{port}", "rdzv_id": "nodes"}
+
+    def node(rank: int) -> list[Any]:
+        return notebook_launcher(
+            place, num_processes=1, num_nodes=2, node_rank=rank, use_port=port, **cast(Any, elastic)
+        )
+
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            (tmp_path / "result").write_text(repr(node(1)))
+        os._exit(0)
+    places = node(0)
+    os.waitpid(pid, 0)
+    assert sorted([repr(places), (tmp_path / "result").read_text()]) == ["[(0, 2)]", "[(1, 2)]"]
 
 
 @pytest.mark.parametrize(

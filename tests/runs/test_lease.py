@@ -178,7 +178,7 @@ def elsewhere(folder: AnyPath) -> AnyPath:
     return file
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", pytest.param("memory", marks=pytest.mark.slow)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> AnyPath:
     """Return the folder of a run, on a disk and in an object store."""
     return tmp_path / "run" if request.param == "disk" else path_at(f"memory://{tmp_path.name}/run")

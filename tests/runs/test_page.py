@@ -285,6 +285,7 @@ def test_existing_checkpoints_come_first(browser: Browser, tmp_path: Path) -> No
     assert browser.run(rows) == ["10", "50", "45", "40", "35", "30", "25", "20", "15", "5"]
 
 
+@pytest.mark.slow
 def test_paths_are_no_difference_between_runs(browser: Browser, tmp_path: Path) -> None:
     for name in ("first", "second"):
         of_a_failed_run(tmp_path / name)

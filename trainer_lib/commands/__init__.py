@@ -1,1 +1,1 @@
-"""This package is the command line, one file a command."""
+"""The command line: a file or a folder for each command, which `main` finds by name."""

@@ -1,24 +1,28 @@
-"""Estimate the memory that a model takes, to load it and to train it with Adam, as Accelerate estimates it."""
+"""The command `trainer-lib estimate-memory`: the memory that a model takes, to load it and to train it with Adam."""
 
 import argparse
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from trainer_lib.commands.subcommands import add_option, make_parser
 from trainer_lib.foundation.byte_sizes import convert_bytes
-from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, unknown
 from trainer_lib.foundation.imports import is_timm_available, is_transformers_available, require
-from trainer_lib.modules.init_on_device import init_empty_weights
-from trainer_lib.modules.tensor_sizes import calculate_maximum_sizes
+from trainer_lib.launchers.setting import COUNT
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _SHARES = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}  # of the size in float32
+_PARTS = ["strategy", "precision", "weights", "gradients", "optimizer", "activations", "total", ""]
+_BAR = 24  # characters of the longest bar
 _HEADERS = ["dtype", "Largest Layer", "Total Size", "Training using Adam (Peak vRAM)"]
 
 
 def create_empty_model(
     model_name: str, library_name: str | None = None, trust_remote_code: bool = False, access_token: str | None = None
-) -> nn.Module:
+) -> "nn.Module":
     """Return a model of transformers or timm whose weights are shapes without memory.
 
     Args:
@@ -27,6 +31,8 @@ def create_empty_model(
         trust_remote_code: Whether code of the model on the Hub may run.
         access_token: The token for a private model.
     """
+    from trainer_lib.modules.init_on_device import init_empty_weights
+
     library = library_name or "transformers"
     if library == "timm":
         timm: Any = require("timm", "transformers")
@@ -62,12 +68,40 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     """Return a row for each type in `args.dtypes`: its name, the largest layer, the model, and a training, in bytes."""
-    model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
+    return _loading(create_empty_model(args.model_name, args.library_name, args.trust_remote_code), args.dtypes)
+
+
+def _loading(model: "nn.Module", dtypes: Sequence[str]) -> list[list[Any]]:
+    from trainer_lib.modules.tensor_sizes import calculate_maximum_sizes
+
     total, (largest, _) = calculate_maximum_sizes(model)
     return [
         [dtype, largest // _SHARES[dtype], total // _SHARES[dtype], estimate_training_usage(total, dtype)]
-        for dtype in args.dtypes
+        for dtype in dtypes
     ]
+
+
+def _training_table(model: "nn.Module", args: argparse.Namespace) -> str:
+    """Return the table of a training by strategy and precision, with a bar for each total."""
+    from trainer_lib.modules.example_inputs import example_forward
+    from trainer_lib.modules.training_memory import training_memory
+
+    forward, batch = example_forward(model, args.batch_size, args.sequence_length)
+    memories = list(training_memory(model, forward, args.num_processes))
+    most = max(memory.total for memory in memories)
+    rows = [
+        [
+            memory.strategy,
+            memory.precision,
+            *(convert_bytes(part) for part in (memory.weights, memory.gradients, memory.optimizer)),
+            "unknown" if memory.activations is None else convert_bytes(memory.activations),
+            convert_bytes(memory.total),
+            "█" * max(1, round(_BAR * memory.total / most)),
+        ]
+        for memory in memories
+    ]
+    title = f"Training with Adam on each of {args.num_processes} devices, batches of {batch}"
+    return create_ascii_table(_PARTS, rows, title)
 
 
 def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], title: str) -> str:
@@ -123,21 +157,23 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the command, which is added to `subparsers` if you give them."""
     description = "Estimate the memory that a model takes, to load it and to train it with Adam."
-    parser = (
-        argparse.ArgumentParser(description=description)
-        if subparsers is None
-        else subparsers.add_parser("estimate-memory", description=description)
+    parser = make_parser("estimate-memory", description, subparsers)
+    parser.add_argument(
+        "model_name", help="a folder with a config.json, such a file, or a name on the Hugging Face Hub"
     )
-    parser.add_argument("model_name", help="the name on the Hugging Face Hub, or a folder with a configuration")
-    parser.add_argument("--library_name", choices=["timm", "transformers"], help="default: transformers")
+    add_option(parser, "library_name", choices=["timm", "transformers"], help="default: transformers")
     parser.add_argument("--dtypes", nargs="+", choices=list(_SHARES), default=list(_SHARES), help="default: all")
-    parser.add_argument("--trust_remote_code", action="store_true", help="let code of the model on the Hub run")
+    add_option(parser, "num_processes", type=_count, default=1, help="devices of a training: with several, FSDP too")
+    add_option(parser, "batch_size", type=_count, default=1, help="samples on each device (default: 1)")
+    add_option(parser, "sequence_length", type=_count, default=512, help="tokens of a sample (default: 512)")
+    add_option(parser, "trust_remote_code", action="store_true", help="let code of the model on the Hub run")
     parser.set_defaults(func=estimate_command)
     return parser
 
 
 def estimate_command(args: argparse.Namespace) -> None:
     """Print the table that the parsed options ask for."""
+    model = _read_model(args)
     rows = [
         [
             dtype,
@@ -145,14 +181,37 @@ def estimate_command(args: argparse.Namespace) -> None:
             convert_bytes(total),
             convert_bytes(max(use.values())) if use["step"] >= 0 else "-",
         ]
-        for dtype, largest, total, use in gather_data(args)
+        for dtype, largest, total, use in _loading(model, args.dtypes)
     ]
     print(create_ascii_table(_HEADERS, rows, f"Memory Usage for loading `{args.model_name}`"))
+    print(_training_table(model, args))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    estimate_command(estimate_command_parser().parse_args(arguments))
+    return 0
 
 
 def main() -> None:
     """Print the table that the command line of this program asks for."""
-    estimate_command(estimate_command_parser().parse_args())
+    run(sys.argv[1:])
+
+
+def _count(text: str) -> int:
+    return COUNT.check("The value", text)
+
+
+def _read_model(args: argparse.Namespace) -> "nn.Module":
+    try:
+        return create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
+    except (OSError, ValueError, RuntimeError) as error:  # whatever the library raises for a name that it cannot read
+        if isinstance(error, TrainerLibError):
+            raise
+        raise ConfigurationError(
+            f"The configuration of {args.model_name!r} cannot be read: {str(error).splitlines()[0]} Name a folder "
+            "with a config.json, such a file, or a model on the Hugging Face Hub that this machine reaches."
+        ) from error
 
 
 def _rule(corners: str, widths: Sequence[int]) -> str:

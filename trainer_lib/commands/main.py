@@ -7,12 +7,23 @@ from collections.abc import Sequence
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, UnsupportedError, unknown
 
 # The module of each command, whose `run(arguments)` runs it; imported only when needed.
-_COMMANDS = {
-    "launch": ("trainer_lib.commands.launch", "start a script on one or several processes"),
-    "runs": ("trainer_lib.commands.runs", "list runs: status, progress and metrics"),
-    "report": ("trainer_lib.commands.report", "write a page of curves and tables of runs, and compare them"),
-    "checkpoint": ("trainer_lib.commands.checkpoint", "list, verify, inspect and prune checkpoints"),
-    "track": ("trainer_lib.commands.track", "send what trackers did not accept"),
+COMMANDS = {
+    "launch": ("trainer_lib.commands.launch.launch", "start a script on one or several processes"),
+    "submit": ("trainer_lib.commands.submit.submit", "submit a launch to SLURM or Kubeflow"),
+    "config": ("trainer_lib.commands.config.config", "answer questions, and write the configuration of launches"),
+    "env": ("trainer_lib.commands.env", "print versions, devices, packages, configuration and variables"),
+    "test": ("trainer_lib.commands.test", "check the world that a launch with the configuration starts"),
+    "check": ("trainer_lib.commands.check", "check a script on its model and data, before it trains"),
+    "train": ("trainer_lib.commands.train.train", "train a model of a common task on a data file, without a script"),
+    "estimate-memory": ("trainer_lib.commands.estimate", "estimate the memory that a model takes"),
+    "merge-weights": ("trainer_lib.commands.merge", "write the whole weights of a checkpoint of FSDP in shards"),
+    "to-fsdp2": ("trainer_lib.commands.to_fsdp2", "convert a configuration of FSDP1 to FSDP2"),
+    "tpu-config": ("trainer_lib.commands.tpu", "refused: this version does not train on TPUs"),
+    "runs": ("trainer_lib.commands.runs.runs", "list runs: status, progress and metrics"),
+    "report": ("trainer_lib.commands.runs.report", "write a page of curves and tables of runs, and compare them"),
+    "checkpoint": ("trainer_lib.commands.checkpoint.checkpoint", "list, verify, inspect and prune checkpoints"),
+    "completion": ("trainer_lib.commands.completion", "print completions for bash"),
+    "track": ("trainer_lib.commands.runs.track", "send what trackers did not accept"),
 }
 
 _WRONG_USE = 2
@@ -27,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else _WRONG_USE
     try:
-        if name not in _COMMANDS:
-            raise ConfigurationError(unknown("command", name, _COMMANDS))
-        return importlib.import_module(_COMMANDS[name][0]).run(arguments[1:])
+        if name not in COMMANDS:
+            raise ConfigurationError(unknown("command", name, COMMANDS))
+        return importlib.import_module(COMMANDS[name][0]).run(arguments[1:])
     except TrainerLibError as error:
         print(f"trainer-lib {name}: error: {error}", file=sys.stderr)
         return _WRONG_USE if isinstance(error, (ConfigurationError, UnsupportedError)) else 1
@@ -40,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:12}{what}" for name, (_, what) in _COMMANDS.items())
+    commands = "\n".join(f"  {name:17}{what}" for name, (_, what) in COMMANDS.items())
     return f"usage: trainer-lib COMMAND …\n\n{commands}\n\n`trainer-lib COMMAND -h` tells more."
 
 

@@ -2,15 +2,19 @@
 
 import argparse
 import enum
+import logging
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trainer_lib.commands.subcommands import add_option, make_parser
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.logging import get_logger
+from trainer_lib.launchers.config_file import read_file, write_text
 
-_logger = get_logger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class ConversionStatus(enum.Enum):
@@ -39,6 +43,11 @@ _RESHARDING = {
     "HYBRID_SHARD": True,
     "HYBRID_SHARD_ZERO2": False,
     "NO_SHARD": False,
+    "1": True,
+    "2": False,
+    "3": False,
+    "4": True,
+    "5": False,  # a file of FSDP1 may hold a strategy's number
 }
 
 ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
@@ -74,25 +83,29 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
 def load_config(config_file: str | Path) -> dict[str, Any]:
     """Return the options in a configuration file."""
-    config = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ConfigurationError(f"{config_file} must hold options by name (got a {type(config).__name__}).")
-    return config
+    return read_file(config_file)
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the command, which is added to `subparsers` if you give them."""
     description = "Convert FSDP1's options in a configuration file to those of FSDP2."
-    parser = (
-        argparse.ArgumentParser("to-fsdp2", description=description)
-        if subparsers is None
-        else subparsers.add_parser("to-fsdp2", description=description)
-    )
-    parser.add_argument("--config_file", required=True, help="the file")
+    parser = make_parser("to-fsdp2", description, subparsers)
+    add_option(parser, "config_file", required=True, help="the file")
     parser.add_argument("--overwrite", action="store_true", help="write the result into the same file")
-    parser.add_argument("--output_file", help="where the result is written to")
+    add_option(parser, "output_file", help="where the result is written to")
     parser.set_defaults(func=to_fsdp2_command)
     return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Convert a file."""
+    to_fsdp2_command(to_fsdp2_command_parser().parse_args(arguments))
+    return 0
+
+
+def main() -> None:
+    """Convert the file that the command line of this program names."""
+    sys.exit(run(sys.argv[1:]))
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
@@ -100,4 +113,10 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     if not args.overwrite and args.output_file is None:
         raise ConfigurationError("There is no file to write to. Give --output_file, or --overwrite.")
     converted = convert_config_to_fsdp2(load_config(args.config_file))
-    Path(args.config_file if args.overwrite else args.output_file).write_text(yaml.safe_dump(converted))
+    file = Path(args.config_file if args.overwrite else args.output_file)
+    write_text(file, yaml.safe_dump(converted))
+    print(f"The configuration for FSDP2 is in {file}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
-"""The configuration files of Accelerate's launcher: read, write, and a basic one for this machine."""
+"""The configuration files of a launch, under Accelerate's keys: find, read and write them."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,9 +11,8 @@ import yaml
 
 from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.launchers.device_count import count_accelerators, get_current_device_type
-from trainer_lib.logging import get_logger
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers.config_reader import is_sagemaker, read_values
 from trainer_lib.options.accelerate_constants import (
     SAGEMAKER_PYTHON_VERSION,
     SAGEMAKER_PYTORCH_VERSION,
@@ -22,7 +21,6 @@ from trainer_lib.options.accelerate_constants import (
 from trainer_lib.options.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from trainer_lib.options.precision_options import check_precision
 
-_logger = get_logger(__name__)
 _Config = TypeVar("_Config", bound="BaseConfig")
 _DEFAULTS = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "no", "use_cpu": False, "debug": False}
 
@@ -52,22 +50,25 @@ class BaseConfig:
     @classmethod
     def from_json_file(cls: type[_Config], json_file: str | Path) -> _Config:
         """Return the configuration in a JSON file."""
-        return _from_values(cls, json.loads(Path(json_file).read_text(encoding="utf-8")), json_file)
+        return _from_values(cls, read_file(json_file), json_file)
 
     @classmethod
     def from_yaml_file(cls: type[_Config], yaml_file: str | Path) -> _Config:
         """Return the configuration in a YAML file."""
-        return _from_values(cls, yaml.safe_load(Path(yaml_file).read_text(encoding="utf-8")), yaml_file)
+        return _from_values(cls, read_file(yaml_file), yaml_file)
 
     def to_json_file(self, json_file: str | Path) -> None:
         """Write the configuration as JSON."""
-        text = json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
-        replace_file(Path(json_file), lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(Path(json_file), json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
         """Write the configuration as YAML."""
-        text = yaml.safe_dump(self.to_dict())
-        replace_file(Path(yaml_file), lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(Path(yaml_file), yaml.safe_dump(self.to_dict()))
+
+    def write(self, file: Path) -> None:
+        """Write the configuration: as JSON if the file's name ends so, else as YAML."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (self.to_json_file if file.suffix == ".json" else self.to_yaml_file)(file)
 
 
 @dataclass
@@ -125,32 +126,37 @@ class SageMakerConfig(BaseConfig):
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig | SageMakerConfig:
-    """Return the configuration in a JSON or YAML file; by default that of Accelerate.
+    """Return the configuration in a JSON or YAML file; by default that of this library, else that of Accelerate.
 
     Raises:
-        ConfigurationError: If there is no such file, or it holds something else.
+        ConfigurationError: If there is no such file, or something in it is wrong: all that is, each with its line.
     """
     file = default_config_file() if config_file is None else Path(config_file).expanduser()
-    if not file.is_file():
-        raise ConfigurationError(
-            f"There is no configuration file {file}. `accelerate config` or write_basic_config writes one."
-        )
+    values = read_file(file)
+    return _from_values(SageMakerConfig if is_sagemaker(values) else ClusterConfig, values, file)
+
+
+def read_file(file: str | Path) -> dict[str, Any]:
+    """Return the values that a configuration file sets, checked and under today's keys."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML too
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{file} is neither JSON nor YAML: {error}") from error
-    is_sagemaker = isinstance(values, Mapping) and values.get("compute_environment") == "AMAZON_SAGEMAKER"
-    return _from_values(SageMakerConfig if is_sagemaker else ClusterConfig, values, file)
+        text = Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{file} is neither JSON nor YAML: {error}. Save it as UTF-8.") from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"There is no configuration file {file} ({error.strerror}). `trainer-lib config` writes one."
+        ) from error
+    return read_values(text, file)
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
-    """Write a configuration file of Accelerate's launcher for this machine, with all its devices.
+    """Write a configuration file for this machine, with all its devices.
 
-    `accelerate launch` and `load_config_from_file` read it; `trainer-lib launch` takes options from the command line.
+    `trainer-lib launch` and `accelerate launch` read it.
 
     Args:
         mixed_precision: The precision: "no", "fp16" or "bf16".
-        save_location: The file, in JSON if its name ends so, else in YAML; by default that of Accelerate.
+        save_location: The file, in JSON if its name ends so, else in YAML; by default that of `default_config_file`.
 
     Returns:
         The file, or False if there is one already: it stays as it is.
@@ -158,24 +164,52 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     file = default_config_file() if save_location is None else Path(save_location).expanduser()
     precision = check_precision(mixed_precision)
     if file.exists():
-        _logger.warning("There is a configuration in %s, which stays as it is. Delete it to write a new one.", file)
+        from trainer_lib.logging import get_logger
+
+        get_logger(__name__).warning(
+            "There is a configuration in %s, which stays as it is. Delete it to write a new one.", file
+        )
         return False
-    config = _for_this_machine(precision)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    (config.to_json_file if file.suffix == ".json" else config.to_yaml_file)(file)
+    _for_this_machine(precision).write(file)
     return file
 
 
 def default_config_file() -> Path:
-    """Return the file in which Accelerate keeps its configuration."""
+    """Return the configuration file that counts: one of this library or of Accelerate, else where this library writes.
+
+    Example:
+        >>> with environment.patch_environment(trainer_lib_home="/tmp/settings", hf_home="/tmp/nothing"):
+        ...     str(default_config_file())
+        '/tmp/settings/default_config.yaml'
+    """
+    return find_config_file() or home_config_file()
+
+
+def home_config_file() -> Path:
+    """Return the file that `trainer-lib config` writes."""
+    config_home = environment.variable("XDG_CONFIG_HOME") or "~/.config"
+    home = environment.variable("TRAINER_LIB_HOME") or f"{config_home}/trainer_lib"
+    return Path(home).expanduser() / "default_config.yaml"
+
+
+def find_config_file() -> Path | None:
+    """Return the configuration file of this library, else that of Accelerate, if there is one."""
     cache = environment.variable("XDG_CACHE_HOME") or "~/.cache"
-    home = environment.variable("HF_HOME") or f"{cache}/huggingface"
-    folder = Path(home).expanduser() / "accelerate"
-    as_json = folder / "default_config.json"
-    return as_json if as_json.is_file() else folder / "default_config.yaml"
+    accelerate = environment.variable("HF_HOME") or f"{cache}/huggingface"
+    files = (home_config_file(), Path(accelerate).expanduser() / "accelerate" / "default_config.yaml")
+    forms = [form for file in files for form in (file, file.with_suffix(".json"))]
+    return next((form for form in forms if form.is_file()), None)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file at once: nobody reads half of it."""
+    replace_file(file, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _for_this_machine(precision: str) -> ClusterConfig:
+    # Here, so that reading a file does not import torch.
+    from trainer_lib.launchers.device_count import count_accelerators, get_current_device_type
+
     accelerators = count_accelerators()
     return ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
@@ -187,12 +221,9 @@ def _for_this_machine(precision: str) -> ClusterConfig:
     )
 
 
-def _from_values(kind: type[_Config], values: Any, file: str | Path) -> _Config:
-    if not isinstance(values, Mapping):
-        raise ConfigurationError(f"{file} must hold options by name (got a {type(values).__name__}).")
-    known = [each.name for each in fields(kind)]
-    for name in values:
-        if name not in known:
-            raise ConfigurationError(f"{file}: {unknown('option', name, known)}")
+def _from_values(kind: type[_Config], values: Mapping[str, Any], file: str | Path) -> _Config:
     options: dict[str, Any] = {"distributed_type": "NO", **_DEFAULTS, **values}
+    required = [each.name for each in fields(kind) if each.default is MISSING and each.name not in options]
+    if required:
+        raise ConfigurationError(f"{file} lacks {', '.join(required)}. Add `{required[0]}: …`.")
     return kind(**options)

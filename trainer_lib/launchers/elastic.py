@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.launchers.launch_plan import Plan
+from trainer_lib.launchers.machine_address import own_address, serves_rendezvous
 from trainer_lib.launchers.process_failures import Failure, ProcessFailedError, failed
 from trainer_lib.launchers.rendezvous import MeetAtPort, MeetInFile
 from trainer_lib.processes.exit_codes import SAME_REQUEST, reason_of
@@ -96,6 +97,7 @@ class _Agent(_TorchAgent):
             monitor_interval=plan.monitor_interval,
             master_addr=address,
             master_port=None if port is None else int(port),
+            local_addr=None if plan.is_local else own_address(plan.endpoint),
         )
         super().__init__(
             spec,
@@ -105,7 +107,8 @@ class _Agent(_TorchAgent):
             shutdown_timeout=plan.shutdown_timeout,
         )
         self._plan = plan
-        self._is_printed = isinstance(entry, str)  # a program prints its tracebacks itself
+        # A program prints its tracebacks itself; with `tee`, each line with a prefix.
+        self._is_printed = isinstance(entry, str) and plan.tee == "0"
         self._died: set[int] = set()
         self.interruption: int | None = None  # the exit code of processes that ended early on request
         self._failures: list[Failure] = []
@@ -239,8 +242,16 @@ def _meeting(entry: str | Callable[..., Any], plan: Plan, folder: Path) -> Gener
         options: dict[str, Any] = {"timeout": 900, **plan.rdzv_conf}
         if plan.rdzv_backend == "static":
             options["rank"] = plan.machine_rank
+        elif (is_host := serves_rendezvous(plan.endpoint)) is not None:
+            options.setdefault("is_host", str(is_host))
         parameters = RendezvousParameters(
-            plan.rdzv_backend, plan.endpoint, plan.rdzv_id, plan.num_machines, plan.num_machines, **options
+            plan.rdzv_backend,
+            plan.endpoint,
+            plan.rdzv_id,
+            plan.num_machines,
+            plan.num_machines,
+            local_addr=own_address(plan.endpoint),
+            **options,
         )
         try:
             handler = get_rendezvous_handler(parameters)

@@ -1,11 +1,14 @@
 """`notebook_launcher`: run a training function on several processes, from a notebook or a script."""
 
+import contextlib
 import functools
 import importlib
 import io
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +20,9 @@ from trainer_lib.foundation.errors import ConfigurationError, MissingPackageErro
 from trainer_lib.foundation.imports import is_package_available
 from trainer_lib.launchers.device_count import check_enough, count_accelerators, forks_are_poisoned
 from trainer_lib.launchers.elastic import run_elastic
+from trainer_lib.launchers.first_device_use import describe_first_use
 from trainer_lib.launchers.forked_process import begin, check_call, leave, refuse_a_world
+from trainer_lib.launchers.gpu_selection import peer_settings
 from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
 from trainer_lib.options.precision_options import check_precision
 from trainer_lib.processes.exit_codes import Interrupted
@@ -61,7 +66,8 @@ def notebook_launcher(
         rdzv_id: The name of the rendezvous.
         max_restarts: How often to start all processes again after one has failed.
         monitor_interval: Seconds between two checks for dead processes.
-        log_line_prefix_template: The prefix of each output line of a process.
+        log_line_prefix_template: The prefix of each output line of a process, such as "[rank ${rank}]: "; it may have
+            ${role_name}, ${rank} and ${local_rank}. By default lines have none.
 
     Raises:
         ProcessFailedError: If a process raised or died; the message holds its traceback.
@@ -107,7 +113,8 @@ def notebook_launcher(
 def _run_on_processes(function: Callable[..., Any], args: tuple[Any, ...], plan: Plan, accelerators: int) -> list[Any]:
     refuse_a_world("notebook_launcher")
     variables = {"trainer_lib_world_size": plan.world_size, "fork_launched": 1}
-    with environment.patch_environment(**variables):
+    variables |= peer_settings(plan.num_processes, accelerators)
+    with environment.patch_environment(**variables), _prefixed_lines(plan) as plan:
         if accelerators and forks_are_poisoned():
             threads = max(1, len(os.sched_getaffinity(0)) // plan.num_processes)
             call = _pickled(functools.partial(function, *args))
@@ -115,6 +122,17 @@ def _run_on_processes(function: Callable[..., Any], args: tuple[Any, ...], plan:
         else:
             results = run_elastic(_call, (os.getpid(), functools.partial(function, *args)), plan)
     return [torch.load(io.BytesIO(result), weights_only=False) for result in results]
+
+
+@contextlib.contextmanager
+def _prefixed_lines(plan: Plan) -> Generator[Plan]:
+    """Let output pass through files if its lines get a prefix; a failure names the files and keeps them."""
+    if plan.log_line_prefix_template is None:
+        yield plan
+        return
+    folder = tempfile.mkdtemp(prefix="trainer_lib_")
+    yield replace(plan, tee="3", log_dir=folder)
+    shutil.rmtree(folder)
 
 
 def _call(parent: int, function: Callable[[], Any], threads: int = 1) -> bytes:
@@ -140,8 +158,9 @@ def _pickled(function: Callable[[], Any]) -> bytes:
     if not is_package_available("cloudpickle"):
         raise MissingPackageError(
             "The accelerator was used in this process already (a tensor moved to it, or only torch.cuda.is_available() "
-            "asked), so forked processes cannot use it. Restart the kernel and touch it in the launched function only, "
-            "or install cloudpickle (`pip install cloudpickle`): then fresh processes are started instead."
+            f"asked), so forked processes cannot use it. {describe_first_use()}Restart the kernel and touch it in the "
+            "launched function only, or install cloudpickle (`pip install cloudpickle`): then fresh processes are "
+            "started instead."
         )
     return importlib.import_module("cloudpickle").dumps(function)
 

@@ -17,7 +17,8 @@ class ProcessFailedError(WorldError):
     Args:
         message: The message.
         rank: The process that failed first.
-        exit_code: Its exit code, as in a shell: 128 plus the number of the signal if a signal killed it.
+        exit_code: The highest exit code of all that failed, as in a shell: 128 plus the number of a signal that killed
+            one.
     """
 
     def __init__(self, message: str, rank: int, exit_code: int) -> None:
@@ -54,6 +55,11 @@ class Failure:
         hint = " (by hand, or for want of memory)" if -self.exit_code == signal.SIGKILL else ""
         return f"was killed by {signal_name(-self.exit_code)}{hint}"
 
+    @property
+    def shell_code(self) -> int:
+        """Its exit code as in a shell, which is never that of success."""
+        return (self.exit_code or 1) if self.exit_code >= 0 else 128 - self.exit_code
+
 
 def signal_name(number: int) -> str:
     """Return `SIGTERM` for 15."""
@@ -61,28 +67,25 @@ def signal_name(number: int) -> str:
 
 
 def failed(failures: Iterable[Failure], num_processes: int, *, is_printed: bool = False) -> ProcessFailedError:
-    """Return the error for failed processes, which begins with the first failure and its traceback.
+    """Return the error for failed processes, which ends with the traceback of the first failure.
 
     Args:
         failures: All failures, in any order.
         num_processes: The world size.
-        is_printed: Whether the processes have printed their tracebacks; then only the error is included.
+        is_printed: Whether the processes have printed their tracebacks; a single one is not repeated, only its error.
     """
     # A process without a traceback was killed first; the others raised because it was gone.
     first, *others = sorted(failures, key=lambda failure: (failure.traceback is not None, failure.when, failure.rank))
-    parts = [f"Process {first.rank} of {num_processes} {first.how}{_end(first.traceback, is_printed)}"]
-    if first.log is not None:
-        parts.append(f"Its output is in {first.log}.")
+    parts = [f"Process {first.rank} of {num_processes} {first.how}."]
     if others:
         parts.append(f"After that, {'; '.join(_briefly(other) for other in others)}.")
-    exit_code = (first.exit_code or 1) if first.exit_code >= 0 else 128 - first.exit_code
-    return ProcessFailedError("\n".join(parts), first.rank, exit_code)
-
-
-def _end(traceback: str | None, is_printed: bool) -> str:
-    if traceback is None:
-        return "."
-    return ":\n" + (_error_of(traceback) if is_printed else traceback.rstrip())
+    if first.log is not None:
+        parts.append(f"The output of process {first.rank} is in {first.log}.")
+    if first.traceback is not None:
+        is_alone = {failure.traceback for failure in others} <= {first.traceback, None}
+        parts.append(_error_of(first.traceback) if is_printed and is_alone else first.traceback.rstrip())
+    worst = max(failure.shell_code for failure in (first, *others))
+    return ProcessFailedError("\n".join(parts), first.rank, worst)
 
 
 def _error_of(traceback: str) -> str:

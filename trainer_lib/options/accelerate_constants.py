@@ -19,6 +19,7 @@ FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DI
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
+SCALER_NAME = "scaler.pt"
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]

@@ -20,7 +20,8 @@ class DataLoaderConfiguration(KwargsHandler):
         data_seed: The seed of an order that is a function of seed and epoch (`use_seedable_sampler` and
             `low_memory_shuffle`); by default torch's seed on rank 0.
         non_blocking: Do not wait for copies to the device (useful with pinned memory).
-        use_stateful_dataloader: No effect: prepared loaders always have `state_dict` and `load_state_dict`.
+        use_stateful_dataloader: Make prepared loaders instances of torchdata's `StatefulDataLoader`, which has to be
+            installed. `state_dict` and `load_state_dict` are there in any case.
         seed_each_sample: Seed the random generators before each sample from (seed, epoch, index), so that random
             augmentations depend on nothing else: not on workers, ranks or skipped batches. Costs about 7 µs a sample.
         low_memory_shuffle: Compute the order of a shuffled loader from seed and epoch instead of listing it. For

@@ -1,36 +1,44 @@
 """Options of FSDP2, which also accept the names of FSDP1."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.options import fsdp1_translation
 from trainer_lib.options.base import check_count, check_flag
-from trainer_lib.options.fsdp1_translation import Offload, Strategy
+from trainer_lib.options.fsdp1_translation import Offload, Strategy, WholeState
 
 # The default of torch's size_based_auto_wrap_policy.
 _LARGE = 100_000_000
-_FLAGS = ("forward_prefetch", "activation_checkpointing", "cpu_ram_efficient_loading", "sync_module_states")
+_FLAGS = (
+    "forward_prefetch",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "cpu_ram_efficient_loading",
+    "sync_module_states",
+)
 
 
 @dataclass(repr=False)
 class FullyShardedDataParallelPlugin:
     """How a model is sharded: each rank holds a part of each weight, its gradient and its optimizer state.
 
-    Sharding is FSDP2 (`torch.distributed.fsdp.fully_shard`). Options of FSDP1 that have an equivalent are accepted. An
-    option left at `None` has the launcher's value, else the default.
+    Sharding is FSDP2 (`torch.distributed.fsdp.fully_shard`). FSDP1's options are translated: `notes` says what each
+    became, and an Accelerator warns of it. An option left at `None` has the launcher's value, else the default.
 
     Args:
-        fsdp_version: 2.
-        sharding_strategy: FSDP1's form of `reshard_after_forward`; HYBRID_SHARD replicates across machines.
+        fsdp_version: 2; 1 means the same.
+        sharding_strategy: FSDP1's form of `reshard_after_forward`; HYBRID_SHARD replicates across machines, NO_SHARD
+            is DDP.
         reshard_after_forward: Whether to free the gathered weights of a block after its forward; a number reshards
             them to that many ranks only.
-        backward_prefetch: Only BACKWARD_PRE, which FSDP2 always does.
+        backward_prefetch: BACKWARD_PRE (the default) gathers the next block's weights while a block runs its
+            backward; NO_PREFETCH and BACKWARD_POST gather them when it needs them.
         mixed_precision_policy: A `MixedPrecisionPolicy`, its fields in a dict, or "bf16", "fp16", "fp32"; by default
             the policy that the accelerator's `mixed_precision` needs.
         auto_wrap_policy: Which modules are sharded separately: "transformer_based_wrap", "size_based_wrap",
@@ -39,10 +47,11 @@ class FullyShardedDataParallelPlugin:
         cpu_offload: Keep the shards and the optimizer's state in CPU memory.
         ignored_modules: Modules to leave whole on each rank, or a pattern of their names.
         state_dict_type: What `save_state` writes: SHARDED_STATE_DICT (the default) or FULL_STATE_DICT.
-        state_dict_config: FSDP1's options of states; a whole state is on the CPU of the main process.
-        optim_state_dict_config: The same for the optimizer.
-        limit_all_gathers: Only `True`.
-        use_orig_params: Only `True`, which FSDP2 always does.
+        state_dict_config: Which ranks `get_state_dict` gives the whole weights (`rank0_only`), and where
+            (`offload_to_cpu`); by default rank 0, on the CPU. A `FullStateDictConfig` also means FULL_STATE_DICT.
+        optim_state_dict_config: Accepted; rank 0 reads and writes an optimizer's whole state, on the CPU.
+        limit_all_gathers: Accepted; FSDP2 needs no such limit.
+        use_orig_params: True, which FSDP2 always does.
         param_init_fn: Initializes a module whose weights are on the meta device in the main process; by default the
             module's `reset_parameters`.
         sync_module_states: Start from the weights of the main process, as DDP does; by default `True`.
@@ -51,6 +60,7 @@ class FullyShardedDataParallelPlugin:
         cpu_ram_efficient_loading: Let transformers load the weights in the main process only.
         transformer_cls_names_to_wrap: The names of classes to shard separately.
         min_num_params: The number of parameters from which "size_based_wrap" shards a module separately.
+        activation_checkpointing_offload: Keep the inputs of recomputed blocks in CPU memory until the backward.
 
     Example:
         >>> plugin = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
@@ -78,32 +88,43 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
+    activation_checkpointing_offload: bool | None = None
 
     def __post_init__(self) -> None:
         """Fill in the launcher's values, check all values, and translate them to FSDP2's options."""
-        launcher = environment.sharding_requested()
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) is None:
-                setattr(self, field.name, launcher.get(field.name))
-        fsdp1_translation.check_unsupported_options(self)
-        self.fsdp_version = 2
-        self._strategy = fsdp1_translation.strategy(self.sharding_strategy, self.reshard_after_forward)
+        self._notes: list[str] = []
+        size_from = self._fill_from_launcher()
+        self.fsdp_version = fsdp1_translation.version(self.fsdp_version, self._notes)
+        fsdp1_translation.note_flags(self, self._notes)
+        self.backward_prefetch = fsdp1_translation.backward_prefetch(self.backward_prefetch, self._notes)
+        self._strategy = fsdp1_translation.strategy(self.sharding_strategy, self.reshard_after_forward, self._notes)
         self.sharding_strategy, self.reshard_after_forward = self._strategy
-        self._offload = fsdp1_translation.offload(self.cpu_offload)
-        self.set_state_dict_type(self.state_dict_type)
+        fsdp1_translation.whole_state("optim_state_dict_config", self.optim_state_dict_config)
+        self.set_state_dict_type()
         self.set_mixed_precision(self.mixed_precision_policy, override=True)
         for name in _FLAGS:
             value = getattr(self, name)
             setattr(self, name, name == "sync_module_states" if value is None else value)
             check_flag(name, getattr(self, name))
-        self._check_start()
-        self._read_wrapping(launcher)
+        self._check_values()
+        self._read_wrapping(size_from)
+        self._check_ddp()
 
     def __repr__(self) -> str:
         """Return the options that are set."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         options = ", ".join(f"{name}={value!r}" for name, value in fields.items() if value not in (None, False))
         return f"{type(self).__name__}({options})"
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What each option of FSDP1 became, such as "min_num_params=0 is auto_wrap_policy='no_wrap'"."""
+        return tuple(self._notes)
+
+    @property
+    def shards(self) -> bool:
+        """Whether models are sharded; with NO_SHARD they train with DDP."""
+        return self._strategy.shards
 
     @property
     def is_hybrid(self) -> bool:
@@ -113,37 +134,91 @@ class FullyShardedDataParallelPlugin:
     @property
     def offload(self) -> Offload:
         """Whether shards are kept in CPU memory, and whether it is pinned."""
-        return self._offload
+        return fsdp1_translation.offload(self.cpu_offload)
 
     @property
     def writes_shards(self) -> bool:
         """Whether each rank saves its shards."""
         return self.state_dict_type == "SHARDED_STATE_DICT"
 
+    @property
+    def whole_state(self) -> WholeState:
+        """Which ranks `get_state_dict` gives the whole weights, and where."""
+        return fsdp1_translation.whole_state("state_dict_config", self.state_dict_config)
+
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set what `save_state` writes: FULL_STATE_DICT or SHARDED_STATE_DICT."""
+        fsdp1_translation.whole_state("state_dict_config", self.state_dict_config)
         chosen = self.state_dict_type if state_dict_type is None else state_dict_type
-        self.state_dict_type = fsdp1_translation.state_dict_type(chosen)
+        self.state_dict_type = fsdp1_translation.state_dict_type(chosen, self.state_dict_config, self._notes)
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Set the dtypes of compute and reduction; values set before are kept unless `override` is true."""
-        if buffer_autocast:
-            raise ConfigurationError(
-                "set_mixed_precision(buffer_autocast=True): FSDP2 leaves buffers in their own type. Leave it out."
-            )
-        if mixed_precision is not None and (override or self.mixed_precision_policy is None):
-            self.mixed_precision_policy = fsdp1_translation.mixed_precision(mixed_precision)
+        """Set the dtypes of compute and reduction; values set before are kept unless `override` is true.
 
-    def _check_start(self) -> None:
+        Args:
+            mixed_precision: One of the forms of `mixed_precision_policy`.
+            buffer_autocast: Accepted: FSDP2 leaves buffers in their own type either way.
+            override: Whether to replace a policy that was set before.
+        """
+        del buffer_autocast
+        if mixed_precision is not None and (override or self.mixed_precision_policy is None):
+            self.mixed_precision_policy = fsdp1_translation.mixed_precision(mixed_precision, self._notes)
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise unless `mixed_precision_policy` has one of its forms."""
+        self.set_mixed_precision(self.mixed_precision_policy, override=True)
+
+    def set_cpu_offload(self) -> None:
+        """Turn True or False in `cpu_offload` into torch's policy."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        chosen = self.offload
+        self.cpu_offload = CPUOffloadPolicy(pin_memory=chosen.pin_memory) if chosen.to_cpu else OffloadPolicy()
+
+    def validate_cpu_offload(self) -> None:
+        """Raise unless `cpu_offload` has one of its forms."""
+        fsdp1_translation.offload(self.cpu_offload)
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Take the classes that a model names (`_no_split_modules`) for "transformer_based_wrap", unless some are set.
+
+        Raises:
+            ConfigurationError: If the model has no module of a class.
+        """
+        if self.auto_wrap_policy != "transformer_based_wrap":
+            return
+        known = {type(module).__name__ for module in model.modules()}
+        for name in self.transformer_cls_names_to_wrap or ():
+            if name not in known:
+                raise ConfigurationError(
+                    f"This {type(model).__name__} has no module of the class {name!r}.{did_you_mean(name, known)}"
+                )
+        if not self.transformer_cls_names_to_wrap:
+            declared: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
+            self.transformer_cls_names_to_wrap = [name for name in declared if name in known] or None
+
+    def _fill_from_launcher(self) -> int:
+        """Fill in the launcher's values; return its size of "size_based_wrap"."""
+        launcher = environment.sharding_requested()
+        given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None}
+        for name, value in fsdp1_translation.launcher_options(launcher, given, self.fsdp_version).items():
+            if name not in ("size_from", "fsdp_version"):
+                setattr(self, name, value)
+        # 1 is the default of Accelerate's launcher, so it needs no note.
+        self.fsdp_version = self.fsdp_version or 2
+        return launcher.get("size_from", _LARGE)
+
+    def _check_values(self) -> None:
+        fsdp1_translation.offload(self.cpu_offload)
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise ConfigurationError(f"param_init_fn must be a function of a module, got {self.param_init_fn!r}.")
-        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigurationError(
-                "cpu_ram_efficient_loading=True loads the weights in the main process only, and "
-                "sync_module_states=False keeps them there. Leave sync_module_states out."
+                "activation_checkpointing_offload=True needs activation_checkpointing=True (got False). Set both, or "
+                "neither."
             )
 
-    def _read_wrapping(self, launcher: dict[str, Any]) -> None:
+    def _read_wrapping(self, size_from: int) -> None:
         names = self.transformer_cls_names_to_wrap
         if isinstance(names, str):
             self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",") if name.strip()]
@@ -153,7 +228,7 @@ class FullyShardedDataParallelPlugin:
         if policy is None and self.min_num_params is not None:
             policy = "size_based_wrap"
         if policy == "size_based_wrap" and self.min_num_params is None:
-            self.min_num_params = launcher.get("size_from", _LARGE)
+            self.min_num_params = size_from
         for name, needed in (
             ("transformer_cls_names_to_wrap", "transformer_based_wrap"),
             ("min_num_params", "size_based_wrap"),
@@ -164,8 +239,27 @@ class FullyShardedDataParallelPlugin:
                     "Give one of them."
                 )
         if self.min_num_params is not None:
-            check_count("min_num_params", self.min_num_params)
+            check_count("min_num_params", self.min_num_params, at_least=0)
+        if self.min_num_params == 0:
+            self._notes.append("min_num_params=0 is auto_wrap_policy='no_wrap'")
+            policy, self.min_num_params = "no_wrap", None
         self.auto_wrap_policy = policy
+
+    def _check_ddp(self) -> None:
+        if self.shards:
+            return
+        if self.mixed_precision_policy is not None:
+            raise ConfigurationError(
+                "sharding_strategy='NO_SHARD' trains with DDP, which has no mixed_precision_policy (got "
+                f"{self.mixed_precision_policy!r}). Give Accelerator(mixed_precision=…) instead."
+            )
+        for name, is_lost in (
+            ("cpu_offload", self.offload.to_cpu),
+            ("activation_checkpointing", self.activation_checkpointing),
+            ("ignored_modules", self.ignored_modules is not None),
+        ):
+            if is_lost:
+                self._notes.append(f"{name}={getattr(self, name)!r} is left out (DDP has no such option)")
 
 
 __all__ = ["FullyShardedDataParallelPlugin", "Offload", "Strategy"]

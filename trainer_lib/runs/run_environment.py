@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _GIT_TIMEOUT = 2.0  # seconds
 _PACKAGES = ("numpy", "transformers", "datasets", "accelerate", "peft", "safetensors")
 
@@ -19,6 +17,7 @@ _PACKAGES = ("numpy", "transformers", "datasets", "accelerate", "peft", "safeten
 def describe_environment() -> dict[str, Any]:
     """Return facts about the machine and the libraries, under readable names."""
     import psutil
+    import torch
 
     facts: dict[str, Any] = {
         "host": platform.node(),
@@ -67,6 +66,7 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
 def memory_in_use(device_type: str) -> dict[str, int]:
     """Return this process's memory in bytes: current host memory, and peak device memory."""
     import psutil
+    import torch
 
     used = {"host_memory": psutil.Process().memory_info().rss}
     if device_type != "cpu" and torch.accelerator.is_available() and torch.accelerator.memory_stats():
@@ -104,6 +104,8 @@ def _processor() -> str:
 
 
 def _devices() -> dict[str, Any]:
+    import torch
+
     if not torch.cuda.is_available():
         return {}
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

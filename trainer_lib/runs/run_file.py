@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
+from trainer_lib.checkpointing.format.plain_values import decode_plain
 from trainer_lib.filesystem.checksums import checksum_of_bytes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
@@ -16,6 +16,8 @@ _UNSEALED = "0" * 32
 
 def facts_as_bytes(facts: Mapping[str, Any]) -> bytes:
     """Return the bytes of a run file, with the digest of all bytes (computed with zeros in the digest's place)."""
+    from trainer_lib.checkpointing.format.state_codec import encode  # only writers need torch
+
     tree: Any = encode(dict(facts), label="run.json").tree
     text = json.dumps({"format": _FORMAT, "digest": _UNSEALED, **tree}, indent=1, allow_nan=False) + "\n"
     return text.replace(_UNSEALED, checksum_of_bytes(text.encode()), 1).encode()
@@ -37,7 +39,7 @@ def read_facts(file: AnyPath) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise DamagedError(f"it holds a {type(tree).__name__}")
     _check_digest(text, tree)
-    facts = decode(Encoded({name: value for name, value in tree.items() if name not in ("format", "digest")}))
+    facts = decode_plain({name: value for name, value in tree.items() if name not in ("format", "digest")})
     if not isinstance(facts, dict):
         raise DamagedError(f"it holds a {type(facts).__name__}")
     return facts

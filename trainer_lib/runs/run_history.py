@@ -1,13 +1,12 @@
 """Reader of a run's history: curves, evaluations and events."""
 
 import json
+import math
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 PLACES = ("step", "epoch", "samples", "seconds")
 _CURVES = ("log", "evaluation")
@@ -74,6 +73,8 @@ class History:
 
     def places(self, rows: Any) -> dict[str, Any]:
         """Return the steps, epochs, samples and seconds of some rows."""
+        import numpy as np
+
         return {name: np.asarray(values)[rows] for name, values in self._places.items()}
 
     def _take(self, line: bytes) -> None:
@@ -91,7 +92,7 @@ class History:
         places = self._places
         places["step"].append(step)
         for name in PLACES[1:]:
-            places[name].append(number_of(entry.get(name), np.nan))
+            places[name].append(number_of(entry.get(name), math.nan))
         for name, value in entry.items():
             if name in _NO_CURVES:
                 continue

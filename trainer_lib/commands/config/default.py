@@ -1,16 +1,20 @@
-"""A basic configuration of Accelerate's launcher, as scripts import it from `accelerate.commands.config.default`."""
+"""A basic configuration for this machine, without questions, as `accelerate config default` writes it."""
 
 import argparse
 from typing import Any
 
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers.config_file import default_config_file
 from trainer_lib.launchers.config_file import write_basic_config as write_basic_config
 
 
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the command `default` to subparsers, and return its parser."""
     command = parser.add_parser("default", parents=parents, help="write a basic configuration for this machine")
-    command.add_argument("--config_file", dest="save_location", help="the file (default: that of Accelerate)")
-    command.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no", help="the precision")
+    command.add_argument("--config_file", "--config-file", dest="save_location", help="the file to write")
+    command.add_argument(
+        "--mixed_precision", "--mixed-precision", choices=["no", "fp16", "bf16"], default="no", help="the precision"
+    )
     command.set_defaults(func=default_config_command)
     return command
 
@@ -20,3 +24,9 @@ def default_config_command(args: argparse.Namespace) -> None:
     file = write_basic_config(args.mixed_precision, args.save_location)
     if file:
         print(f"The configuration is in {file}.")
+    else:
+        kept = args.save_location or default_config_file()
+        raise ConfigurationError(
+            f"There is a configuration in {kept} already, which stays as it is. Delete it, change it with "
+            "`trainer-lib config`, or give --config_file another name."
+        )

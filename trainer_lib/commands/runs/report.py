@@ -17,9 +17,9 @@ Several are compared. The page holds everything it needs: it can be sent to othe
 
 def run(arguments: Sequence[str]) -> int:
     """Write a report, or serve one, and return the exit code."""
+    options = _parser().parse_args(list(arguments))
     from trainer_lib.runs.report.report_page import find_runs, write_report
 
-    options = _parser().parse_args(list(arguments))
     if options.port is not None and not options.live:
         raise ConfigurationError("--port is where --live serves the report. Add --live, or leave it out.")
     if options.output is not None and options.live:

@@ -16,7 +16,7 @@ _LOSSES = 60  # points of a sparkline
 
 
 @dataclass
-class Glance:
+class RunSummary:
     """A summary of a run.
 
     Args:
@@ -46,17 +46,17 @@ class Glance:
     heard: float = 0.0
 
 
-def list_runs(folder: AnyPath) -> list[Glance]:
+def list_runs(folder: AnyPath) -> list[RunSummary]:
     """Return the runs in a folder and its subfolders, or the run of this folder; the newest last."""
     if is_run(folder):
         folders = [folder]
     else:
         paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
         folders = [path for path in paths if path.is_dir() and is_run(path)]
-    return sorted((glance(path) for path in folders), key=lambda run: (run.created, str(run.path)))
+    return sorted((summarize_run(path) for path in folders), key=lambda run: (run.created, str(run.path)))
 
 
-def glance(folder: AnyPath) -> Glance:
+def summarize_run(folder: AnyPath) -> RunSummary:
     """Return the summary of a run."""
     facts, file = facts_of(folder), history_file(folder)
     history = _History(file) if file.is_file() and file.stat().st_size else None
@@ -66,7 +66,7 @@ def glance(folder: AnyPath) -> Glance:
     save = {} if history is None else history.newest("save")
     best = {} if history is None else history.newest("best")
     state: Mapping[str, Any] = facts.get("state") or {}
-    summary = Glance(
+    summary = RunSummary(
         path=folder,
         status=standing(facts, last, heard),
         created=float(facts.get("created") or begun.get("time") or heard),

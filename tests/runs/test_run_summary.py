@@ -12,9 +12,9 @@ from tests.runs.histories import BEGUN, line, make_run
 from trainer_lib.commands.main import main
 from trainer_lib.filesystem.remote_paths import path_at
 from trainer_lib.launchers import run_forked
-from trainer_lib.runs.list_runs import glance, list_runs
 from trainer_lib.runs.report.sparkline import shows_sparklines, sparkline
 from trainer_lib.runs.run_environment import describe_process
+from trainer_lib.runs.run_summary import list_runs, summarize_run
 
 
 def unended(status: str = "running", **facts: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def unended(status: str = "running", **facts: Any) -> dict[str, Any]:
 
 def test_the_summary_of_a_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one")
-    summary = glance(folder)
+    summary = summarize_run(folder)
     assert (summary.status, summary.step, summary.max_steps, summary.seconds) == ("finished", 100, None, 50.0)
     assert summary.best == {"metric": "eval_accuracy", "value": 1.0, "step": 50}
     assert 50 < len(summary.losses) <= 61
@@ -34,7 +34,7 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
     checkpoint.mkdir()
     with (folder / "history.jsonl").open("a") as file:
         file.write(json.dumps(line("save", 100, path=str(checkpoint))) + '\n{"event": "log", "step": 7, "lo')
-    summary = glance(folder)
+    summary = summarize_run(folder)
     assert (summary.checkpoint, summary.saved, summary.step) == (str(checkpoint), BEGUN + 100, 100)
 
 
@@ -45,13 +45,13 @@ def test_a_killed_run_is_distinguished_from_a_running_one(tmp_path: Path) -> Non
     dead = make_run(tmp_path / "dead", lines, unended(process=host))
     reborn = make_run(tmp_path / "reborn", lines, unended(process={**describe_process(), "began": 1.0}))
     far = make_run(tmp_path / "far", lines, unended(process={**describe_process(), "host": "elsewhere"}))
-    states = [glance(folder).status for folder in (alive, dead, reborn, far)]
+    states = [summarize_run(folder).status for folder in (alive, dead, reborn, far)]
     assert states == ["running", "died", "died", "running"]
     with (far / "history.jsonl").open("a") as file:
         file.write(json.dumps({**line("log", 11), "time": time.time() - 700}) + "\n")
-    assert glance(far).status == "silent"
+    assert summarize_run(far).status == "silent"
     interrupted = make_run(tmp_path / "interrupted", lines, unended("interrupted", process=host))
-    assert glance(interrupted).status == "interrupted"
+    assert summarize_run(interrupted).status == "interrupted"
 
 
 def test_runs_are_found_in_folders_and_subfolders(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_long_history_is_not_read_completely(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "long", [])
     (folder / "history.jsonl").write_text(text)
     began = time.process_time()
-    summary = glance(folder)
+    summary = summarize_run(folder)
     assert time.process_time() - began < 0.1
     assert (summary.step, summary.losses[-1]) == (200_000, 200_000.0)
     assert summary.losses == sorted(summary.losses)

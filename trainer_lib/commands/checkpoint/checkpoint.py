@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from trainer_lib.commands import convert
+from trainer_lib.commands.checkpoint import convert
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.byte_sizes import convert_bytes
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     consolidate.add_argument("target", metavar="TARGET", type=_path, help="the folder to write to")
     consolidate.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
     convert.add_options(
-        _add(verbs, "convert", convert.convert, "make a checkpoint of one of Hugging Face's Trainer or Accelerate")
+        _add(verbs, "convert", convert.convert, "convert a checkpoint from or to Hugging Face's Trainer or Accelerate")
     )
     return parser
 
@@ -106,7 +106,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    one = _newest(options.folder)
+    from trainer_lib.checkpointing.format.listing import newest_checkpoint
+
+    one = newest_checkpoint(options.folder)
     if one.manifest is None:
         raise CheckpointError(one.problem)
     if options.json:
@@ -182,10 +184,11 @@ def _prune_debris(options: argparse.Namespace) -> None:
 
 
 def _consolidate(options: argparse.Namespace) -> int:
+    from trainer_lib.checkpointing.format.listing import newest_checkpoint
     from trainer_lib.checkpointing.model_weights import checked_weights, save_weights
-    from trainer_lib.tensor_files.model_files import read_weights
+    from trainer_lib.tensor_files.weights_index import read_weights
 
-    one = _newest(options.folder)
+    one = newest_checkpoint(options.folder)
     with checked_weights(one.path) as files:
         save_weights(read_weights(files), options.target, options.max_shard_size, safe=True)
     if options.json:
@@ -199,13 +202,6 @@ def _groups(folder: AnyPath) -> Any:
     from trainer_lib.checkpointing.format.listing import checkpoints_by_run
 
     return checkpoints_by_run(folder)
-
-
-def _newest(folder: AnyPath) -> Any:
-    present = [entry for group in _groups(folder) for entry in group if not entry.is_aside]
-    if not present:
-        raise CheckpointError(f"All checkpoints in {folder} were set aside as damaged.")
-    return max(reversed(present), key=lambda entry: entry.saved)  # of the same second, the later one
 
 
 def _facts(one: Any) -> dict[str, Any]:

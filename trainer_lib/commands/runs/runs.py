@@ -14,7 +14,7 @@ from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from trainer_lib.runs.list_runs import Glance
+    from trainer_lib.runs.run_summary import RunSummary
 
 _CLEAR = "\x1b[H\x1b[2J"
 _PAUSE = 2.0  # seconds between two refreshes
@@ -70,8 +70,8 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _listing(options: argparse.Namespace) -> str:
-    from trainer_lib.runs.list_runs import list_runs
     from trainer_lib.runs.report.sparkline import shows_sparklines
+    from trainer_lib.runs.run_summary import list_runs
 
     runs = list_runs(options.folder)
     if options.json:
@@ -83,22 +83,22 @@ def _listing(options: argparse.Namespace) -> str:
     return "\n".join(_lines([names, *([row[name] for name in names] for row in rows)]))
 
 
-def _row(one: "Glance", folder: AnyPath, with_sparkline: bool) -> dict[str, str]:
+def _row(run: "RunSummary", folder: AnyPath, with_sparkline: bool) -> dict[str, str]:
     from trainer_lib.runs.report.formatting import duration, short
     from trainer_lib.runs.report.sparkline import sparkline
 
-    total = "" if one.max_steps is None else f"/{one.max_steps}"
-    best = "" if one.best is None else f"{one.best['metric']} {short(one.best['value'])} at {one.best['step']}"
-    age = "" if one.saved is None else f", {duration(max(time.time() - one.saved, 0.0))} ago"
+    total = "" if run.max_steps is None else f"/{run.max_steps}"
+    best = "" if run.best is None else f"{run.best['metric']} {short(run.best['value'])} at {run.best['step']}"
+    age = "" if run.saved is None else f", {duration(max(time.time() - run.saved, 0.0))} ago"
     return {
-        "run": one.path.resolve().name if one.path == folder else str(one.path).removeprefix(f"{folder}/"),
-        "state": one.status,
-        "step": "" if one.step is None else f"{one.step}{total}",
-        "loss": f"{one.losses[-1]:.4g}" if one.losses else "",
-        "": sparkline(one.losses, 16) if with_sparkline else "",
+        "run": run.path.resolve().name if run.path == folder else str(run.path).removeprefix(f"{folder}/"),
+        "state": run.status,
+        "step": "" if run.step is None else f"{run.step}{total}",
+        "loss": f"{run.losses[-1]:.4g}" if run.losses else "",
+        "": sparkline(run.losses, 16) if with_sparkline else "",
         "best": best,
-        "time": "" if one.seconds is None else duration(one.seconds),
-        "last checkpoint": "" if one.checkpoint is None else f"{Path(one.checkpoint).name}{age}",
+        "time": "" if run.seconds is None else duration(run.seconds),
+        "last checkpoint": "" if run.checkpoint is None else f"{Path(run.checkpoint).name}{age}",
     }
 
 
@@ -111,6 +111,6 @@ def _lines(table: list[list[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in table]
 
 
-def _finite(one: "Glance") -> "Glance":
+def _finite(run: "RunSummary") -> "RunSummary":
     """Return a run without NaN and Inf, which JSON does not have."""
-    return dataclasses.replace(one, losses=[loss for loss in one.losses if loss - loss == 0])
+    return dataclasses.replace(run, losses=[loss for loss in run.losses if loss - loss == 0])

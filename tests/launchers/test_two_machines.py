@@ -1,0 +1,163 @@
+"""Launches on two machines: two network namespaces with a cable between them, each with a host name of its own."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.launched import ROOT
+from tests.trainer.safety.test_elastic_restarts import uninterrupted
+from tests.worlds import run_world
+from trainer_lib.launchers.machine_address import own_address, serves_rendezvous
+
+PATIENCE = 120  # seconds
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+from tests.trainer.tasks import arguments, network, points, trainer
+from tests.trainer.safety.test_elastic_restarts import logged_losses
+from trainer_lib.events import Callback
+
+class WaitsForTheCut(Callback):
+    def on_step_end(self, run):
+        if run.state.step == 7 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            Path(f"ready_{os.environ['RANK']}").touch()
+            ends = time.monotonic() + 60
+            while not Path("is_cut").exists() and time.monotonic() < ends:
+                time.sleep(0.01)
+
+model = network(dropout=0.3)
+args = arguments(output_dir="runs", resume="auto", num_train_epochs=3, save_every=2, log_every=3, hang_timeout=6)
+result = trainer(args, model=model, train_dataset=points(75), callbacks=[WaitsForTheCut()]).fit()
+weights = [parameter.tolist() for parameter in model.parameters()]
+if os.environ["RANK"] == "0":
+    Path("result.json").write_text(json.dumps([logged_losses(result), weights, result.state.samples]))
+"""
+
+
+class Machine(NamedTuple):
+    """A network namespace, and its end of the cable."""
+
+    name: str
+    device: str
+    address: str
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def machines() -> Generator[list[Machine]]:
+    """Two machines that reach each other, and nothing else."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    made = [Machine(f"tl{os.getpid()}{end}", f"tl{os.getpid()}{end}", f"10.77.0.{end}") for end in (1, 2)]
+    try:
+        try:
+            for machine in made:
+                ip("netns", "add", machine.name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
+        first, second = made
+        ip(
+            "link",
+            "add",
+            first.device,
+            "netns",
+            first.name,
+            "type",
+            "veth",
+            "peer",
+            second.device,
+            "netns",
+            second.name,
+        )
+        for machine in made:
+            ip("-n", machine.name, "addr", "add", f"{machine.address}/24", "dev", machine.device)
+            ip("-n", machine.name, "link", "set", "lo", "up")
+            ip("-n", machine.name, "link", "set", machine.device, "up")
+        yield made
+    finally:
+        for machine in made:
+            subprocess.run(["ip", "netns", "del", machine.name], check=False, capture_output=True)
+
+
+def launch(machine: Machine, rank: int, folder: Path) -> subprocess.Popen[bytes]:
+    options = ["--cpu", "--num_machines=2", "--num_processes=2", f"--machine_rank={rank}", "--max_restarts=3"]
+    rendezvous = ["--main_process_ip=10.77.0.1", "--main_process_port=29511", "--rdzv_backend=c10d", "--rdzv_id=job"]
+    launcher = [sys.executable, "-m", "trainer_lib", "launch", *options, *rendezvous, "script.py"]
+    named = ["unshare", "--uts", "bash", "-c", 'hostname "$0" && exec "$@"', machine.name, *launcher]
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": machine.device}
+    with (folder / f"log_{rank}").open("wb") as log:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", machine.name, *named],
+            cwd=folder,
+            env={**os.environ, **variables},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def wait_until(is_true: Callable[[], bool], logs: list[Path]) -> None:
+    ends = time.monotonic() + PATIENCE
+    while not is_true():
+        assert time.monotonic() < ends, "\n".join(log.read_text() for log in logs)
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.fault("a machine loses its network; the launchers restart")
+def test_a_machine_that_was_cut_off_comes_back_and_the_run_continues(machines: list[Machine], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    logs = [tmp_path / "log_0", tmp_path / "log_1"]
+    cut_off = machines[1]
+    with contextlib.ExitStack() as ended:
+        launchers = [launch(machine, rank, tmp_path) for rank, machine in enumerate(machines)]
+        for launcher in launchers:
+            ended.callback(launcher.wait)
+            ended.callback(launcher.terminate)
+        wait_until(lambda: len(list(tmp_path.glob("ready_*"))) == 2, logs)
+        ip("-n", cut_off.name, "link", "set", cut_off.device, "down")
+        (tmp_path / "is_cut").touch()
+        wait_until(lambda: all("No rank has made progress" in log.read_text() for log in logs), logs)
+        ip("-n", cut_off.name, "link", "set", cut_off.device, "up")
+        wait_until(lambda: all(launcher.poll() is not None for launcher in launchers), logs)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(log.read_text() for log in logs)
+    assert "going on at step" in logs[0].read_text() + logs[1].read_text()
+    (whole, _) = run_world(uninterrupted, (), 2, timeout=60)
+    assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(whole))
+    assert len(list((tmp_path / "runs").iterdir())) == 1  # a single run
+
+
+def test_the_address_is_that_of_the_network_of_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_address("127.0.0.1:29500") == "127.0.0.1"
+    assert serves_rendezvous("127.0.0.1:29500") is None, "by its name, as torch does"
+
+    named = "10.0.0.5"  # what the name of the machine leads to
+
+    def addresses(name: str, port: object) -> list[tuple[object, ...]]:
+        if named is None:
+            raise OSError(name)
+        return [(0, 0, 0, "", (named, port))]
+
+    monkeypatch.setattr("trainer_lib.launchers.machine_address.own_address", lambda endpoint: "10.0.0.7")
+    monkeypatch.setattr("trainer_lib.launchers.machine_address.is_port_in_use", lambda port: port == 1)
+    monkeypatch.setattr(socket, "getaddrinfo", addresses)
+    assert [serves_rendezvous(f"10.0.0.{host}") for host in (7, 8)] == [True, None]
+    assert serves_rendezvous("10.0.0.7:1") is None, "another launcher of this machine serves it"
+    named = "10.0.0.7"
+    assert serves_rendezvous("10.0.0.7") is None
+    named = None
+    assert [serves_rendezvous(f"10.0.0.{host}") for host in (7, 8)] == [True, False]

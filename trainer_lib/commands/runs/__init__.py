@@ -1,0 +1,1 @@
+"""The commands on folders of runs: `trainer-lib runs`, `report` and `track`."""

@@ -1,0 +1,23 @@
+"""The parser of a command, alone or among the commands of another program."""
+
+import argparse
+from typing import Any
+
+
+def make_parser(name: str, description: str, subparsers: Any = None, **more: Any) -> argparse.ArgumentParser:
+    """Return the parser of `trainer-lib NAME`, which is added to `subparsers` if you give them.
+
+    Args:
+        name: The name of the command.
+        description: What it does.
+        subparsers: What `add_subparsers` returned.
+        **more: Other arguments of the parser.
+    """
+    if subparsers is None:
+        return argparse.ArgumentParser(f"trainer-lib {name}", description=description, **more)
+    return subparsers.add_parser(name, description=description, **more)
+
+
+def add_option(parser: Any, name: str, **options: Any) -> None:
+    """Add an option that may be written with hyphens in place of underscores."""
+    parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **options)

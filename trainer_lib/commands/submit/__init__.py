@@ -1,0 +1,1 @@
+"""The command `trainer-lib submit`: hand a launch to a scheduler."""

@@ -1,0 +1,101 @@
+"""The launch that a job runs: its options and script, checked where the job is submitted."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.commands.launch.launch_environment import script_variables
+from trainer_lib.commands.launch.launch_parser import option_line, parse
+from trainer_lib.commands.launch.launch_values import LaunchValues
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers.launch_options import SETTINGS
+from trainer_lib.launchers.setting import Setting
+
+# Where a process runs is the scheduler's to say; the rest is about the submission.
+_OF_THE_SCHEDULER = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_endpoint")
+_OF_THE_SUBMISSION = ("dry_run", "print_config")
+
+
+@dataclass(frozen=True)
+class JobLaunch:
+    """A launch as the words of its command line.
+
+    Attributes:
+        settings: The options of the submission, by name.
+        machines: The number of machines.
+        options: The options of `trainer-lib launch` in the job, without those about machines.
+        script: The script and its arguments.
+        is_dry: Whether the job is printed instead of submitted.
+    """
+
+    settings: Mapping[str, Any]
+    machines: int
+    options: list[str]
+    script: list[str]
+    is_dry: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the job: that of the script by default."""
+        return self.settings["job_name"] or Path(self.script[0]).stem
+
+
+def read_launch(arguments: Sequence[str], own: Mapping[str, Setting], runs_here: bool = True) -> JobLaunch:
+    """Return what a command line submits.
+
+    Args:
+        arguments: The words after the scheduler's name.
+        own: The options of the submission, which stand among those of the launch.
+        runs_here: Whether the job sees the files of this machine.
+
+    Raises:
+        ConfigurationError: If an option is wrong, or there is no such script.
+    """
+    options, script = parse(arguments, own)
+    values = LaunchValues(options)
+    if not script:
+        raise ConfigurationError("No script was given. Name it after the options: trainer-lib submit SCHEDULER SCRIPT.")
+    if runs_here and not values["module"] and not values["no_python"] and not Path(script[0]).is_file():
+        raise ConfigurationError(f"The script {script[0]!r} is not there (in {Path.cwd()}). Name a file.")
+    _refuse_places(values)
+    script_variables(values)  # wrong values are errors now, not when the job starts
+    defaults = {name: setting.default for name, setting in own.items()}
+    given = {name: value for name, value in vars(options).items() if name in own and value is not None}
+    words = _words(options, values) if runs_here else _words_of_all(values)
+    return JobLaunch(defaults | given, values["num_machines"], words, script, bool(values["dry_run"]))
+
+
+def describe(own: Mapping[str, Setting]) -> str:
+    """Return the help on the options of a submission."""
+    return "\n".join(option_line(setting) for setting in own.values())
+
+
+def _refuse_places(values: LaunchValues) -> None:
+    for name in _OF_THE_SCHEDULER[1:]:
+        if values.source(name) == f"--{name}":
+            raise ConfigurationError(
+                f"--{name} has no effect in a job: the scheduler says where it runs. Leave it out."
+            )
+
+
+def _words(options: argparse.Namespace, values: LaunchValues) -> list[str]:
+    """Return the options of the launch as they were given, and the configuration file that counts here."""
+    file = [] if values.file is None else [f"--config_file={values.file.resolve()}"]
+    skipped = {*_OF_THE_SCHEDULER, *_OF_THE_SUBMISSION, "config_file"}
+    given = {name: value for name, value in vars(options).items() if name in SETTINGS and name not in skipped}
+    return file + [_word(name, value) for name, value in given.items() if value is not None]
+
+
+def _words_of_all(values: LaunchValues) -> list[str]:
+    """Return all values that are no defaults as options, for a job that does not see the configuration file."""
+    skipped = {*_OF_THE_SCHEDULER, *_OF_THE_SUBMISSION, "config_file"}
+    asked = {name: values[name] for name in SETTINGS if name not in skipped and values.is_asked(name)}
+    return [_word(name, value) for name, value in asked.items() if value is not None]
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--{name}=no"
+    return f"--{name}={value}"

@@ -1,0 +1,1 @@
+"""`trainer-lib train`: training of a common task without a script."""

@@ -1,0 +1,598 @@
+"""All settings of a launch: the options of `trainer-lib launch` and the keys of configuration files come from here."""
+
+from typing import Any
+
+from trainer_lib.foundation.missing_features import (
+    DEEPSPEED,
+    FP8,
+    MEGATRON_LM,
+    SAGEMAKER,
+    TPU,
+    MissingFeature,
+)
+from trainer_lib.launchers.setting import (
+    COUNT,
+    COUNT_OR_ZERO,
+    FILLED,
+    NUMBER,
+    NUMBER_OR_AUTO,
+    PER_MACHINE,
+    PRECISION,
+    SECONDS,
+    SWITCH,
+    TEXT,
+    THREE_YES_OR_NO,
+    YES_NO_OR_NAME,
+    YES_OR_NO,
+    Kind,
+    Setting,
+    choice,
+    whole_choice,
+)
+from trainer_lib.options.accelerate_constants import (
+    FSDP_AUTO_WRAP_POLICY,
+    FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY,
+    FSDP_STATE_DICT_TYPE,
+)
+
+# The topics of help, in the order in which help lists them, and what each is about.
+GROUPS = {
+    "processes": "processes",
+    "training": "training, if the script does not say it",
+    "compile": "torch.compile, if the script does not say it",
+    "fsdp": "FSDP, if the script does not say it",
+    "parallelism": "replication, sharding and splitting over the processes, if the script does not say it",
+    "machines": "several machines",
+    "mpi": "a launch by MPI",
+    "failures": "failures and output",
+    "script": "the script",
+}
+MISSING_GROUPS = {
+    "deepspeed": "DeepSpeed, which this version does not have",
+    "megatron_lm": "Megatron-LM, which this version does not have",
+    "fp8": "fp8, which this version does not have",
+    "tpu": "TPUs, which this version does not train on",
+    "aws": "SageMaker, which this version does not launch on",
+}
+
+
+def _processes() -> list[Setting]:
+    group = "processes"
+    return [
+        Setting(
+            name="num_processes",
+            group=group,
+            kind=COUNT,
+            help="on all machines (default: one an accelerator, else 1)",
+        ),
+        Setting(
+            name="cpu",
+            group=group,
+            kind=SWITCH,
+            help="train on the CPU even if there are accelerators",
+            default=False,
+            key="use_cpu",
+            variable="ACCELERATE_USE_CPU",
+        ),
+        Setting(
+            name="multi_gpu",
+            group=group,
+            kind=SWITCH,
+            help="fail unless there are two accelerators or more",
+            default=False,
+            key=None,
+        ),
+        Setting(
+            name="gpu_ids",
+            group=group,
+            kind=FILLED,
+            help="which accelerators, as 0,1",
+            default="all",
+        ),
+        Setting(
+            name="num_cpu_threads_per_process",
+            group=group,
+            kind=COUNT,
+            help="OMP_NUM_THREADS (default: as set, else the cores shared out)",
+            key=None,
+            variable="OMP_NUM_THREADS",
+        ),
+        Setting(
+            name="enable_cpu_affinity",
+            group=group,
+            kind=SWITCH,
+            help="bind each process to the cores near its GPU (NVIDIA)",
+            default=False,
+            variable="ACCELERATE_CPU_AFFINITY",
+        ),
+    ]
+
+
+def _training() -> list[Setting]:
+    return [
+        Setting(
+            name="mixed_precision",
+            group="training",
+            kind=PRECISION,
+            help="no, fp16, bf16 or bf16-true",
+            default="no",
+            variable="ACCELERATE_MIXED_PRECISION",
+        ),
+        Setting(
+            name="gradient_accumulation_steps",
+            group="training",
+            kind=COUNT,
+            help="micro-batches of an optimizer step",
+            section="deepspeed_config",
+            variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        ),
+    ]
+
+
+def _compile() -> list[Setting]:
+    def dynamo(name: str, kind: Kind, help_text: str, default: object) -> Setting:
+        return Setting(
+            name=f"dynamo_{name}",
+            group="compile",
+            kind=kind,
+            help=help_text,
+            default=default,
+            section="dynamo_config",
+            variable=f"ACCELERATE_DYNAMO_{name.upper()}",
+        )
+
+    return [
+        dynamo("backend", FILLED, "inductor, or eager and others to find faults", "no"),
+        dynamo("mode", FILLED, "default, reduce-overhead, max-autotune, …", "default"),
+        dynamo("use_fullgraph", SWITCH, "fail where a model is not one graph", False),
+        dynamo("use_dynamic", SWITCH, "compile for inputs of any size", False),
+        dynamo("use_regional_compilation", SWITCH, "compile the blocks that a model repeats", False),
+    ]
+
+
+def _fsdp() -> list[Setting]:
+    # The defaults are those of Accelerate's launcher, which scripts count on; but FSDP2 is the only version here.
+    def fsdp(name: str, kind: Kind, default: object, help_text: str, **more: Any) -> Setting:
+        return Setting(
+            name=f"fsdp_{name}",
+            group="fsdp",
+            kind=kind,
+            help=help_text,
+            default=default,
+            section="fsdp_config",
+            variable=more.get("variable", f"FSDP_{name.upper()}"),
+            aliases=more.get("aliases", ()),
+            old_keys=more.get("old_keys", ()),
+        )
+
+    strategies, states = ", ".join(FSDP_SHARDING_STRATEGY[:2]), choice(*FSDP_STATE_DICT_TYPE)
+    return [
+        Setting(
+            name="use_fsdp",
+            group="fsdp",
+            kind=SWITCH,
+            help="shard weights, gradients and optimizer states (FSDP2)",
+            default=False,
+            key=None,
+            variable="ACCELERATE_USE_FSDP",
+        ),
+        fsdp("version", whole_choice(1, 2), 2, "both mean FSDP2"),
+        fsdp("reshard_after_forward", YES_NO_OR_NAME, True, "free a block's gathered weights after its forward"),
+        fsdp("sharding_strategy", FILLED, "FULL_SHARD", f"FSDP1's form of it: {strategies}, …"),
+        fsdp("auto_wrap_policy", choice(*FSDP_AUTO_WRAP_POLICY), None, "which modules are sharded separately"),
+        fsdp(
+            "transformer_layer_cls_to_wrap",
+            FILLED,
+            None,
+            "classes of TRANSFORMER_BASED_WRAP (default: those the model names)",
+            variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        ),
+        fsdp("min_num_params", COUNT_OR_ZERO, 100_000_000, "of a module from which SIZE_BASED_WRAP shards it"),
+        fsdp("offload_params", YES_OR_NO, False, "keep shards and optimizer states in CPU memory"),
+        fsdp("state_dict_type", states, None, "what save_state writes"),
+        fsdp("cpu_ram_efficient_loading", YES_OR_NO, True, "read weights in the main process only"),
+        fsdp("activation_checkpointing", YES_OR_NO, False, "compute activations again instead of keeping them"),
+        fsdp("activation_checkpointing_offload", YES_OR_NO, False, "keep the inputs of blocks in CPU memory"),
+        fsdp("ignored_modules", FILLED, None, "a pattern of names of modules that stay whole"),
+        fsdp("forward_prefetch", YES_OR_NO, False, "gather the next block's weights during a forward"),
+        fsdp(
+            "backward_prefetch",
+            choice(*FSDP_BACKWARD_PREFETCH),
+            None,
+            "BACKWARD_PRE (default) gathers the next block's weights during a backward",
+            aliases=("fsdp_backward_prefetch_policy",),
+            old_keys=("fsdp_backward_prefetch_policy",),
+        ),
+        fsdp("use_orig_params", YES_OR_NO, True, "yes, which FSDP2 always does"),
+        fsdp("sync_module_states", YES_OR_NO, True, "start from the main process's weights"),
+    ]
+
+
+def _parallelism() -> list[Setting]:
+    def parallelism(
+        name: str, kind: Kind, default: object, help_text: str, missing: MissingFeature | None = None
+    ) -> Setting:
+        return Setting(
+            name=f"parallelism_config_{name}",
+            group="parallelism",
+            kind=kind,
+            help=help_text,
+            default=default,
+            section="parallelism_config",
+            variable=f"PARALLELISM_CONFIG_{name.upper()}",
+            missing=missing,
+        )
+
+    return [
+        Setting(
+            name="use_parallelism_config",
+            group="parallelism",
+            kind=SWITCH,
+            help="arrange the processes as below",
+            default=False,
+            key=None,
+            variable="ACCELERATE_USE_PARALLELISM_CONFIG",
+        ),
+        parallelism("dp_replicate_size", COUNT, 1, "copies of the model"),
+        parallelism("dp_shard_size", COUNT, 1, "processes that share a copy"),
+        parallelism("tp_size", COUNT, 1, "processes that split each matrix"),
+        parallelism("cp_size", COUNT, 1, "processes that hold parts of a sequence and exchange keys and values"),
+        parallelism("cp_backend", choice("torch"), "torch", "the library of context parallelism"),
+        parallelism(
+            "cp_comm_strategy",
+            choice("allgather", "alltoall", "ring"),
+            "allgather",
+            "keys and values are gathered, or passed around a ring (which Accelerate calls alltoall)",
+        ),
+        parallelism("pp_size", COUNT, 1, "processes that hold some layers each, one after the other"),
+        parallelism("sp_size", COUNT, 1, "processes that hold parts of a sequence and share out attention heads"),
+        parallelism("sp_backend", choice("deepspeed"), "deepspeed", "Accelerate's name for it; it needs no DeepSpeed"),
+        parallelism("sp_seq_length", FILLED, None, "the length of sequences, on which nothing depends here"),
+        parallelism("sp_seq_length_is_variable", YES_OR_NO, True, "yes, which lengths always may be"),
+        parallelism(
+            "sp_attn_implementation",
+            choice("sdpa", "flash_attention_2", "flash_attention_3"),
+            "sdpa",
+            "torch's attention, whatever the name",
+        ),
+    ]
+
+
+def _machines() -> list[Setting]:
+    group = "machines"
+    return [
+        Setting(
+            name="num_machines",
+            group=group,
+            kind=COUNT,
+            help="run the launcher on each",
+            default=1,
+            aliases=("nnodes", "num_nodes"),
+        ),
+        Setting(
+            name="machine_rank",
+            group=group,
+            kind=COUNT_OR_ZERO,
+            help="which of them this is, from 0",
+            default=0,
+            aliases=("node_rank",),
+        ),
+        Setting(
+            name="main_process_ip",
+            group=group,
+            kind=FILLED,
+            help="the address of machine 0",
+            aliases=("master_addr",),
+        ),
+        Setting(
+            name="main_process_port",
+            group=group,
+            kind=COUNT_OR_ZERO,
+            help="a port of machine 0 (default: 29500; on one machine any that is free)",
+            aliases=("master_port",),
+        ),
+        Setting(
+            name="same_network",
+            group=group,
+            kind=SWITCH,
+            help="said for Accelerate: machines meet at --main_process_ip on any network",
+            default=False,
+        ),
+        Setting(
+            name="rdzv_backend",
+            group=group,
+            kind=FILLED,
+            help="static, c10d, etcd or etcd-v2",
+            default="static",
+        ),
+        Setting(
+            name="nproc_per_node",
+            group=group,
+            kind=PER_MACHINE,
+            help="processes of each machine, or auto, gpu, cpu (torchrun's name)",
+            key=None,
+            aliases=("nproc", "num_gpus", "devices"),
+        ),
+        Setting(
+            name="rdzv_endpoint",
+            group=group,
+            kind=FILLED,
+            help="HOST:PORT, in place of the address and the port (torchrun's name)",
+            key=None,
+        ),
+        Setting(
+            name="rdzv_id",
+            group=group,
+            kind=FILLED,
+            help="the name of the rendezvous (torchrun's name)",
+            default="none",
+            key=None,
+        ),
+        Setting(
+            name="standalone",
+            group=group,
+            kind=SWITCH,
+            help="one machine, which is the default (torchrun's name)",
+            default=False,
+            key=None,
+        ),
+        Setting(
+            name="rdzv_conf",
+            group=group,
+            kind=TEXT,
+            help="options of the backend, as timeout=900,join_timeout=60",
+            default="",
+            key=None,
+        ),
+    ]
+
+
+def _failures() -> list[Setting]:
+    group = "failures"
+    return [
+        Setting(
+            name="max_restarts",
+            group=group,
+            kind=COUNT_OR_ZERO,
+            help="start all again, so often, after a failure",
+            default=0,
+            key=None,
+        ),
+        Setting(
+            name="monitor_interval",
+            group=group,
+            kind=SECONDS,
+            help="between two looks",
+            default=0.1,
+            key=None,
+        ),
+        Setting(
+            name="shutdown_timeout",
+            group=group,
+            kind=SECONDS,
+            help="for processes to save when a signal ends the launch",
+            default=30.0,
+            key=None,
+        ),
+        Setting(name="log_dir", group=group, kind=FILLED, help="the folder in which --tee writes", key=None),
+        Setting(
+            name="tee",
+            group=group,
+            kind=FILLED,
+            help="write to files too: 1 output, 2 errors, 3 both; or as in 0:3,1:2",
+            default="0",
+            key=None,
+            short="t",
+        ),
+        Setting(
+            name="role",
+            group=group,
+            kind=FILLED,
+            help="names the processes in lines of --tee",
+            default="default",
+            key=None,
+        ),
+        Setting(
+            name="debug",
+            group=group,
+            kind=SWITCH,
+            help="check shapes in collectives, show torch's own messages",
+            default=False,
+            variable="ACCELERATE_DEBUG_MODE",
+        ),
+        Setting(
+            name="quiet",
+            group=group,
+            kind=SWITCH,
+            help="leave the report of a failure to the script",
+            default=False,
+            key=None,
+            short="q",
+        ),
+    ]
+
+
+def _script() -> list[Setting]:
+    group = "script"
+    return [
+        Setting(
+            name="module",
+            group=group,
+            kind=SWITCH,
+            help="SCRIPT is a module, as in python -m",
+            default=False,
+            key=None,
+            short="m",
+        ),
+        Setting(
+            name="no_python",
+            group=group,
+            kind=SWITCH,
+            help="SCRIPT is a program to run without Python",
+            default=False,
+            key=None,
+        ),
+        Setting(
+            name="config_file",
+            group=group,
+            kind=FILLED,
+            help="settings that options override (default: what `trainer-lib config` wrote)",
+            key=None,
+        ),
+        Setting(
+            name="print_config",
+            group=group,
+            kind=SWITCH,
+            help="print each setting and its source, start nothing",
+            default=False,
+            key=None,
+        ),
+        Setting(
+            name="dry_run",
+            group=group,
+            kind=SWITCH,
+            help="print command and variables of the processes, start nothing",
+            default=False,
+            key=None,
+        ),
+    ]
+
+
+def _missing(
+    feature: MissingFeature, group: str, section: str, settings: dict[str, Kind], prefix: str = ""
+) -> list[Setting]:
+    """Return settings of a feature that this version does not have; files may hold them."""
+    return [
+        Setting(name=prefix + name, group=group, kind=kind, help="", section=section, missing=feature)
+        for name, kind in settings.items()
+    ]
+
+
+def _deepspeed() -> list[Setting]:
+    device = choice("none", "cpu", "nvme")
+    kinds: dict[str, Kind] = {
+        "deepspeed_config_file": FILLED,
+        "zero_stage": whole_choice(0, 1, 2, 3),
+        "offload_optimizer_device": device,
+        "offload_param_device": device,
+        "offload_optimizer_nvme_path": FILLED,
+        "offload_param_nvme_path": FILLED,
+        "gradient_clipping": NUMBER_OR_AUTO,
+        "zero3_init_flag": YES_OR_NO,
+        "zero3_save_16bit_model": YES_OR_NO,
+        "deepspeed_hostfile": FILLED,
+        "deepspeed_exclusion_filter": FILLED,
+        "deepspeed_inclusion_filter": FILLED,
+        "deepspeed_multinode_launcher": FILLED,
+        "deepspeed_moe_layer_cls_names": FILLED,
+    }
+    use = Setting(name="use_deepspeed", group="deepspeed", kind=SWITCH, help="", key=None, missing=DEEPSPEED)
+    return [use, *_missing(DEEPSPEED, "deepspeed", "deepspeed_config", kinds)]
+
+
+def _megatron_lm() -> list[Setting]:
+    counts = (
+        "tp_degree", "pp_degree", "num_micro_batches", "decoder_last_pipeline_num_layers", "recompute_num_layers",
+        "expert_model_parallel_size", "context_parallel_size", "expert_tensor_parallel_size",
+    )  # fmt: skip
+    flags = (
+        "use_custom_fsdp", "no_load_optim", "eod_mask_loss", "overlap_cpu_optimizer_d2h_h2d", "no_save_optim",
+        "optimizer_cpu_offload", "use_precision_aware_optimizer", "sequence_parallelism", "recompute_activations",
+        "use_distributed_optimizer", "attention_softmax_in_fp32", "calculate_per_token_loss",
+        "use_rotary_position_embeddings",
+    )  # fmt: skip
+    numbers = ("gradient_clipping", "attention_dropout", "hidden_dropout")
+    texts = ("recompute_granularity", "recompute_method", "attention_backend")
+    kinds = {
+        **dict.fromkeys(counts, COUNT),
+        **dict.fromkeys(flags, YES_OR_NO),
+        **dict.fromkeys(numbers, NUMBER),
+        **dict.fromkeys(texts, FILLED),
+    }
+    use = Setting(name="use_megatron_lm", group="megatron_lm", kind=SWITCH, help="", key=None, missing=MEGATRON_LM)
+    return [use, *_missing(MEGATRON_LM, "megatron_lm", "megatron_lm_config", kinds, "megatron_lm_")]
+
+
+def _fp8() -> list[Setting]:
+    old_keys = {
+        "amax_history_len": ("fp8_amax_history_length",),
+        "amax_compute_algo": ("fp8_amax_compute_algorithm",),
+        "opt_level": ("fp8_optimization_level",),
+    }
+    kinds: dict[str, Kind] = {
+        "backend": choice("ao", "te", "msamp"),
+        "use_autocast_during_eval": SWITCH,
+        "margin": COUNT_OR_ZERO,
+        "interval": COUNT,
+        "format": choice("HYBRID", "E4M3", "E5M2"),
+        "amax_history_len": COUNT,
+        "amax_compute_algo": choice("max", "most_recent"),
+        "override_linear_precision": THREE_YES_OR_NO,
+        "opt_level": choice("O1", "O2"),
+        "enable_fsdp_float8_all_gather": YES_OR_NO,
+        "pad_inner_dim": YES_OR_NO,
+    }
+    return [
+        Setting(
+            name=f"fp8_{name}",
+            group="fp8",
+            kind=kind,
+            help="",
+            section="fp8_config",
+            old_keys=old_keys.get(name, ()),
+            missing=FP8,
+        )
+        for name, kind in kinds.items()
+    ]
+
+
+def _elsewhere() -> list[Setting]:
+    tpu: dict[str, Kind] = {
+        "tpu": SWITCH,
+        "tpu_cluster": SWITCH,
+        "no_tpu_cluster": SWITCH,
+        "vm": FILLED,
+        "env": FILLED,
+    }
+    return [
+        *[
+            Setting(name=name, group="tpu", kind=kind, help="", default=name == "no_tpu_cluster", key=None, missing=TPU)
+            for name, kind in tpu.items()
+        ],
+        Setting(name="tpu_use_sudo", group="tpu", kind=SWITCH, help="", default=False, missing=TPU),
+        Setting(name="downcast_bf16", group="tpu", kind=SWITCH, help="", default=False, missing=TPU),
+        Setting(name="main_training_function", group="tpu", kind=FILLED, help="", default="main", missing=TPU),
+        Setting(name="aws_access_key_id", group="aws", kind=FILLED, help="", key=None, missing=SAGEMAKER),
+        Setting(name="aws_secret_access_key", group="aws", kind=FILLED, help="", key=None, missing=SAGEMAKER),
+    ]
+
+
+def _mpi() -> list[Setting]:
+    group, section = "mpi", "mpirun_config"
+    return [
+        Setting(
+            name="mpirun_hostfile",
+            group=group,
+            kind=FILLED,
+            help="let mpirun start the processes, on the machines of this file",
+            section=section,
+        ),
+        Setting(
+            name="mpirun_ccl",
+            group=group,
+            kind=FILLED,  # files hold it as text
+            help="with it: the worker threads of oneCCL in each process",
+            section=section,
+        ),
+    ]
+
+
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting
+    for settings in (
+        _processes(), _training(), _compile(), _fsdp(), _parallelism(), _machines(), _failures(), _script(),
+        _deepspeed(), _megatron_lm(), _fp8(), _elsewhere(), _mpi(),
+    )
+    for setting in settings
+}  # fmt: skip
