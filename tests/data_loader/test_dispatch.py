@@ -53,7 +53,13 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("kind", "drop_last"),
-    [("map", False), ("map", True), ("stream", False), ("stream", True), ("stream, with a worker", False)],
+    [
+        ("map", False),
+        ("map", True),
+        ("stream", False),
+        ("stream", True),
+        pytest.param("stream, with a worker", False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_size_is_dealt_out_as_by_hand(mode: str, kind: str, drop_last: bool) -> None:
     sizes = [0, 1, 4, 7] if "worker" in kind else list(range(17))
@@ -129,7 +135,7 @@ def test_batches_that_come_ready_are_dealt_out_or_cut() -> None:
         _everywhere(lambda: _read(loader, split_batches=True), 4)
 
 
-@pytest.mark.parametrize("kind", ["map", "stream", "stream with workers"])
+@pytest.mark.parametrize("kind", ["map", "stream", pytest.param("stream with workers", marks=pytest.mark.slow)])
 def test_every_position_can_be_gone_on_from(kind: str) -> None:
     def run() -> None:
         def prepared() -> Any:
@@ -210,3 +216,16 @@ def test_a_world_of_one_takes_the_same_path() -> None:
 def test_processes_that_are_not_there_are_sent_nothing() -> None:
     with pytest.raises(ConfigurationError, match="between the 1 ranks of this world, not between num_processes=2"):
         prepare_data_loader(DataLoader(Numbers(5)), num_processes=2, process_index=0, dispatch_batches=True)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_dispatcher_made_by_hand_is_the_one_that_is_prepared(split: bool) -> None:
+    def body() -> list[Any]:
+        prepared = prepare_data_loader(_loader("map", 11, 4), dispatch_batches=True, split_batches=split)
+        made = DataLoaderDispatcher(Numbers(11), split_batches=split, batch_size=4)
+        skipping = DataLoaderDispatcher(Numbers(11), split, 1, batch_size=4, iteration=3)
+        return [read(prepared), read(made), skipping.iteration, read(skipping), read(skipping)]
+
+    for prepared, made, iteration, skipped, next_epoch in _everywhere(body):
+        assert prepared == made == next_epoch
+        assert (iteration, skipped) == (3, prepared[1:])

@@ -268,7 +268,7 @@ def test_a_bookmark_holds_the_random_numbers_too() -> None:
 @pytest.mark.parametrize(
     ("num_workers", "keeps"),
     [
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.slow),
         pytest.param(2, False, marks=pytest.mark.slow),
         pytest.param(1, True, marks=pytest.mark.slow),
         pytest.param(1, False, marks=pytest.mark.slow),

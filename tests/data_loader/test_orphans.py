@@ -45,7 +45,7 @@ def read(pids: Connection, context: str, in_thread: bool) -> None:
     ("context", "in_thread"),
     [
         ("fork", False),
-        ("fork", True),
+        pytest.param("fork", True, marks=pytest.mark.slow),
         pytest.param("spawn", False, marks=[pytest.mark.slow, pytest.mark.launch]),
         pytest.param("forkserver", False, marks=[pytest.mark.slow, pytest.mark.launch]),
     ],

@@ -99,7 +99,7 @@ def test_every_position_can_be_gone_on_from(kind: str, processes: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "num_workers", "persistent"),
     [
-        ("shuffle", 2, False),
+        pytest.param("shuffle", 2, False, marks=pytest.mark.slow),
         pytest.param("shuffle", 2, True, marks=pytest.mark.slow),
         pytest.param("stream", 1, True, marks=pytest.mark.slow),
         pytest.param("stream", 2, False, marks=pytest.mark.slow),

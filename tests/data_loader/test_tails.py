@@ -33,7 +33,7 @@ def _loader(kind: str, size: int, batch_size: int, drop_last: bool) -> DataLoade
     return DataLoader(numbers, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
 
 
-@pytest.mark.parametrize("kind", ["map", "own sampler", "sized stream"])
+@pytest.mark.parametrize("kind", ["map", pytest.param("own sampler", marks=pytest.mark.slow), "sized stream"])
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("split", [True, False])

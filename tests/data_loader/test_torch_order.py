@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from typing import Any
@@ -24,6 +25,7 @@ from tests.data_loader.reference import Numbers, by_hand, flat, handed, read, re
 from tests.worlds import run_world
 from trainer_lib import PartialState, StateError
 from trainer_lib.data_loader import SeedableRandomSampler, prepare_data_loader, skip_first_batches
+from trainer_lib.launchers import run_forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
 
@@ -55,6 +57,20 @@ class Generators(Sampler[int]):
         self.python.shuffle(order)
         self.old.shuffle(order)
         return iter(self.numpy.permutation(order).tolist())
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class OnTheWay(Sampler[int]):
+    """A user's sampler that draws each sample from generators of its own when it is asked for."""
+
+    def __init__(self) -> None:
+        self.generator, self.python = torch.Generator().manual_seed(1), random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SIZE):
+            yield (int(torch.randint(SIZE, (), generator=self.generator)) + self.python.randrange(SIZE)) % SIZE
 
     def __len__(self) -> int:
         return SIZE
@@ -135,6 +151,7 @@ LOADERS: dict[str, Callable[[int], DataLoader[int]]] = {
     "more than there are": _with_sampler(lambda: _random(num_samples=50)),
     "sampler of the user": _with_sampler(Permuted),
     "generators of the user": _with_sampler(Generators),
+    "generators of the user, sample by sample": _with_sampler(OnTheWay),
     "stateful": _shuffled(StatefulDataLoader),
     "stateful, generator": _shuffled(StatefulDataLoader, has_generator=True),
 }
@@ -149,10 +166,21 @@ WORKERS: dict[str, Callable[[int], DataLoader[int]]] = {
     "workers, generator": _shuffled(has_generator=True, num_workers=2),
     "workers that persist": _shuffled(num_workers=2, persistent_workers=True),
     "workers that persist, generator": _shuffled(has_generator=True, num_workers=2, persistent_workers=True),
+    "iterable, generator, workers that persist": lambda size: DataLoader(
+        Seeded(), size, num_workers=2, persistent_workers=True
+    ),
+    "workers, generators of the user, sample by sample": _with_sampler(OnTheWay, num_workers=2),
     "workers, batch sampler of the user": lambda size: DataLoader(Numbers(SIZE), batch_sampler=Pairs(), num_workers=2),
     "workers, stateful": _shuffled(StatefulDataLoader, has_generator=True, num_workers=2),
 }
+DAILY_WORKERS = ("workers", "workers that persist, generator", "workers, stateful")  # of which `make test` starts some
 ALL = {**LOADERS, **READ_ALONE, **WORKERS}
+SHARED_BY_WORKERS = (
+    "workers",
+    "workers that persist, generator",
+    "workers, stateful",
+    "workers, generators of the user, sample by sample",
+)
 
 
 def _seed(seed: int) -> None:
@@ -180,8 +208,15 @@ def _epochs(loader: Any, leaves_at: int | None = None, draws: bool = True) -> li
     return seen
 
 
-@pytest.mark.parametrize("leaves_at", [None, 1])
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize(
+    ("kind", "leaves_at"),
+    [
+        *((kind, leaves_at) for kind in {**LOADERS, **READ_ALONE} for leaves_at in (None, 1)),
+        *((kind, 1) for kind in DAILY_WORKERS),
+        *(pytest.param(kind, None, marks=pytest.mark.slow) for kind in WORKERS),
+        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in WORKERS if kind not in DAILY_WORKERS),
+    ],
+)
 def test_order_and_generators_are_those_of_the_plain_loader(kind: str, leaves_at: int | None) -> None:
     _seed(7)
     plain = ALL[kind](4)
@@ -228,24 +263,47 @@ def _of_rank(kind: str, **options: Any) -> tuple[list[list[Any]], list[Any], dic
     return epochs, read_all(resumed), saved
 
 
-@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}])
-@pytest.mark.parametrize("kind", LOADERS)
-def test_two_ranks_share_the_order_of_one(kind: str, options: dict[str, Any]) -> None:
+OPTIONS: list[dict[str, Any]] = [{}, {"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}]
+
+
+@pytest.mark.parametrize(
+    "kind", [*LOADERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SHARED_BY_WORKERS)]
+)
+def test_two_ranks_share_the_order_of_one(kind: str) -> None:
     _seed(7)
-    orders = [flat(read(loader)) for loader in [LOADERS[kind](6)] for _ in range(EPOCHS)]
+    orders = [flat(read(loader)) for loader in [ALL[kind](6)] for _ in range(EPOCHS)]
     drop = "drop_last" in kind
-    ranks = run_world(lambda: _of_rank(kind, **options), num_processes=2)
-    split = "split_batches" in options
-    for rank, (epochs, resumed, saved) in enumerate(ranks):
-        shared = [
-            by_hand(order, 6 if split else 3, 2, rank, split=split, drop_last=drop, even="even_batches" not in options)
-            for order in orders
-        ]
-        assert [[batch.samples for batch in epoch] for epoch in epochs] == [[b.samples for b in s] for s in shared]
-        assert [batch.samples for batch in resumed] == [batch.samples for batch in shared[1][2:]]
-        alone = _alone(LOADERS[kind](SIZE - 12))  # another world, and another batch size
-        alone.load_state_dict(saved)
-        assert flat(read(alone)) == orders[1][12:] or drop
+    of_ranks = run_world(lambda: [_of_rank(kind, **options) for options in OPTIONS], num_processes=2)
+    for rank, of_options in enumerate(of_ranks):
+        for options, (epochs, resumed, saved) in zip(OPTIONS, of_options, strict=True):
+            split, even = "split_batches" in options, "even_batches" not in options
+            shared = [
+                by_hand(order, 6 if split else 3, 2, rank, split=split, drop_last=drop, even=even) for order in orders
+            ]
+            assert [[b.samples for b in epoch] for epoch in epochs] == [[b.samples for b in s] for s in shared], options
+            assert [batch.samples for batch in resumed] == [batch.samples for batch in shared[1][2:]], options
+            alone = _alone(ALL[kind](SIZE - 12))  # another world, and another batch size
+            alone.load_state_dict(saved)
+            assert flat(read(alone)) == orders[1][12:] or drop, options
+
+
+def test_a_rank_that_reads_alone_says_that_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from trainer_lib.collectives import agreement
+
+    monkeypatch.setattr(agreement, "PATIENCE", 0.05)
+
+    def body() -> str:
+        state = PartialState(cpu=True)
+        loader = prepare_data_loader(LOADERS["shuffled"](3))
+        if state.is_main_process:
+            threading.Event().wait(0.5)
+        next(iter(loader))
+        return caplog.text
+
+    _, text = run_forked(body, timeout=60)
+    assert "Rank 1 has waited 0.05 seconds in a pass over a prepared loader for the other ranks." in text
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------
@@ -268,7 +326,11 @@ def _training(loader: Any) -> Generator[Any, None, None]:
 
 @pytest.mark.parametrize(
     "kind",
-    [*LOADERS, *READ_ALONE, "workers that persist", pytest.param("workers, generator", marks=pytest.mark.slow)],
+    [
+        *LOADERS,
+        *READ_ALONE,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("workers that persist", "workers, generator")),
+    ],
 )
 def test_a_resumed_loader_continues_in_the_same_order(kind: str) -> None:
     _seed(7)

@@ -23,7 +23,7 @@ from trainer_lib.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
-from trainer_lib.data_loader.order.rank_rounds import Counted
+from trainer_lib.data_loader.order.samples_per_rank import Counted
 from trainer_lib.state.gradient_state import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call

@@ -7,13 +7,14 @@ from typing import Any, overload
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainer_lib.data_loader.build_reader import RankSplit, check_preparable
 from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
+from trainer_lib.data_loader.order.batch_sampler_shard import get_sampler, index_source
 from trainer_lib.data_loader.order.data_rng import positive_seed
-from trainer_lib.data_loader.order.rank_batches import get_sampler, index_source
 from trainer_lib.data_loader.order.samplers import SeedableRandomSampler, SkipBatchSampler
 from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
-from trainer_lib.data_loader.rank_split import RankSplit, check_preparable
 from trainer_lib.data_loader.shard_loader import DataLoaderShard
+from trainer_lib.data_loader.stateful_loader import stateful_kind
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.base import check_count
 from trainer_lib.options.enums import RNGType
@@ -48,8 +49,9 @@ def prepare_data_loader(
     Args:
         dataloader: The user's loader.
         device: Where batches are moved to, with `put_on_device`.
-        num_processes: How many ranks share it; by default the world size.
-        process_index: The rank to read for; by default this rank.
+        num_processes: How many ranks share it; by default those that read different batches: all, unless several
+            ranks hold parts of one replica of the model.
+        process_index: The one of them to read for; by default this rank.
         split_batches: The loader's batch size is that of all ranks together; each rank takes its slice.
         put_on_device: Move batches to `device`.
         rng_types: The generators to synchronize between the ranks at the start of a pass.
@@ -62,7 +64,8 @@ def prepare_data_loader(
         data_seed: The seed of an order that is a function of seed and epoch (`use_seedable_sampler`,
             `low_memory_shuffle`); by default torch's seed. All ranks use the seed of rank 0.
         non_blocking: Do not wait for copies to the device.
-        use_stateful_dataloader: Accepted for compatibility: there is always a `state_dict`.
+        use_stateful_dataloader: Return an instance of torchdata's `StatefulDataLoader`. All prepared loaders have a
+            `state_dict`.
         torch_device_mesh: Not supported by this version.
         seed_each_sample: Seed the generators before each sample of a map-style dataset from (seed, epoch, index).
         low_memory_shuffle: Compute a shuffle from seed and epoch instead of listing it, for a dataset whose permutation
@@ -73,9 +76,8 @@ def prepare_data_loader(
         >>> [batch.tolist() for batch in loader], loader.rows
         ([[2, 3], [1, 2]], None)
     """
-    del use_stateful_dataloader
     check_preparable(dataloader, torch_device_mesh)
-    group = _group(num_processes, process_index)
+    group, world = _groups(num_processes, process_index)
     split = RankSplit(
         processes=group.size if num_processes is None else num_processes,
         index=group.rank if process_index is None else process_index,
@@ -84,6 +86,7 @@ def prepare_data_loader(
         slice_function=slice_fn_for_dispatch,
         dispatches=bool(dispatch_batches),
         group=group,
+        world=world,
     )
     delivery = Delivery(
         device=device if put_on_device else None,
@@ -92,15 +95,11 @@ def prepare_data_loader(
         generator=_generator(dataloader),
     )
     seed = _seed(dataloader, use_seedable_sampler) if data_seed is None else positive_seed(data_seed)
-    (seed,) = split.own_group.broadcast_objects([seed])
-    reader, slicing = split.reader(dataloader, seed_each_sample, use_seedable_sampler, low_memory_shuffle)
-    if not split.dispatches:
-        return DataLoaderShard.around(reader, delivery, seed, split.processes, split.own_group)
-    if slicing is None and split.index == 0:
-        reader.read_for_all()
-    prepared = DataLoaderDispatcher.around(reader, delivery, seed, split.processes, group)
-    prepared.slicing = slicing
-    return prepared
+    (seed,) = split.own_world.broadcast_objects([seed])
+    source = split.reader(dataloader, seed_each_sample, use_seedable_sampler, low_memory_shuffle)
+    kind = DataLoaderDispatcher if split.dispatches else DataLoaderShard
+    kind = stateful_kind(kind) if use_stateful_dataloader else kind
+    return kind.around(source, split, delivery, seed)
 
 
 @overload
@@ -132,10 +131,12 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     return skipping
 
 
-def _group(num_processes: int | None, process_index: int | None) -> ProcessGroup:
+def _groups(num_processes: int | None, process_index: int | None) -> tuple[ProcessGroup, ProcessGroup]:
+    """Return the ranks that read different batches, and all ranks."""
     if num_processes is None or process_index is None or is_initialized():
-        return PartialState().group
-    return LoneProcess()
+        state = PartialState()
+        return state.data_group, state.group
+    return LoneProcess(), LoneProcess()
 
 
 def _seed(loader: DataLoader[Any], seedable: bool) -> int:

@@ -10,17 +10,20 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
+from trainer_lib.collectives.agreement import broadcast_noticed
 from trainer_lib.data_loader.bad_samples.error_notes import add_notes, dead_workers, iterator_in
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
+from trainer_lib.data_loader.build_reader import RankSplit
+from trainer_lib.data_loader.order.batch_sampler_shard import get_sampler
+from trainer_lib.data_loader.order.batch_slicing import Slicing
 from trainer_lib.data_loader.order.epoch_start import EpochStart
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass, Progress
-from trainer_lib.data_loader.order.rank_batches import get_sampler
-from trainer_lib.data_loader.order.rank_rounds import Counted, Ending
-from trainer_lib.data_loader.readers.shard_reader import Reader
+from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending
+from trainer_lib.data_loader.readers.reader import Reader
+from trainer_lib.data_loader.state_mixin import DataLoaderStateMixin
 from trainer_lib.foundation.errors import StateError, TrainerLibError
 from trainer_lib.foundation.pytree import send_to_device
 from trainer_lib.options.enums import RNGType
-from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradient_state import GradientState, Rows
 
 
@@ -41,7 +44,7 @@ class Delivery:
     generator: torch.Generator | None = None
 
 
-class PreparedLoader(DataLoader[Any]):
+class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     """A user's loader, read by several ranks: each gets its share, on its device.
 
     It has the attributes and methods of the user's loader. `prepare_data_loader` makes it.
@@ -54,40 +57,39 @@ class PreparedLoader(DataLoader[Any]):
         {"end_of_dataloader", "others_read_on", "remainder", "rows", "samples_in_round", "even_batches", "quarantine"}
     )
 
-    end_of_dataloader: bool
-    others_read_on: bool
-    remainder: int
-    rows: Rows | None
     samples_in_round: int | None  # of all ranks, without repeats; None: unknown to a single rank
     quarantine: Quarantine | None
     _reader: Reader
     _progress: Progress
 
     @classmethod
-    def around(cls, reader: Reader, delivery: Delivery, seed: int, processes: int, group: ProcessGroup) -> Self:
+    def around(cls, source: tuple[Reader, Slicing | None], split: RankSplit, delivery: Delivery, seed: int) -> Self:
         """Return the loader for a reader of a user's loader; torch's `__init__` would build another loader.
 
         Args:
-            reader: Reads the batches.
+            source: Reads the batches; and how they are cut for the other ranks, if they are.
+            split: The ranks that share the batches.
             delivery: How batches are delivered to the user.
             seed: The seed of an order that is a function of seed and epoch.
-            processes: How many ranks share the batches.
-            group: The ranks.
         """
         loader = object.__new__(cls)
-        loader.set_up(reader, delivery, seed, processes, group)
+        loader.set_up(source, split, delivery, seed)
         return loader
 
-    def set_up(self, reader: Reader, delivery: Delivery, seed: int, processes: int, group: ProcessGroup) -> None:
+    def set_up(self, source: tuple[Reader, Slicing | None], split: RankSplit, delivery: Delivery, seed: int) -> None:
         """Initialize; see `around`."""
-        self._reader, self._delivery, self._seed, self._processes = reader, delivery, seed, processes
-        self._progress, self._group = Progress(), group
+        self._reader, self._delivery, self._seed, self._processes = source[0], delivery, seed, split.processes
+        self._progress, self._world = Progress(), split.own_world
         self._skip_batches = 0
         self._skip_is_due = False
-        self.end_of_dataloader, self.remainder, self.rows = False, -1, None
-        self.others_read_on = False
+        self.reset()
         self.samples_in_round = None
         self.quarantine = None
+
+    def begin_at(self, iteration: int, skip_batches: int) -> None:
+        """Make the next pass the epoch `iteration`, without its first `skip_batches` batches."""
+        self._progress.set_epoch(iteration)
+        self._skip_batches, self._skip_is_due = skip_batches, True
 
     @abstractmethod
     def _read(self, place: LoaderPosition, ending: Ending) -> Iterator[Any]:
@@ -109,6 +111,10 @@ class PreparedLoader(DataLoader[Any]):
             self.remainder, self.rows = ending.remainder, None
             yield from self._delivered(batches, reading, ending)
             reading.finished = True
+        except GeneratorExit:  # the loop is left
+            if not reading.finished:
+                self._reader.leave(self._seed, reading)
+            raise
         except Exception as error:
             self._explain(error)
             self._reader.end_workers()
@@ -169,7 +175,9 @@ class PreparedLoader(DataLoader[Any]):
     def _agreed_start(self, start: EpochStart | None) -> EpochStart | None:
         """Return the states that random generators start an epoch with: those of rank 0."""
         start = start or self._reader.epoch_start()
-        return self._group.broadcast_objects([start])[0] if self._reader.agrees_on_start else start
+        if not self._reader.agrees_on_start:
+            return start
+        return broadcast_noticed(self._world, start, "a pass over a prepared loader")
 
     def _synchronize_generators(self, place: LoaderPosition) -> None:
         # In the middle of a pass the generators come from a checkpoint.
@@ -473,6 +481,21 @@ class PreparedLoader(DataLoader[Any]):
     def knows_end_of_all(self) -> bool:
         """Whether this rank knows, at its last batch, if the other ranks have more."""
         return self._reader.knows_end_of_all
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """The loader that is read: a copy of the user's."""
+        return self._reader.loader
+
+    @property
+    def device(self) -> torch.device | str | int | None:
+        """Where batches are moved to; `None`: they are not moved."""
+        return self._delivery.device
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the next pass, or of the pass in which a loop was left."""
+        return self._progress.where().epoch
 
     def get_sampler(self) -> Any:
         """Return the sampler."""

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainer_lib.data_loader.build_reader import RankSplit, check_preparable
 from trainer_lib.data_loader.order.data_rng import positive_seed
 from trainer_lib.data_loader.order.loader_position import LoaderPosition
-from trainer_lib.data_loader.order.rank_rounds import Ending
+from trainer_lib.data_loader.order.samples_per_rank import Ending
 from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
-from trainer_lib.data_loader.rank_split import RankSplit, check_preparable
+from trainer_lib.data_loader.stateful_loader import stateful_kind
 from trainer_lib.process_group import LoneProcess
 
 
@@ -25,7 +26,7 @@ class DataLoaderShard(PreparedLoader):
         rng_types: The generators to synchronize between the ranks at the start of a pass.
         synchronized_generator: The generator that "generator" means in `rng_types`.
         skip_batches: How many batches of the first pass to skip.
-        use_stateful_dataloader: Accepted for compatibility: there is always a `state_dict`.
+        use_stateful_dataloader: Be an instance of torchdata's `StatefulDataLoader` too.
         _non_blocking: Do not wait for copies to the device.
         iteration: The epoch of the first pass.
         **kwargs: Arguments of `DataLoader`.
@@ -45,20 +46,19 @@ class DataLoaderShard(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        del use_stateful_dataloader
+        if use_stateful_dataloader:
+            self.__class__ = stateful_kind(type(self))
         loader = DataLoader(dataset, drop_last=kwargs.pop("drop_last", _drop_last), **kwargs)
         check_preparable(loader, torch_device_mesh)
-        split = RankSplit(group=LoneProcess())
-        reader, _ = split.reader(loader)
+        split = RankSplit(group=LoneProcess(), world=LoneProcess())
         delivery = Delivery(
             device=device,
             non_blocking=_non_blocking,
             rng_types=tuple(rng_types or ()),
             generator=synchronized_generator,
         )
-        self.set_up(reader, delivery, positive_seed(torch.initial_seed()), split.processes, split.own_group)
-        self._progress.set_epoch(iteration)
-        self._skip_batches, self._skip_is_due = skip_batches, True
+        self.set_up(split.reader(loader), split, delivery, positive_seed(torch.initial_seed()))
+        self.begin_at(iteration, skip_batches)
 
     def _read(self, place: LoaderPosition, ending: Ending) -> Iterator[Any]:
         return self._reader.open(place, self._seed, ending)
@@ -70,7 +70,7 @@ class SkipDataLoader(DataLoaderShard):
     Args:
         dataset: The dataset.
         skip_batches: How many batches to skip.
-        use_stateful_dataloader: Accepted for compatibility: there is always a `state_dict`.
+        use_stateful_dataloader: Be an instance of torchdata's `StatefulDataLoader` too.
         **kwargs: Arguments of `DataLoader`.
     """
 

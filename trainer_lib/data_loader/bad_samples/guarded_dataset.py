@@ -93,9 +93,8 @@ class GuardedSamples:
         if type(keys) is MarkedBatch:
             return self._filtered(keys)
         dataset = self.dataset
-        try:
-            fetch = dataset.__getitems__
-        except AttributeError:
+        fetch = getattr(dataset, "__getitems__", None)
+        if fetch is None:
             return self._one_by_one(keys)
         try:
             return fetch(keys)

@@ -26,6 +26,7 @@ from trainer_lib.data_loader.order.epoch_start import (
 )
 from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.data_loader.order.samplers import LowMemoryRandomSampler, SeedableRandomSampler
+from trainer_lib.data_loader.order.worker_seeds import draw_worker_seed
 from trainer_lib.foundation.lengths import length_of
 
 # Samplers that draw random numbers only from the generator passed to them.
@@ -43,7 +44,7 @@ class ComputedOrder:
     def open(self, start: EpochStart, stream: EpochStream, of_loader: torch.Generator | None) -> torch.Tensor | None:
         """Draw the seed of the workers; see `ReplayedOrder.open`."""
         del start
-        return stream.draw_worker_seed(of_loader)
+        return draw_worker_seed(stream, of_loader)
 
     def __init__(self, source: "SequentialSampler | SeedableRandomSampler") -> None:
         self.source = source
@@ -102,7 +103,7 @@ class ReplayedOrder:
         """
         if self.is_iterated_first and start.seeds_workers:
             stream.iterate(self.source)
-        before = stream.draw_worker_seed(of_loader)
+        before = draw_worker_seed(stream, of_loader)
         if self.is_iterated_first and start.has_workers:
             stream.iterate(self.source)
         return before
@@ -128,7 +129,13 @@ class ReplayedOrder:
         return Replay(source, remembered, RandomStream(derived_seed(seed, epoch, "order")), at_once)
 
     def replay_aside(
-        self, seed: int, epoch: int, start: EpochStart | None, generators: list[Any], of_loader: torch.Generator | None
+        self,
+        seed: int,
+        epoch: int,
+        start: EpochStart | None,
+        generators: list[Any],
+        of_loader: torch.Generator | None,
+        at_once: int = _AT_ONCE,
     ) -> tuple["Replay", dict[int, Any]]:
         """Return the same units once more, without changing any generator, and the copies they are drawn from by id.
 
@@ -138,17 +145,18 @@ class ReplayedOrder:
             start: The start of the epoch.
             generators: The generators whose states `start` lists.
             of_loader: The one of them that is the loader's.
+            at_once: How many units to draw in one scope, at least.
         """
         order = copy.copy(self)
         order.source = copy.copy(self.source)  # the sampler may count its epochs
         if start is None:
-            return order.replay(seed, epoch, None, 0, _AT_ONCE), {}
+            return order.replay(seed, epoch, None, 0, at_once), {}
         pairs = zip(generators, start.own, strict=True)
         clones = {id(generator): cloned(generator, state) for generator, state in pairs}
         stream = EpochStream(replace(start, is_new=False), follows=False)
         order.source = replaced_generators(order.source, lambda generator: clones[id(generator)])
         order.open(start, stream, clones.get(id(of_loader)))
-        return order.replay(seed, epoch, stream, 0, _AT_ONCE), clones
+        return order.replay(seed, epoch, stream, 0, at_once), clones
 
 
 class Replay:
@@ -169,6 +177,7 @@ class Replay:
         at_once: int = 1,
     ) -> None:
         self.opening: list[Any] = []
+        self.asked = 0  # the units asked of the source; more than there are, once it is at its end
         self._remembered = remembered
         self._scope, self._at_once = scope, at_once
         self._drawn: list[Any] = []
@@ -182,6 +191,7 @@ class Replay:
         elif self._at_once <= count and not self._drawn:
             with self._scope:
                 units = list(islice(self._units, count))
+            self.asked += count
         else:
             units = self._from_store(count, self._scope)
         if self._remembered is None:
@@ -192,8 +202,10 @@ class Replay:
 
     def _from_store(self, count: int, scope: AbstractContextManager[None]) -> list[Any]:
         if len(self._drawn) < count:
+            missing = max(count - len(self._drawn), self._at_once)
             with scope:
-                self._drawn += islice(self._units, max(count - len(self._drawn), self._at_once))
+                self._drawn += islice(self._units, missing)
+            self.asked += missing
         units = self._drawn[:count]
         del self._drawn[:count]
         return units

@@ -74,7 +74,7 @@ class EpochStream:
     """
 
     def __init__(self, start: EpochStart, follows: bool = True) -> None:
-        self._start, self._states, self._follows = start, dict(start.shared), follows
+        self.start, self._states, self._follows = start, dict(start.shared), follows
         self._outside: dict[str, Any] = {}
         self._iterator: Iterator[Any] | None = None
         self._later: AbstractContextManager[Any] | None = None
@@ -97,23 +97,6 @@ class EpochStream:
         for name, state in self._outside.items():
             set_state(_GLOBAL[name], state)
         self._outside = {}
-
-    def draw_worker_seed(self, generator: torch.Generator | None) -> torch.Tensor | None:
-        """Draw as torch's iterator does for the seed of its workers, and return the generator's state before.
-
-        Args:
-            generator: The loader's generator; `None`: the global one.
-
-        Returns:
-            The state; `None` if torch draws no seed, or did before a resume and the state was not kept.
-        """
-        start, drawn_from = self._start, torch.default_generator if generator is None else generator
-        if not start.seeds_workers or not (start.is_new or generator is not None or "torch" in self._states):
-            return None
-        with self:
-            before = drawn_from.get_state()
-            torch.empty((), dtype=torch.int64).random_(generator=drawn_from)
-        return before
 
     def separate(self) -> None:
         """From now on, draw from a stream of its own."""

@@ -6,9 +6,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from trainer_lib.data_loader.order.batch_sampler_shard import BatchSamplerShard
 from trainer_lib.data_loader.order.epoch_order import ComputedOrder
 from trainer_lib.data_loader.order.permutation import Positions
-from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
 
 # Looking up thousands of positions takes hardly longer than a few, and the caller asks again for the next batch.
 _BLOCK = 4096

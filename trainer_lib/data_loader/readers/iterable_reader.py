@@ -12,10 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader
 from trainer_lib.data_loader.order.epoch_order import announce_epoch
 from trainer_lib.data_loader.order.epoch_start import GLOBAL_GENERATORS, EpochStream
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
-from trainer_lib.data_loader.order.rank_rounds import Counted, Ending, Sharing
+from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.data_loader.order.uneven_end import until_all_end
-from trainer_lib.data_loader.readers.iterable_shard import IterableDatasetShard, TailCollate
-from trainer_lib.data_loader.readers.shard_reader import Reader, look_ahead
+from trainer_lib.data_loader.readers.iterable_dataset_shard import IterableDatasetShard, TailCollate
+from trainer_lib.data_loader.readers.reader import Reader, look_ahead
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.process_group import ProcessGroup

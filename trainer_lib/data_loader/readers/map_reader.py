@@ -10,14 +10,14 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.guarded_dataset import GuardedCollate, GuardedSamples
 from trainer_lib.data_loader.bad_samples.sample_quarantine import MarkedKeys, Quarantine, with_row_counts
+from trainer_lib.data_loader.order.batch_sampler_shard import BatchSamplerShard
 from trainer_lib.data_loader.order.epoch_order import ComputedOrder, announce_epoch, with_samplers
-from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream, generators_of, state_of
+from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream, generators_of, set_state, state_of
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
-from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard
-from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing
 from trainer_lib.data_loader.order.sample_ids import samples_of_batch
 from trainer_lib.data_loader.order.sample_seeds import SeededKeys, SeededSamples
-from trainer_lib.data_loader.readers.shard_reader import Reader, look_ahead
+from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
+from trainer_lib.data_loader.readers.reader import Reader, look_ahead
 from trainer_lib.state.gradient_state import Rows
 
 _CHUNK = 4096  # units drawn at once to get to the end of a pass
@@ -188,6 +188,29 @@ class MapReader(Reader):
         while units.draw(_CHUNK):
             pass
         return [state_of(copies[id(generator)]) for generator in generators]
+
+    def leave(self, seed: int, reading: Pass) -> None:
+        """Set the generators of a user's sampler to where torch has drawn them when a pass is left."""
+        order, asked, generators = self._shard.order, self._shard.asked(reading.start), self._generators
+        if (
+            not asked
+            or isinstance(order, ComputedOrder)
+            or not self.order_generators
+            or hasattr(order.source, "__next__")
+        ):
+            return
+        units, copies = order.replay_aside(
+            seed, reading.epoch, reading.start, generators, self.users_generator, at_once=1
+        )
+        by_workers = self.loader.num_workers * (self.loader.prefetch_factor or 0) * self.step
+        by_torch = min(reading.consumed + by_workers, asked)
+        units.skip(by_torch)
+        states = [state_of(copies[id(generator)]) for generator in generators]
+        units.skip(asked - by_torch)
+        # Unless something else has drawn from them in the meantime.
+        if all(state_of(generator) == state_of(copies[id(generator)]) for generator in generators):
+            for generator, state in zip(generators, states, strict=True):
+                set_state(generator, state)
 
     def samples(
         self, seed: int, reading: LoaderPosition | Pass, start: int, rank: int, rows: Rows | None

@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
 from trainer_lib.data_loader.order.epoch_order import announce_epoch
 from trainer_lib.data_loader.order.epoch_start import EpochStream
-from trainer_lib.data_loader.order.rank_rounds import Counted, Ending, Sharing, deal
+from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing, deal
 from trainer_lib.data_loader.readers.fingerprint import digest
 from trainer_lib.data_loader.readers.sample_stream import Bookmark, SampleStream, is_split_already
 from trainer_lib.foundation.pytree import ignorant_find_batch_size

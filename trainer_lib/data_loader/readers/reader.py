@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
-from trainer_lib.data_loader.order.data_rng import derived_seed
 from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream, set_state, state_of, unique
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
-from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing
-from trainer_lib.data_loader.worker_init import WorkerInit
+from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
+from trainer_lib.data_loader.order.worker_seeds import WorkerSeeds, draw_worker_seed
+from trainer_lib.data_loader.worker_process import WorkerInit
 from trainer_lib.foundation.errors import StateError, UnsupportedError
 from trainer_lib.foundation.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
@@ -43,9 +43,8 @@ class Reader(ABC):
         self.rank = rank
         self._replaced: dict[str, Any] = {}
         self._read_by: ref[Any] | None = None
-        # Seeds the workers. A separate generator, so that a resume draws nothing from training's.
-        self._generator = torch.Generator()
-        self.swap("generator", self._generator)
+        self._worker_seeds = WorkerSeeds()
+        self.swap("generator", self._worker_seeds.generator)
         self._worker_init = WorkerInit(loader.worker_init_fn)
         self.swap("worker_init_fn", self._worker_init)
 
@@ -169,6 +168,10 @@ class Reader(ABC):
         """Return the states of the generators that the loader and its sampler hold."""
         return [] if self.low_memory else [state_of(generator) for generator in self._generators]
 
+    def leave(self, seed: int, reading: Pass) -> None:
+        """Give back what was drawn from generators for batches that a pass, left before its end, did not come to."""
+        del seed, reading
+
     def generator_states_after(self, seed: int, reading: Pass) -> list[Any]:
         """Return the states that generators have when a pass is read to its end, whose last batch is in hand."""
         del seed, reading
@@ -198,7 +201,7 @@ class Reader(ABC):
     def _open_order(self, start: EpochStart, stream: EpochStream) -> torch.Tensor | None:
         """Draw what torch's iterator draws before it asks for a batch; see `ReplayedOrder.open`."""
         del start  # a dataset is iterated when a batch is asked for
-        return stream.draw_worker_seed(self.users_generator)
+        return draw_worker_seed(stream, self.users_generator)
 
     def _begin(self, place: LoaderPosition, seed: int, keys: tuple[int, ...], as_torch: bool) -> EpochStream | None:
         """Seed the workers, and return what samplers draw from in this epoch.
@@ -209,14 +212,14 @@ class Reader(ABC):
             keys: What the seed of the workers depends on, besides seed and epoch.
             as_torch: Whether workers get the seed that torch draws for them.
         """
-        self._generator.manual_seed(derived_seed(seed, place.epoch, *keys, "workers"))
+        self._worker_seeds.compute(seed, place.epoch, *keys)
         if place.start is None:
             return None
         place.start.restore(self._generators)
         stream = EpochStream(place.start)
         before = self._open_order(place.start, stream)
         if before is not None and as_torch:
-            self._generator.set_state(before)
+            self._worker_seeds.take(before)
         return stream
 
     @abstractmethod
@@ -251,8 +254,8 @@ class Reader(ABC):
         other = copy.copy(self)
         other._replaced = dict(self._replaced)
         other.loader = copied(self.loader)
-        other._generator = torch.Generator()
-        other.swap("generator", other._generator)
+        other._worker_seeds = WorkerSeeds()
+        other.swap("generator", other._worker_seeds.generator)
         return other
 
     def rows_of(self, batch: Any, rows: Rows | None) -> Rows | None:

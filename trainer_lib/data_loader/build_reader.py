@@ -1,4 +1,4 @@
-"""How ranks share a user's loader, and the reader of a rank's share."""
+"""Builds the reader of a user's loader: map-style or iterable, all of it or one rank's share."""
 
 import warnings
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from trainer_lib.data_loader.order.batch_sampler_shard import BatchSamplerShard, index_source
 from trainer_lib.data_loader.order.batch_slicing import Slicing
 from trainer_lib.data_loader.order.epoch_order import iterates_as, with_samplers
-from trainer_lib.data_loader.order.rank_batches import BatchSamplerShard, index_source
-from trainer_lib.data_loader.order.rank_rounds import Sharing
+from trainer_lib.data_loader.order.samples_per_rank import Sharing
 from trainer_lib.data_loader.readers.iterable_reader import IterableReader
 from trainer_lib.data_loader.readers.map_reader import MapReader
+from trainer_lib.data_loader.readers.reader import Reader
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
-from trainer_lib.data_loader.readers.shard_reader import Reader
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.options.base import check_count
 from trainer_lib.process_group import LoneProcess, ProcessGroup
@@ -22,7 +22,18 @@ from trainer_lib.process_group import LoneProcess, ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class RankSplit:
-    """How a loader is split between ranks; by default one rank reads all of it."""
+    """How a loader is split between ranks; by default one rank reads all of it.
+
+    Args:
+        processes: How many ranks share it.
+        index: The rank to read for.
+        split_batches: The loader's batch size is that of all ranks together.
+        even_batches: All ranks get the same number of full batches.
+        slice_function: Cuts a rank's slice from a batch.
+        dispatches: Rank 0 reads for all.
+        group: The ranks that read different batches.
+        world: All ranks.
+    """
 
     processes: int = 1
     index: int = 0
@@ -31,6 +42,7 @@ class RankSplit:
     slice_function: Callable[..., Any] | None = None
     dispatches: bool = False
     group: ProcessGroup
+    world: ProcessGroup
 
     def __post_init__(self) -> None:
         check_count("num_processes", self.processes)
@@ -51,9 +63,9 @@ class RankSplit:
         return (self.processes, self.index) == (self.group.size, self.group.rank)
 
     @property
-    def own_group(self) -> ProcessGroup:
-        """The ranks that share the loader, as far as they can communicate."""
-        return self.group if self.is_real else LoneProcess()
+    def own_world(self) -> ProcessGroup:
+        """All ranks of this world, if the loader is for them: those of one replica read the same batches."""
+        return self.world if self.is_real else LoneProcess()
 
     def sharing(self, batch_size: int | None, drop_last: bool) -> Sharing:
         """Return how this rank shares batches with the other ranks."""

@@ -1,4 +1,4 @@
-"""Rounds: which rank gets which units of a pass.
+"""Which rank reads which samples of a pass: rounds of units, shared out in order.
 
 A unit is a sample, or a whole batch where a user's sampler or dataset makes the batches. A round gives each rank its
 share of consecutive units; rank 0 gets the first ones.

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from trainer_lib.data_loader.order.epoch_order import ComputedOrder, Replay, ReplayedOrder, iterates_as, order_of
 from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream
 from trainer_lib.data_loader.order.loader_position import LoaderPosition
-from trainer_lib.data_loader.order.rank_rounds import Ending, Sharing, completed, deal
+from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing, completed, deal
 from trainer_lib.foundation.errors import ConfigurationError
 
 _CHUNK = 4096  # samples whose positions are computed at once
@@ -146,6 +146,11 @@ class BatchSamplerShard(BatchSampler):
             return None
         kept, length = self._opened.opening, self.known_length
         return kept if len(kept) >= last or len(kept) == length else None
+
+    def asked(self, start: EpochStart | None) -> int:
+        """Return how many units the epoch that started there has asked of a user's sampler; 0 for other epochs."""
+        is_current = self._place is not None and start is not None and self._place[1].start is start
+        return self._opened.asked if is_current and self._opened is not None else 0
 
     @property
     def known_length(self) -> int | None:
