@@ -27,12 +27,8 @@ NAMES = {
 # Modules and names that are left out, and why.
 LEFT_OUT = {
     "trainer_lib.commands.menu.": "the menus of Accelerate's dialog, which no script imports",
-    "trainer_lib.commands.env": "`run.json` records the environment of each run",
     "trainer_lib.commands.launch.CustomHelpFormatter": "how Accelerate's help looks",
     "trainer_lib.commands.launch.clean_option": "a part of CustomHelpFormatter",
-    "trainer_lib.commands.merge": "the command is `trainer-lib checkpoint consolidate`",
-    "trainer_lib.commands.test": "starts a test script of Accelerate's own",
-    "trainer_lib.commands.tpu": "this version does not train on TPUs",
     "trainer_lib.optimizer.patch_optimizer_step": "tells a loss scaler's skipped step, which step_was_skipped says",
 }
 
@@ -95,11 +91,11 @@ def test_a_missing_class_can_be_imported_derived_from_and_compared() -> None:
 
 
 def test_a_missing_function_says_what_is_missing_when_it_is_called() -> None:
-    from trainer_lib import dispatch_model
+    from trainer_lib.inference import build_pipeline
 
-    assert dispatch_model.__name__ == "dispatch_model"
-    with pytest.raises(UnsupportedError, match=r"dispatch_model needs models spread over .*load_checkpoint_in_model"):
-        dispatch_model(torch.nn.Linear(1, 1), device_map={"": 0})
+    assert build_pipeline.__name__ == "build_pipeline"
+    with pytest.raises(UnsupportedError, match=r"build_pipeline needs Accelerate's separate steps.*prepare_pippy"):
+        build_pipeline(torch.nn.Linear(1, 1))
 
 
 FEATURES = [value for value in vars(missing_features).values() if isinstance(value, MissingFeature)]
